@@ -1,0 +1,45 @@
+# Everything below needs Python (3.10+) and make, nothing else: each target makes its own environment.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+NPROC ?= 2
+VENV := .venv-$(TORCH)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train train-check test test-full lint bench clean
+
+help:
+	@echo "make train        train a language model, sharded over $(NPROC) processes"
+	@echo "make train-check  the same training against an unsharded reference, loss by loss"
+	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
+	@echo "make test-full    the suite with its slow part"
+	@echo "make bench        host time, calls, copies, collectives and memory beside torch's fully_shard"
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,examples]" "torch==$(TORCH)"
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
+
+train-check: $(STAMP)
+	$(BIN)/python examples/train_check.py $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache
