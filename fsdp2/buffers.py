@@ -1,0 +1,141 @@
+"""The flat memory of one group in one dtype: shard buffer, unsharded buffer, staging.
+
+Owns allocations and the views on them; decides nothing about when. Storage operations are per buffer, never per
+parameter.
+
+[Note: two ways of lying in a buffer]
+A *sharded* parameter lies on its own slice of the shard buffer's storage, at offset 0. As a plain view, a DTensor
+would carry a storage offset over a null storage, and `torch.save`, pickling and deep copies would fail or drag the
+whole group along. An *unsharded* parameter is a tensor set on the unsharded buffer's one storage, at its slot's offset,
+because that storage is resized (freed and refilled) under it. It is no ``view``: views share a version counter, and
+backward would take the next all-gather for an in-place modification of a saved tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.layout import BufferLayout
+from fsdp2.param import FSDPParam
+
+Member = tuple[torch.Tensor, torch.Tensor]
+"""The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of ``shape`` over its own slice of ``flat``'s storage, from element ``offset`` on."""
+    numel = 1
+    for size in shape:
+        numel *= size
+    start, itemsize = offset * flat.element_size(), flat.element_size()
+    storage = flat.untyped_storage()[start : start + numel * itemsize]
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(storage, 0, tuple(shape), contiguous_stride(shape))  # type: ignore[call-overload,no-any-return]
+
+
+def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of ``shape`` over ``flat``'s own storage, with a version counter of its own."""
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    storage = flat.untyped_storage()
+    return empty.set_(storage, offset, tuple(shape), contiguous_stride(shape))  # type: ignore[call-overload,no-any-return]
+
+
+def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
+    """``flat`` as collectives carry it: bytes, unless it is floating point (integers and packed data stay exact)."""
+    return flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
+
+
+class DtypeBuffers:
+    """The shard buffer of a group's parameters of one dtype and, once prepared, their unsharded buffer.
+
+    Attributes:
+        members: what an all-gather of these buffers sends, packed part first.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int) -> None:
+        """Allocate the shard buffer, (layout.shard_numel,), and move the sharded parameters into it."""
+        self.params = tuple(params)
+        self.layout = layout
+        first = params[0].local
+        # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
+        self.shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
+        for param, slot in zip(self.params, layout.slots, strict=True):
+            param.lie_on(storage_slice(self.shard, slot.shard_offset, slot.local_shape(rank)))
+        self.members: tuple[Member, ...] = ()
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._copy_sources: list[torch.Tensor] = []
+        self._copy_destinations: list[torch.Tensor] = []
+
+    def prepare(self) -> None:
+        """Lay out the unsharded buffer and the staging buffer, both left without memory, and all views on them."""
+        layout, world_size = self.layout, self.layout.world_size
+        unsharded = self.shard.new_empty(layout.unsharded_numel)
+        staging = self.shard.new_empty(world_size * layout.packed_numel)
+        members: list[Member] = []
+        if layout.packed_numel:
+            members.append((on_the_wire(staging), on_the_wire(self.shard[: layout.packed_numel])))
+        staged = staging.view(world_size, layout.packed_numel)
+        self._copy_sources, self._copy_destinations = [], []
+        for param, slot in zip(self.params, layout.slots, strict=True):
+            param.unsharded = self._unsharded_parameter(param, unsharded, slot.unsharded_offset)
+            if slot.shard_numel == 0:
+                continue
+            whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
+            if slot.direct:
+                shard = self.shard.narrow(0, slot.shard_offset, slot.shard_numel)
+                members.append((on_the_wire(whole), on_the_wire(shard)))
+            else:
+                self._copy_sources.append(staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel])
+                self._copy_destinations.append(whole.view(world_size, slot.shard_numel))
+        self.members = tuple(members)
+        self._storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in (unsharded, staging)]
+        self.free_unsharded()
+        self.free_staging()
+
+    def _unsharded_parameter(self, param: FSDPParam, unsharded: torch.Tensor, offset: int) -> nn.Parameter:
+        alias = storage_alias(unsharded, offset, param.shape)
+        parameter = nn.Parameter(alias, requires_grad=param.requires_grad)
+        parameter._fsdp_successor = param.sharded  # type: ignore[attr-defined]
+        if param.unsharded is not None:  # prepared again: what was accumulated without communication stays
+            parameter.grad = param.unsharded.grad
+        return parameter
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Size of the unsharded buffer while it has memory."""
+        return self.layout.unsharded_numel * self.shard.element_size()
+
+    def allocate(self) -> None:
+        """Give the unsharded and the staging buffer memory. On the stream that writes them first."""
+        for storage, nbytes in self._storages:
+            storage.resize_(nbytes)
+
+    def copy_out(self) -> None:
+        """Move packed parameters from the staging buffer to their slots, and free the staging buffer.
+
+        On the stream that gathered into it, so that freeing it needs no wait.
+        """
+        if self._copy_sources:
+            _torch.foreach_copy(self._copy_destinations, self._copy_sources)
+            self.free_staging()
+
+    def free_unsharded(self) -> None:
+        """Free the unsharded buffer's memory; every unsharded parameter loses its values with it."""
+        self._storages[0][0].resize_(0)
+
+    def free_staging(self) -> None:
+        """Free the staging buffer's memory."""
+        self._storages[1][0].resize_(0)

@@ -1,0 +1,205 @@
+"""`FSDPCommContext`: streams, events, and what is in flight. One per root, shared by all its groups.
+
+Reaches the device through the `Device` protocol only, so that a recording fake can run whole training steps on CPU
+and check the order of everything.
+
+[Note: streams and lifetimes]
+Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another. A
+buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at once:
+hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream`` and no host synchronization.
+
+* The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
+  Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
+  next-but-one gather follows that wait on its stream, at most ``prefetch depth + 1`` groups are unsharded at a time
+  on the device, however far the host runs ahead.
+* Gradients belong to compute. The reduce-scatter stream waits for GRADIENTS_READY, packs and reduces; the gradients
+  are held until compute waits for REDUCED. Reduced gradients belong to the reduce-scatter stream, whose next
+  GRADIENTS_READY also follows everything that read the previous ones.
+
+On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Wait(enum.Enum):
+    """Why one stream waits for another. Removing any of these is a race, as a test shows for each."""
+
+    PARAMETERS_WRITTEN = "the all-gather stream reads shards after compute (the optimizer) has written them"
+    GATHERED = "compute reads unsharded parameters after the all-gather stream has written them"
+    READ = "the all-gather stream reuses an unsharded buffer after compute has read it"
+    GRADIENTS_READY = (
+        "the reduce-scatter stream reads gradients, and reuses reduced ones, after compute is done with them"
+    )
+    REDUCED = "compute reads reduced gradients, and frees unsharded ones, after the reduce-scatter stream is done"
+
+
+class Device(Protocol):
+    """What the engine asks of a device. Streams and events are opaque to the engine."""
+
+    has_streams: bool
+    """False: collectives are issued as asynchronous works, and the stream methods do nothing."""
+
+    def new_stream(self) -> Any:
+        """A stream of high priority: communication is short to launch and long to wait for."""
+
+    def current_stream(self) -> Any:
+        """The caller's current stream: where compute runs."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current: kernels, collectives and allocations inside belong to it."""
+
+    def record(self, stream: Any) -> Any:
+        """An event at the present end of ``stream``."""
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        """Let whatever is issued to ``stream`` from now on run after ``event``."""
+
+
+class HostDevice:
+    """CPU: works instead of streams."""
+
+    has_streams = False
+
+    def new_stream(self) -> None:
+        """There is none."""
+
+    def current_stream(self) -> None:
+        """There is none."""
+
+    def use(self, stream: None) -> AbstractContextManager[None]:
+        """Nothing to switch."""
+        return nullcontext()
+
+    def record(self, stream: None) -> None:
+        """Nothing to record."""
+
+    def wait(self, stream: None, event: None, why: Wait) -> None:
+        """Nothing to wait for: works are waited for on the host."""
+
+
+class StreamDevice:
+    """CUDA and devices like it (``torch.<type>.Stream``, ``Event``, ``stream``, ``current_stream``)."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+
+    def new_stream(self) -> Any:
+        """A high-priority stream."""
+        return self._module.Stream(priority=-1)
+
+    def current_stream(self) -> Any:
+        """The current stream of the current device."""
+        return self._module.current_stream()
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Switch to ``stream``."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def record(self, stream: Any) -> Any:
+        """A fresh event on ``stream``."""
+        return stream.record_event()
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        """Wait on the device, not on the host."""
+        stream.wait_event(event)
+
+
+def device_for(device: torch.device) -> Device:
+    """How the engine talks to ``device``."""
+    return HostDevice() if device.type == "cpu" else StreamDevice(device)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""
+
+    works: tuple[dist.Work, ...]
+    event: Any
+
+
+@dataclass(slots=True)
+class PendingReduce:
+    """A gradient reduction in flight, and everything that must live until compute has waited for it.
+
+    Attributes:
+        deliver: sets the sharded gradients.
+        held: tensors handed to the collective.
+        dropped: called instead of ``deliver`` if the iteration has failed.
+    """
+
+    ticket: Ticket
+    deliver: Callable[[], None]
+    drop: Callable[[], None]
+    held: object
+
+
+class FSDPCommContext:
+    """The streams of one root and the reductions in flight on them.
+
+    Attributes:
+        max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
+            unsharded gradients of its group.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.all_gather_stream = device.new_stream()
+        self.reduce_scatter_stream = device.new_stream()
+        self.max_pending_reduces = 1
+        self._pending: deque[PendingReduce] = deque()
+
+    def gathers_follow_compute(self) -> None:
+        """Let all-gathers from now on see what compute has written so far: parameters after an optimizer step."""
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
+
+    def compute_follows_gather(self, ticket: Ticket) -> None:
+        """Let compute see the gathered parameters. Blocks the host on CPU."""
+        self._wait(ticket, Wait.GATHERED)
+
+    def gathers_follow_readers(self) -> None:
+        """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.all_gather_stream, event, Wait.READ)
+
+    def reduces_follow_compute(self) -> None:
+        """Let the reduce-scatter stream see the gradients that compute has written so far."""
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+
+    def add_pending(self, pending: PendingReduce) -> None:
+        """Keep a reduction that has just been issued."""
+        self._pending.append(pending)
+
+    def retire_reduces(self, keep: int) -> None:
+        """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight."""
+        while len(self._pending) > keep:
+            pending = self._pending.popleft()
+            self._wait(pending.ticket, Wait.REDUCED)
+            pending.deliver()
+
+    def drop_reduces(self) -> None:
+        """Wait for all reductions in flight and throw their gradients away."""
+        while self._pending:
+            pending = self._pending.popleft()
+            self._wait(pending.ticket, Wait.REDUCED)
+            pending.drop()
+
+    def _wait(self, ticket: Ticket, why: Wait) -> None:
+        for work in ticket.works:
+            work.wait()
+        if ticket.event is not None:
+            self.device.wait(self.device.current_stream(), ticket.event, why)

@@ -1,0 +1,76 @@
+"""Words shared by every layer: errors and phases.
+
+Owns no tensor and knows nothing of groups; imports nothing from the package.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class FSDPError(Exception):
+    """Base of every error that fsdp2 raises for a mistake its user can correct.
+
+    The concrete classes also derive from the built-in exception that fits (``ValueError``, ``TypeError``,
+    ``RuntimeError``), so existing ``except`` clauses keep working.
+    """
+
+
+class FSDPValueError(FSDPError, ValueError):
+    """An argument, module or parameter has a value that cannot be sharded."""
+
+
+class FSDPTypeError(FSDPError, TypeError):
+    """An argument has the wrong type."""
+
+
+class FSDPRuntimeError(FSDPError, RuntimeError):
+    """The program did something at a time, or in an order, at which it cannot work."""
+
+
+class FSDPNotImplementedError(FSDPError, NotImplementedError):
+    """A combination that this version does not support; the message names what does work."""
+
+
+class ParamPhase(enum.Enum):
+    """Where the parameters of a group stand.
+
+    ========== ============================ =====================================
+    phase      registered in the modules    unsharded buffer
+    ========== ============================ =====================================
+    SHARDED    sharded parameters           free
+    UNSHARDING sharded parameters           allocated, being gathered into
+    UNSHARDED  unsharded parameters         holds the full parameters
+    ========== ============================ =====================================
+    """
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class GradPhase(enum.Enum):
+    """Where the gradients of a group stand; independent of `ParamPhase`.
+
+    A group can be unsharded again while its gradients are still being reduced.
+    """
+
+    IDLE = "idle"
+    REDUCING = "reducing"
+
+
+# The only transitions there are; `FSDPParamGroup` asserts each one against these tables.
+PARAM_TRANSITIONS = frozenset(
+    {
+        (ParamPhase.SHARDED, ParamPhase.UNSHARDING),
+        (ParamPhase.UNSHARDING, ParamPhase.UNSHARDED),
+        (ParamPhase.UNSHARDED, ParamPhase.SHARDED),
+        (ParamPhase.UNSHARDING, ParamPhase.SHARDED),  # a prefetch that nobody used
+    }
+)
+GRAD_TRANSITIONS = frozenset(
+    {
+        (GradPhase.IDLE, GradPhase.REDUCING),
+        (GradPhase.REDUCING, GradPhase.IDLE),
+    }
+)

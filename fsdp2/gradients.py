@@ -1,0 +1,203 @@
+"""The reduce-scatter of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
+
+Owns the sharded-gradient buffer and the DTensors over it; issues no collective.
+
+[Note: reusing the sharded-gradient buffer]
+The reduce-scatter writes into one flat buffer under gradient DTensors that are built once. It is written again only
+when no ``.grad`` is set and nobody else holds what lies on it: the Python references of every gradient and of its local
+tensor, and the users of its storage slice, are at the counts they had when they were built. Otherwise a new buffer is
+built, so a gradient (or a view of one) that the user keeps never changes under them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.buffers import Member, storage_slice
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.layout import GradientLayout
+from fsdp2.param import FSDPParam
+
+
+@dataclass(slots=True)
+class _GradientBuffer:
+    """A flat sharded-gradient buffer, the gradients on it, and the counts that mean "nobody else holds one"."""
+
+    flat: torch.Tensor
+    gradients: list[DTensor]
+    storages: list[torch.UntypedStorage]
+    baseline: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def counts(self) -> list[tuple[int, int, int]]:
+        """Per gradient: references to it, references to its local tensor, users of its storage slice."""
+        count, users, local_of = sys.getrefcount, _torch.storage_use_count, _torch.local_of
+        return [
+            (count(gradient), count(local_of(gradient)), users(storage))
+            for gradient, storage in zip(self.gradients, self.storages, strict=True)
+        ]
+
+    def is_free(self) -> bool:
+        """Whether only this object holds the gradients (none of them being any parameter's ``.grad``)."""
+        return self.counts() == self.baseline
+
+
+@dataclass(slots=True)
+class PackedGradients:
+    """One reduction under way: what it sends, where it arrives, and what must stay alive until it has."""
+
+    members: list[Member]
+    output: torch.Tensor
+    missing: list[int]
+    inputs: list[torch.Tensor | None]
+
+
+class DtypeGradients:
+    """Packs the unsharded gradients of a group's trainable parameters of one dtype, and delivers the reduced ones."""
+
+    def __init__(self, params: Sequence[FSDPParam], layout: GradientLayout, *, world_size: int, rank: int) -> None:
+        self.params = tuple(params)
+        self.layout = layout
+        self._world_size = world_size
+        self._local_shapes = [self._local_shape(index, rank) for index in range(len(self.params))]
+        self._buffer: _GradientBuffer | None = None
+        first = params[0].local
+        self._dtype, self._device = first.dtype, first.device
+        self._presence = torch.ones(world_size, len(self.params), dtype=self._dtype, device=self._device)
+        self._pads = {
+            slot.pad_numel: torch.zeros(world_size, slot.pad_numel, dtype=self._dtype, device=self._device)
+            for slot in layout.slots
+            if slot.pad_numel
+        }
+
+    def _local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        slot = self.layout.slots[index]
+        start = min(slot.rows * rank, slot.shape[0])
+        return (min(start + slot.rows, slot.shape[0]) - start, *slot.shape[1:])
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Take autograd's gradients off the unsharded parameters."""
+        gradients: list[torch.Tensor | None] = []
+        for param in self.params:
+            unsharded = param.unsharded
+            assert unsharded is not None, "gradients are taken after lazy initialization"
+            gradients.append(unsharded.grad)
+            unsharded.grad = None
+        return gradients
+
+    def pack(self, gradients: list[torch.Tensor | None]) -> PackedGradients:
+        """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
+
+        On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
+        written: the mean over ranks is the collective's.
+        """
+        layout, world_size = self.layout, self._world_size
+        output = self._output()
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        packing: list[torch.Tensor] = []
+        direct: list[Member] = []
+        for slot, gradient in zip(layout.slots, gradients, strict=True):
+            if slot.shard_numel == 0:
+                continue
+            if gradient is None:
+                gradient = torch.zeros(slot.shape, dtype=self._dtype, device=self._device)
+            if slot.direct:
+                destination = output.narrow(0, slot.offset, slot.shard_numel)
+                direct.append((destination, gradient.contiguous().view(-1)))
+                continue
+            packing.append(gradient)
+            if slot.pad_numel:
+                packing.append(self._pads[slot.pad_numel])
+        packing.append(self._presence_of(missing))
+        packed = torch.empty(world_size, layout.packed_numel, dtype=self._dtype, device=self._device)
+        _torch.chunk_cat(packing, world_size, packed)
+        members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
+        return PackedGradients(members, output, missing, gradients)
+
+    def _presence_of(self, missing: list[int]) -> torch.Tensor:
+        if not missing:
+            return self._presence
+        presence = self._presence.clone()
+        presence[:, missing] = 0
+        return presence
+
+    def _output(self) -> torch.Tensor:
+        """Where the reduction arrives: the gradients' own buffer, or a temporary if some ``.grad`` is set."""
+        if any(param.sharded.grad is not None for param in self.params):
+            return torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+        if self._buffer is None or not self._buffer.is_free():
+            self._buffer = self._build_buffer()
+        return self._buffer.flat
+
+    def _build_buffer(self) -> _GradientBuffer:
+        flat = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+        gradients = self._gradients_on(flat)
+        storages = [_torch.local_of(gradient).untyped_storage() for gradient in gradients]
+        buffer = _GradientBuffer(flat, gradients, storages)
+        buffer.baseline = buffer.counts()
+        return buffer
+
+    def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
+        return [
+            _torch.make_dtensor(storage_slice(flat, slot.offset, shape), _torch.spec_of(param.sharded))
+            for param, slot, shape in zip(self.params, self.layout.slots, self._local_shapes, strict=True)
+        ]
+
+    def deliver(self, packed: PackedGradients) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
+
+        A parameter that had no gradient on any rank is left as it is.
+        """
+        absent = self._absent(packed)
+        buffer = self._buffer
+        if buffer is not None and packed.output is buffer.flat:
+            for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
+                if index not in absent:
+                    param.sharded.grad = gradient
+        elif buffer is not None and not absent and self._accumulates_in(buffer):
+            buffer.flat.add_(packed.output)
+        else:
+            self._accumulate_each(packed.output, absent)
+        self._call_hooks(absent)
+
+    def _absent(self, packed: PackedGradients) -> set[int]:
+        """Parameters without a gradient on any rank. Reads the device only if one is missing on this rank."""
+        if not packed.missing:
+            return set()
+        start = self.layout.presence_offset
+        presence = packed.output[start : start + len(self.params)].tolist()
+        return {index for index in packed.missing if presence[index] == 0}
+
+    def _accumulates_in(self, buffer: _GradientBuffer) -> bool:
+        return all(
+            param.sharded.grad is gradient for param, gradient in zip(self.params, buffer.gradients, strict=True)
+        )
+
+    def _accumulate_each(self, output: torch.Tensor, absent: set[int]) -> None:
+        for index, (param, gradient) in enumerate(zip(self.params, self._gradients_on(output), strict=True)):
+            if index in absent:
+                continue
+            existing = param.sharded.grad
+            if existing is None:
+                param.sharded.grad = gradient
+            elif isinstance(existing, DTensor) and existing.placements == gradient.placements:
+                _torch.local_of(existing).add_(_torch.local_of(gradient))
+            else:
+                raise FSDPRuntimeError(
+                    f"the gradient of '{param.fqn}' was set to a {type(existing).__name__} that is not sharded like "
+                    "its parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with "
+                    "the parameter's placements."
+                )
+
+    def _call_hooks(self, absent: set[int]) -> None:
+        """Call the users' post-accumulate-grad hooks: autograd does not, as it never sees the sharded parameters."""
+        for index, param in enumerate(self.params):
+            hooks = _torch.post_accumulate_grad_hooks(param.sharded)
+            if hooks and index not in absent:
+                for hook in tuple(hooks.values()):
+                    hook(param.sharded)

@@ -1,0 +1,193 @@
+"""Where every parameter lies in the flat buffers of its group: pure arithmetic, no tensor.
+
+Used by the eager and the traced execution alike. Offsets and sizes count elements (``_numel``) or rows
+(``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), alignment of 4 elements, both packed::
+
+    rows(a) = ceil(3/2) = 2       rows(b) = 1
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 -  -  - |          "-" is alignment, 8 elements in all
+    shard buffer, rank 1      | a2 a2 0  0  | b1 -  -  - |          a has one row here, the second is padding
+    staging buffer (gathered) | a0 a0 a1 a1 | b0 -  -  - | a2 a2 0  0  | b1 -  -  - |
+    unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 -  - |
+
+Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
+rows, is the parameter: contiguous, without a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT_BYTES = 128
+"""Slots start at multiples of this, as collectives and vectorized kernels like it."""
+
+GRADIENT_ALIGNMENT_BYTES = 16
+"""Packed gradients start at multiples of this: the vector width of foreach and fused optimizer kernels."""
+
+DIRECT_THRESHOLD_BYTES = 1 << 20
+"""Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """ceil(numerator / denominator) for non-negative integers."""
+    return -(-numerator // denominator)
+
+
+def align(numel: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is at least ``numel``."""
+    return ceil_div(numel, alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the shard buffer and in the unsharded buffer of its group.
+
+    Attributes:
+        shape: the unsharded shape.
+        rows: rows (of dim 0) that every rank keeps room for, ceil(shape[0] / world_size).
+        row_numel: elements of one row.
+        shard_offset: first element in the shard buffer.
+        unsharded_offset: first element in the unsharded buffer.
+        direct: gathered straight into the unsharded buffer; else through the staging buffer.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    row_numel: int
+    shard_offset: int
+    unsharded_offset: int
+    direct: bool
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that every rank keeps room for."""
+        return self.rows * self.row_numel
+
+    def row_range(self, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of the parameter that ``rank`` holds; empty on the last ranks of short ones."""
+        return row_range(self.shape[0], self.rows, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the sharded parameter's local tensor on ``rank``."""
+        start, stop = self.row_range(rank)
+        return (stop - start, *self.shape[1:])
+
+
+def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
+    start = min(rows * rank, size)
+    return start, min(start + rows, size)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The layout of one group's parameters of one dtype over ``world_size`` ranks.
+
+    ``slots`` follow the order of the parameters; in the buffers the packed ones come first.
+
+    Attributes:
+        packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
+        shard_numel: length of the shard buffer, the same on every rank.
+        unsharded_numel: length of the unsharded buffer.
+    """
+
+    world_size: int
+    slots: tuple[Slot, ...]
+    packed_numel: int
+    shard_numel: int
+    unsharded_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        shapes: Sequence[tuple[int, ...]],
+        *,
+        world_size: int,
+        itemsize: int,
+        direct_threshold_bytes: int = DIRECT_THRESHOLD_BYTES,
+    ) -> BufferLayout:
+        """Lay out parameters of the given unsharded ``shapes`` (each of at least one dim)."""
+        alignment = ALIGNMENT_BYTES // math.gcd(ALIGNMENT_BYTES, itemsize)
+        slots: list[Slot | None] = [None] * len(shapes)
+        shard_offset = unsharded_offset = packed_numel = 0
+        for wanted in (False, True):
+            for index, shape in enumerate(shapes):
+                rows, row_numel = ceil_div(shape[0], world_size), math.prod(shape[1:])
+                numel = world_size * rows * row_numel
+                if (numel * itemsize >= direct_threshold_bytes) is not wanted:
+                    continue
+                slots[index] = Slot(shape, rows, row_numel, shard_offset, unsharded_offset, wanted)
+                shard_offset += align(rows * row_numel, alignment)
+                unsharded_offset += align(numel, alignment)
+            if not wanted:
+                packed_numel = shard_offset
+        placed = tuple(slot for slot in slots if slot is not None)
+        assert len(placed) == len(shapes), "every parameter is either packed or direct"
+        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSlot:
+    """One trainable parameter's place in the sharded-gradient buffer.
+
+    Attributes:
+        offset: first element in that buffer.
+        direct: its gradient is itself the input of the reduce-scatter; else it is packed.
+        pad_numel: alignment after a packed slot.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    row_numel: int
+    offset: int
+    direct: bool
+    pad_numel: int
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that every rank receives, padding of short ranks included."""
+        return self.rows * self.row_numel
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """The layout of the reduce-scatter of one group's trainable parameters of one dtype.
+
+    Two trainable parameters, one packed, one direct::
+
+        output, per rank  | packed slot | pad | presence (one element per parameter) | pad | direct slot |
+        packed input      | the same head for rank 0 | for rank 1 | ...                  direct input: the gradient
+
+    What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
+    ``presence`` says so; the reduced presence tells every rank whether any rank had a gradient.
+    """
+
+    slots: tuple[GradientSlot, ...]
+    presence_offset: int
+    packed_numel: int
+    numel: int
+
+    @classmethod
+    def build(cls, slots: Sequence[Slot], *, world_size: int, itemsize: int) -> GradientLayout:
+        """Lay out the gradients of parameters that lie in ``slots`` (the trainable ones of a `BufferLayout`)."""
+        fine = max(GRADIENT_ALIGNMENT_BYTES // itemsize, 1)
+        coarse = max(ALIGNMENT_BYTES // itemsize, 1)
+        # Only an evenly divisible gradient is what the collective wants; the others need the packing's padding.
+        direct = [slot.direct and slot.shape[0] % world_size == 0 for slot in slots]
+        placed: dict[int, GradientSlot] = {}
+        offset = 0
+        for index, slot in enumerate(slots):
+            if not direct[index]:
+                pad_numel = align(slot.shard_numel, fine) - slot.shard_numel
+                placed[index] = GradientSlot(slot.shape, slot.rows, slot.row_numel, offset, False, pad_numel)
+                offset += slot.shard_numel + pad_numel
+        presence_offset = offset
+        packed_numel = offset + len(slots)
+        offset = align(packed_numel, coarse)
+        for index, slot in enumerate(slots):
+            if direct[index]:
+                placed[index] = GradientSlot(slot.shape, slot.rows, slot.row_numel, offset, True, 0)
+                offset += align(slot.shard_numel, coarse)
+        ordered = tuple(placed[index] for index in range(len(slots)))
+        return cls(ordered, presence_offset, packed_numel, offset)

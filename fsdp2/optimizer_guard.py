@@ -1,0 +1,126 @@
+"""Optimizers that were built on parameters which never receive a gradient: found at their first step, and re-keyed.
+
+`fully_shard` puts sharded parameters in the place of the user's, and after a forward the unsharded ones of modules that
+do not reshard are registered. An optimizer that was built on either would step on nothing, silently. Before an
+optimizer's step this guard replaces them by the sharded parameters in its groups and its state. After the step it tells
+the groups that their parameters were written.
+
+The guard is one pair of global optimizer hooks, installed by the first `fully_shard`, removable with `remove`. An
+optimizer is looked through once; after that a step costs a comparison per parameter group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.layout import ceil_div, row_range
+from fsdp2.param import Freshness, FSDPParam, owner_of, successor_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What an optimizer looked like when it was looked through, and whose parameters it writes."""
+
+    signature: tuple[int, ...]
+    freshness: tuple[Freshness, ...]
+
+
+class OptimizerGuard:
+    """The two hooks and what they remember of every optimizer."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Register the hooks, if they are not."""
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        seen = self._seen.get(optimizer)
+        if seen is None or seen.signature != _signature(optimizer):
+            rekey(optimizer)
+            self._seen[optimizer] = _Seen(_signature(optimizer), _freshness_of(optimizer))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
+            freshness.stale = True
+
+
+GUARD = OptimizerGuard()
+"""The one guard of this process: torch's optimizer hooks are global too."""
+
+
+def _signature(optimizer: Optimizer) -> tuple[int, ...]:
+    """Changes when parameters were added to the optimizer, or any sharded parameter was created or replaced."""
+    return (FSDPParam.identity_changes, *(len(group["params"]) for group in optimizer.param_groups))
+
+
+def _freshness_of(optimizer: Optimizer) -> tuple[Freshness, ...]:
+    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return tuple({id(owner.freshness): owner.freshness for owner in owners if owner is not None}.values())
+
+
+def rekey(optimizer: Optimizer) -> None:
+    """Put sharded parameters in the place of their predecessors in ``optimizer``'s groups and state.
+
+    Predecessors are parameters from before `fully_shard`, unsharded ones, and sharded ones that were replaced. State
+    of the unsharded shape is cut to this rank's rows. No communication.
+
+    Raises:
+        FSDPRuntimeError: the optimizer then would hold a parameter twice.
+    """
+    present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            successor = successor_of(parameter)
+            if successor is None or owner_of(parameter) is not None:
+                continue
+            if successor in present:
+                owner = owner_of(successor)
+                raise FSDPRuntimeError(
+                    f"the optimizer holds parameter '{owner.fqn if owner else '?'}' twice: sharded, and as it was "
+                    "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, while "
+                    "the model is resharded."
+                )
+            present.add(successor)
+            group["params"][index] = successor
+            if parameter in optimizer.state:
+                optimizer.state[successor] = _shard_state(optimizer.state.pop(parameter), successor)
+
+
+def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: _shard_value(value, sharded) for key, value in state.items()}
+
+
+def _shard_value(value: Any, sharded: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != sharded.shape:
+        return value
+    mesh = sharded.device_mesh
+    size = value.shape[0]
+    start, stop = row_range(size, ceil_div(size, mesh.size()), mesh.get_local_rank())
+    local = value[start:stop].to(sharded.device).clone()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())

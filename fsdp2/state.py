@@ -1,0 +1,335 @@
+"""`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward.
+
+Decides which operation of its group runs when; the operations are the group's, the order across groups is the root's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch, collectives
+from fsdp2.comm_context import FSDPCommContext, device_for
+from fsdp2.common import FSDPRuntimeError, ParamPhase
+from fsdp2.hooks import after_backward_of_inputs, before_backward_of_outputs, map_tensors
+from fsdp2.mesh import ShardMesh
+from fsdp2.param import owner_of
+from fsdp2.param_group import FSDPParamGroup
+from fsdp2.plan import ModelPlan
+from fsdp2.root import FSDPRoot
+
+_STATE = "_fsdp_state"
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` attached to ``module``, if it did."""
+    state: FSDPState | None = module.__dict__.get(_STATE)
+    return state
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of ``module`` and everything below it, each once, in the order of ``module.modules()``."""
+    states = (state_of(each) for each in module.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+class _Call:
+    """One forward call whose backward may come. Tells its state when that is over, or will never be."""
+
+    __slots__ = ("_over", "_state")
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state = state
+        self._over = False
+        state.outstanding_calls += 1
+
+    def __call__(self) -> None:
+        """Its backward has been done."""
+        self._end()
+        self._state.post_backward()
+
+    def __del__(self) -> None:
+        self._end()  # the graph was freed without a backward, as after an evaluation with gradients on
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            self._state.outstanding_calls -= 1
+
+
+class FSDPState:
+    """The hooks of one module, or of a list of modules that share a group.
+
+    Attributes:
+        modules: those that `fully_shard` was called on.
+        group: None if they have no parameters of their own.
+        root: set at lazy initialization.
+        reshard_after_forward: None until lazy initialization decides: everywhere but at the root.
+        reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
+        outstanding_calls: forward calls whose backward has not been done and still may be.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        group: FSDPParamGroup | None,
+        mesh: ShardMesh,
+        *,
+        reshard_after_forward: bool | None,
+        ignored_params: frozenset[nn.Parameter],
+    ) -> None:
+        self.modules = tuple(modules)
+        self.group = group
+        self.mesh = mesh
+        self.root: FSDPRoot | None = None
+        self.is_root = False
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.is_last_backward = True
+        self.outstanding_calls = 0
+        self._in_backward = False
+        self._ignored_params = ignored_params
+        self._to_run: set[nn.Module] = set()
+        self._states: tuple[FSDPState, ...] = ()
+        self._structure: tuple[dict[str, Any], ...] = ()
+        self._structure_size = 0
+        for module in self.modules:
+            module.__dict__[_STATE] = self
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward, prepend=False)
+
+    @property
+    def name(self) -> str:
+        """For messages: the group's name once the root is known, else the class of the (first) module."""
+        return self.group.name if self.group is not None else type(self.modules[0]).__name__
+
+    # -- lazy initialization
+
+    def ensure_root(self) -> FSDPRoot:
+        """The root this state belongs to; on first use, makes this state's module the root. Collective then.
+
+        Raises:
+            FSDPRuntimeError: a module below already ran as a root of its own, a parameter is not ready, was added or
+                replaced, or the ranks' plans differ.
+        """
+        if self.root is None:
+            self._become_root()
+        assert self.root is not None, "lazy initialization sets the root"
+        return self.root
+
+    def _become_root(self) -> None:
+        names: dict[FSDPState, str] = {}
+        for module in self.modules:
+            for name, each in module.named_modules():
+                state = state_of(each)
+                if state is not None:
+                    names.setdefault(state, name)
+        self._refuse_other_roots(names)
+        states = tuple(names)
+        groups = [state.group for state in states if state.group is not None]
+        root_name = type(self.modules[0]).__name__
+        for state, name in names.items():
+            if state.group is not None:
+                state.group.name = name or root_name
+        self._refuse_unowned()
+        comm = FSDPCommContext(device_for(self.mesh.device))
+        for group in groups:
+            group.prepare(comm)
+        self._refuse_disagreement(groups)
+        root = FSDPRoot(root_name, comm, groups)
+        root.is_last_backward = self.is_last_backward
+        root.on_backward_end = self._end_backward
+        root.on_failure = self._drop_iteration
+        for state in states:
+            state.root = root
+            if state.reshard_after_forward is None:
+                state.reshard_after_forward = state is not self
+        self.is_root = True
+        self._states = states
+
+    def _refuse_other_roots(self, names: dict[FSDPState, str]) -> None:
+        for state, name in names.items():
+            if state.root is not None:
+                raise FSDPRuntimeError(
+                    f"{type(self.modules[0]).__name__} runs as a root now, but its submodule '{name}' "
+                    f"({type(state.modules[0]).__name__}) ran before it and became the root of its own part. Run the "
+                    "forward of the outermost sharded module first. To recover now, call reset_iter_state() on "
+                    f"{type(self.modules[0]).__name__}: it takes over from its submodules."
+                )
+
+    def _refuse_unowned(self) -> None:
+        """Remember the module tree, and refuse parameters that no group owns."""
+        self._structure = tuple(
+            mapping
+            for module in self.modules
+            for each in module.modules()
+            for mapping in (each._parameters, each._modules)
+        )
+        self._structure_size = sum(map(len, self._structure))
+        ignored = {parameter for state in states_below_all(self.modules) for parameter in state._ignored_params}
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                if parameter in ignored or owner_of(parameter) is not None:
+                    continue
+                if getattr(parameter, "_fsdp_successor", None) is not None:
+                    continue  # unsharded just now
+                if name in self._planned_names(module):
+                    continue  # replaced: the group adopts or refuses it
+                raise FSDPRuntimeError(
+                    f"parameter '{name}' of {type(module).__name__} was added after fully_shard and belongs to no "
+                    "group: its gradient would not be reduced. Add parameters before calling fully_shard, or call "
+                    "fully_shard on the module that holds it, or pass it in ignored_params."
+                )
+
+    def _planned_names(self, module: nn.Module) -> set[str]:
+        names: set[str] = set()
+        for prefix, each in module.named_modules():
+            state = state_of(each)
+            if state is not None and state.group is not None:
+                names.update(f"{prefix}.{param.fqn}".lstrip(".") for param in state.group.params)
+        return names
+
+    def _refuse_disagreement(self, groups: Sequence[FSDPParamGroup]) -> None:
+        plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None))
+        difference = collectives.disagreement(plan.fingerprint(), str(plan), self.mesh.group, self.mesh.device)
+        if difference is not None:
+            raise FSDPRuntimeError(
+                "the ranks have different plans, so their collectives would not match; every rank must build the same "
+                f"model and shard it alike. Difference:\n{difference}"
+            )
+
+    def take_over(self) -> None:
+        """Make this state's module the root, in place of submodules that ran before it."""
+        for state in states_below_all(self.modules):
+            if state.root is not None:
+                state.root.reset()
+                state.root, state.is_root, state._states = None, False, ()
+
+    # -- forward
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        root = self.root or self.ensure_root()
+        recompute = _torch.backward_is_running()
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        if recompute:
+            if self._in_backward:
+                return None  # its parameters are there, and its own hooks are in place
+            if self.group is not None:
+                root.gather_for_recompute(self.group)
+        else:
+            inputs = self._enter_forward(root, args, kwargs)
+        begins = self._begins_round(module)
+        if begins and self.group is not None and torch.is_grad_enabled():
+            args, kwargs = inputs or (args, kwargs)
+            return after_backward_of_inputs(_Call(self), args, kwargs) or inputs
+        return inputs
+
+    def _enter_forward(
+        self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        root.recover_if_failed()
+        if self.is_root:
+            if not root.iteration.in_forward:
+                root.begin_forward()
+                self._refuse_structure_change()
+        elif not root.iteration.in_forward:
+            root.join()
+        if self.group is not None:
+            root.gather_for_forward(self.group)
+        if self.is_root and self.mesh.device.type != "cpu":
+            device = self.mesh.device
+            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
+        return None
+
+    def _refuse_structure_change(self) -> None:
+        if sum(map(len, self._structure)) != self._structure_size:
+            self._refuse_unowned()
+
+    def _begins_round(self, module: nn.Module) -> bool:
+        """Whether this call is the first of a round over the modules of the list; always, for a single module."""
+        if len(self.modules) == 1:
+            return True
+        begins = not self._to_run
+        if begins:
+            self._to_run.update(self.modules)
+        return begins
+
+    def _ends_round(self, module: nn.Module) -> bool:
+        self._to_run.discard(module)
+        return not self._to_run
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        root = self.root
+        assert root is not None, "a forward that ends has begun"
+        recompute = _torch.backward_is_running()
+        if recompute and self._in_backward:
+            return
+        if torch.is_grad_enabled():
+            before_backward_of_outputs(self._pre_backward, output)
+        if self._ends_round(module) and self.group is not None and self.reshard_after_forward:
+            if recompute:
+                root.keep(self.group)
+            else:
+                self.group.reshard()
+        if self.is_root and not recompute and root.iteration.in_forward:
+            root.end_forward()
+
+    def forward_failed(self) -> None:
+        """An exception leaves the forward of (one of) this state's module(s)."""
+        if self.root is None or _torch.backward_is_running():
+            return  # not initialized; or a recompute, whose early stop is an exception too
+        if self.is_root or not self.root.iteration.in_forward:
+            self.root.iteration.failed = True
+
+    # -- backward
+
+    def _pre_backward(self, gradient: torch.Tensor) -> None:
+        root = self.root
+        assert root is not None, "a backward follows a forward"
+        root.begin_backward()
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self.group is not None:
+            root.gather_for_backward(self.group)
+
+    def post_backward(self, *, at_end: bool = False) -> None:
+        """This module's backward is done, or (``at_end``) the whole backward is."""
+        group = self.group
+        was_in_backward, self._in_backward = self._in_backward, False
+        if group is None:
+            return
+        if self.reshard_after_backward:
+            group.reshard()
+        if not group.is_trainable:
+            return
+        has_gradients = group.has_gradients()
+        if not group.requires_gradient_sync:
+            group.accumulated |= has_gradients
+        elif has_gradients or (was_in_backward and (at_end or not self.outstanding_calls)):
+            group.reduce()
+
+    def _end_backward(self) -> None:
+        """The whole backward is done: finish the modules whose own end could not be noticed.
+
+        Such are modules whose inputs need no gradient, or that hold gradients from microbatches without communication.
+        """
+        for state in self._states:
+            group = state.group
+            if state._in_backward or (group is not None and (group.accumulated or group.phase is ParamPhase.UNSHARDED)):
+                state.post_backward(at_end=True)
+
+    def _drop_iteration(self) -> None:
+        for state in self._states:
+            state._in_backward = False
+            state._to_run.clear()
+
+
+def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
+    """`states_below` for several modules, each state once."""
+    return list(dict.fromkeys(state for module in modules for state in states_below(module)))
