@@ -32,13 +32,13 @@ class _GradientBuffer:
     flat: torch.Tensor
     gradients: list[DTensor]
     storages: list[torch.UntypedStorage]
-    baseline: list[tuple[int, int, int]] = field(default_factory=list)
+    baseline: list[tuple[int, ...]] = field(default_factory=list)
 
-    def counts(self) -> list[tuple[int, int, int]]:
-        """Per gradient: references to it, references to its local tensor, users of its storage slice."""
+    def counts(self) -> list[tuple[int, ...]]:
+        """Per gradient: references to it, to its local tensor and to its storage slice, and that slice's users."""
         count, users, local_of = sys.getrefcount, _torch.storage_use_count, _torch.local_of
         return [
-            (count(gradient), count(local_of(gradient)), users(storage))
+            (count(gradient), count(local_of(gradient)), count(storage), users(storage))
             for gradient, storage in zip(self.gradients, self.storages, strict=True)
         ]
 

@@ -65,6 +65,7 @@ class FSDPState:
 
     Attributes:
         modules: those that `fully_shard` was called on.
+        class_name: of the first of them, as the user calls it.
         group: None if they have no parameters of their own.
         root: set at lazy initialization.
         reshard_after_forward: None until lazy initialization decides: everywhere but at the root.
@@ -82,6 +83,7 @@ class FSDPState:
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
         self.modules = tuple(modules)
+        self.class_name = type(modules[0]).__name__
         self.group = group
         self.mesh = mesh
         self.root: FSDPRoot | None = None
@@ -104,7 +106,7 @@ class FSDPState:
     @property
     def name(self) -> str:
         """For messages: the group's name once the root is known, else the class of the (first) module."""
-        return self.group.name if self.group is not None else type(self.modules[0]).__name__
+        return self.group.name if self.group is not None else self.class_name
 
     # -- lazy initialization
 
@@ -130,16 +132,15 @@ class FSDPState:
         self._refuse_other_roots(names)
         states = tuple(names)
         groups = [state.group for state in states if state.group is not None]
-        root_name = type(self.modules[0]).__name__
         for state, name in names.items():
             if state.group is not None:
-                state.group.name = name or root_name
+                state.group.name = name or self.class_name
         self._refuse_unowned()
         comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
             group.prepare(comm)
         self._refuse_disagreement(groups)
-        root = FSDPRoot(root_name, comm, groups)
+        root = FSDPRoot(self.class_name, comm, groups)
         root.is_last_backward = self.is_last_backward
         root.on_backward_end = self._end_backward
         root.on_failure = self._drop_iteration
@@ -154,10 +155,9 @@ class FSDPState:
         for state, name in names.items():
             if state.root is not None:
                 raise FSDPRuntimeError(
-                    f"{type(self.modules[0]).__name__} runs as a root now, but its submodule '{name}' "
-                    f"({type(state.modules[0]).__name__}) ran before it and became the root of its own part. Run the "
-                    "forward of the outermost sharded module first. To recover now, call reset_iter_state() on "
-                    f"{type(self.modules[0]).__name__}: it takes over from its submodules."
+                    f"{self.class_name} runs as a root now, but its submodule '{name}' ({state.class_name}) ran before "
+                    "it and became the root of its own part. Run the forward of the outermost sharded module first. To "
+                    f"recover now, call reset_iter_state() on the {self.class_name}: it takes over from its submodules."
                 )
 
     def _refuse_unowned(self) -> None:
@@ -179,7 +179,7 @@ class FSDPState:
                 if name in self._planned_names(module):
                     continue  # replaced: the group adopts or refuses it
                 raise FSDPRuntimeError(
-                    f"parameter '{name}' of {type(module).__name__} was added after fully_shard and belongs to no "
+                    f"parameter '{name}' of {self.class_name} was added after fully_shard and belongs to no "
                     "group: its gradient would not be reduced. Add parameters before calling fully_shard, or call "
                     "fully_shard on the module that holds it, or pass it in ignored_params."
                 )

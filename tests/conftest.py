@@ -1,0 +1,74 @@
+"""Fixtures and hooks of the whole suite: worker pools, simulated ranks, a clean torch for every test."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here and, inherited, in the workers: the machine has few cores and many ranks.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.fake import FakeWorlds
+from tests.harness.pool import WorkerPools, start_fork_server
+from tests.harness.state import ProcessState, forget_meshes, seed_everything
+
+# Warnings are errors (pyproject.toml), here and on the ranks, but for these of torch's own.
+TOLERATED_WARNINGS: list[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the mark that `multi_rank` sets, and the tolerated warnings."""
+    config.addinivalue_line("markers", "multi_rank: runs on several worker processes (set by @multi_rank)")
+    for warning in TOLERATED_WARNINGS:
+        config.addinivalue_line("filterwarnings", warning)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Has the fork server import torch while the first tests run, if any selected test needs ranks."""
+    if session.config.option.collectonly:
+        return
+    if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
+        start_fork_server()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[WorkerPools]:
+    """Worker pools by world size; `pools[2].run(body, ...)` returns the results by rank."""
+    pools = WorkerPools()
+    yield pools
+    pools.stop()
+
+
+@pytest.fixture(scope="session")
+def process_state() -> ProcessState:
+    """The state of this process before the first test."""
+    torch.set_num_threads(1)
+    return ProcessState.capture()
+
+
+@pytest.fixture(autouse=True)
+def clean_torch(process_state: ProcessState) -> Iterator[None]:
+    """Seeds this process and puts torch's global state back after the test."""
+    seed_everything(0)
+    yield
+    process_state.restore()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        forget_meshes()
+        pytest.fail("the test left a process group behind; use fake_world or simulate")
+
+
+@pytest.fixture
+def simulate() -> Iterator[FakeWorlds]:
+    """`simulate(world_size, rank=0)`: this process is that rank of a `fake_world` until the test ends.
+
+    A second call leaves the first world, so one test can look at all ranks in turn.
+    """
+    with ExitStack() as stack:
+        yield FakeWorlds(stack)

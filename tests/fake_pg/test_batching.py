@@ -1,0 +1,366 @@
+"""It is really sharded and really batched: bytes at rest, peaks, launches, their order, copies, storage operations.
+
+All on the fake group: one process as one of many ranks, so that nothing depends on load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp2 import collectives, fully_shard
+from fsdp2.layout import ALIGNMENT_BYTES
+from fsdp2.param_group import FSDPParamGroup
+from fsdp2.state import state_of, states_below
+from tests.harness import fake_world
+
+
+class Block(nn.Module):
+    """``layers`` equal linear layers without bias, one after the other."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stack(blocks: int, *, width: int = 16, layers: int = 3) -> nn.Sequential:
+    """Blocks that are groups of their own, and a root with a layer of its own at the end."""
+    model = nn.Sequential(*(Block(width, layers) for _ in range(blocks)), nn.Linear(width, 16))
+    for block in list(model)[:-1]:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def step(model: nn.Module, width: int = 16) -> None:
+    model(torch.zeros(2, width)).sum().backward()
+
+
+def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
+    return [state.group for state in states_below(model) if state.group is not None]
+
+
+def unsharded_bytes_now(model: nn.Module) -> int:
+    """Bytes of unsharded memory that have been allocated at this moment."""
+    return sum(
+        storage.nbytes() for group in groups_of(model) for buffers in group._buffers for storage, _ in buffers._storages
+    )
+
+
+# ---- bytes at rest -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 64])
+def test_at_rest_a_rank_holds_its_rows_and_alignment(world_size: int) -> None:
+    shapes = [(97, 5), (64, 3), (1, 7), (130,), (256, 512)]
+    model = nn.Module()
+    for index, shape in enumerate(shapes):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape)))
+    model.forward = lambda x: sum(p.square().sum() for p in model.parameters()) * x  # type: ignore[method-assign]
+    rows_bytes = sum(math.ceil(shape[0] / world_size) * math.prod(shape[1:]) * 4 for shape in shapes)
+    alignment = ALIGNMENT_BYTES * (len(shapes) + 1)
+    for rank in (0, world_size - 1):
+        with fake_world(world_size, rank):
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(())).backward()
+            optimizer.step()
+            (group,) = groups_of(model)
+            assert group._buffers[0].shard.untyped_storage().nbytes() <= rows_bytes + alignment
+            assert unsharded_bytes_now(model) == 0
+            gradient_buffer = group._gradients[0]._buffer
+            assert gradient_buffer is not None
+            assert gradient_buffer.flat.untyped_storage().nbytes() <= rows_bytes + alignment
+            for parameter, shape in zip(model.parameters(), shapes, strict=True):
+                limit = math.ceil(shape[0] / world_size)
+                state = optimizer.state[parameter]
+                for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]):
+                    assert isinstance(tensor, DTensor)
+                    local = tensor.to_local()
+                    assert local.shape[0] <= limit
+                    assert local.untyped_storage().nbytes() <= limit * math.prod(shape[1:]) * 4
+                    assert tensor.shape == shape
+        model = nn.Module()
+        for index, shape in enumerate(shapes):
+            model.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape)))
+        model.forward = lambda x, model=model: sum(p.square().sum() for p in model.parameters()) * x  # type: ignore[method-assign,misc]
+
+
+# ---- peaks -------------------------------------------------------------------------------------------
+
+
+class PeakMeter(TorchDispatchMode):
+    """The largest amount of unsharded memory at any operation."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.peak = model, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.peak = max(self.peak, unsharded_bytes_now(self.model))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("blocks", [4, 12])
+@pytest.mark.parametrize("width", [16, 512], ids=["packed", "direct"])
+def test_peak_unsharded_memory_is_bounded_by_the_plan(blocks: int, width: int) -> None:
+    with fake_world(4):
+        model = stack(blocks, width=width, layers=1)
+        step(model, width)
+        block, root = groups_of(model)[1].unsharded_bytes, groups_of(model)[0].unsharded_bytes
+        staging = 0 if width == 512 else block  # packed parameters pass through a staging buffer of their size
+        for run in (lambda: model(torch.zeros(2, width)), lambda: step(model, width)):
+            with PeakMeter(model) as meter:
+                run()
+            assert 0 < meter.peak <= root + 2 * (block + staging) + ALIGNMENT_BYTES
+            step(model, width)
+            assert unsharded_bytes_now(model) == 0
+
+
+# ---- launches and their order --------------------------------------------------------------------------
+
+
+@contextmanager
+def launches(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A trace of launches and of the compute of every sharded module, in the order of issue."""
+    trace: list[str] = []
+    owner = {id(group._members[0][0]): group.name for group in groups_of(model)}
+    gather, reduce = collectives.all_gather, collectives.reduce_scatter_mean
+
+    def traced_gather(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+        trace.append(f"gather {owner[id(members[0][0])]}")
+        return gather(members, *args, **kwargs)
+
+    def traced_reduce(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+        trace.append("reduce")
+        return reduce(members, *args, **kwargs)
+
+    monkeypatch.setattr(collectives, "all_gather", traced_gather)
+    monkeypatch.setattr(collectives, "reduce_scatter_mean", traced_reduce)
+    handles = []
+    for state in states_below(model):
+        name = state.name
+        handles.append(
+            state.modules[0].register_forward_pre_hook(lambda *_, name=name: trace.append(f"forward {name}"))
+        )
+        handles.append(
+            state.modules[0].register_forward_hook(
+                lambda _module, _inputs, output, name=name: (
+                    output.register_hook(lambda _gradient: trace.append(f"backward {name}")) and None
+                )
+            )
+        )
+    yield trace
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("layers", [1, 50])
+def test_one_gather_per_pass_and_one_reduction_per_group(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        model = stack(3, layers=layers)
+        step(model)
+        with launches(model, monkeypatch) as trace:
+            step(model)
+    counts = Counter(trace)
+    assert {name: counts[f"gather {name}"] for name in ("0", "1", "2", "Sequential")} == {
+        "0": 2,
+        "1": 2,
+        "2": 2,
+        "Sequential": 1,  # the root stays unsharded from forward to backward
+    }
+    assert counts["reduce"] == 4
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Counts the operations of `c10d`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [1, 50])
+def test_packed_parameters_travel_in_one_collective(layers: int) -> None:
+    with fake_world(4):
+        model = stack(3, layers=layers)
+        step(model)
+        with CollectiveCounter() as counter:
+            step(model)
+    assert sorted(counter.counts.values()) == [4, 7], counter.counts  # reductions, gathers
+
+
+def test_the_next_gather_is_issued_before_the_current_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        model = stack(3)
+        step(model)
+        with launches(model, monkeypatch) as trace:
+            step(model)
+    # From the second iteration on the root's forward gathers block 0 as well. Hooks of the first module run first.
+    assert trace == [
+        "gather Sequential",
+        "gather 0",
+        "forward Sequential",
+        "gather 1",
+        "forward 0",
+        "gather 2",
+        "forward 1",
+        "forward 2",
+        "gather 2",
+        "backward Sequential",
+        "gather 1",
+        "backward 2",
+        "reduce",
+        "gather 0",
+        "backward 1",
+        "reduce",
+        "backward 0",
+        "reduce",
+        "reduce",
+    ]
+
+
+# ---- copies and storage operations ---------------------------------------------------------------------
+
+
+COPYING = ("copy", "cat", "clone", "split_with_sizes_copy", "_to_copy", "stack", "contiguous")
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes written by operations that only move data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and any(word in func._opname for word in COPYING):
+            written = (kwargs or {}).get("out", result if result is not None else args[0])
+            tensors = written if isinstance(written, (list, tuple)) else [written]
+            self.by_op[func._opname] += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        return result
+
+
+def test_even_large_fp32_parameters_are_not_copied_around_collectives() -> None:
+    with fake_world(4):
+        width = 512
+        model = nn.Sequential(*(Block(width, 2) for _ in range(3)))
+        for block in model:
+            fully_shard(block)
+        fully_shard(model)
+        inputs = torch.zeros(2, width)
+        for _ in range(2):
+            model(inputs).sum().backward()
+            model.zero_grad()
+        with CopiedBytes() as forward:
+            output = model(inputs)
+        assert not forward.by_op
+        loss = output.sum()
+        with CopiedBytes() as backward:
+            loss.backward()
+    # What is left is the presence of gradients: one element per parameter and rank.
+    assert backward.by_op == {"_chunk_cat": 3 * 2 * 4 * 4}
+
+
+class AllocationCounter(TorchDispatchMode):
+    """Counts operations that allocate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func._opname in ("empty", "new_empty", "zeros", "empty_like", "empty_strided", "zeros_like")
+        return func(*args, **(kwargs or {}))
+
+
+def test_storage_operations_do_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    resize = torch.UntypedStorage.resize_
+    for layers in (1, 50):
+        resizes = 0
+
+        def counted(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            nonlocal resizes
+            resizes += 1
+            return resize(storage, size)
+
+        with fake_world(4), monkeypatch.context() as patch:
+            model = stack(2, layers=layers)
+            for _ in range(2):
+                step(model)
+                model.zero_grad()
+            patch.setattr(torch.UntypedStorage, "resize_", counted)
+            with AllocationCounter() as allocations:
+                step(model)
+        found[layers] = (resizes, allocations.count)
+    assert found[1] == found[50], found
+
+
+def test_gradients_are_delivered_on_the_same_buffer_in_steady_state() -> None:
+    with fake_world(4):
+        model = stack(2)
+        addresses = set()
+        for _ in range(4):
+            step(model)
+            addresses.add(tuple(p.grad._local_tensor.data_ptr() for p in model.parameters()))  # type: ignore[union-attr]
+            model.zero_grad()
+        assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("kept", ["gradient", "local", "view", "storage"])
+def test_a_gradient_that_is_kept_never_changes(kept: str) -> None:
+    with fake_world(2):
+        model = stack(1)
+        weight = model[0].layers[0].weight
+        step(model)
+        model.zero_grad()
+        step(model)
+        gradient = weight.grad
+        assert isinstance(gradient, DTensor)
+        hold = {
+            "gradient": lambda: gradient,
+            "local": gradient.to_local,
+            "view": lambda: gradient._local_tensor[:1],
+            "storage": gradient._local_tensor.untyped_storage,
+        }[kept]()
+        before = gradient._local_tensor.data_ptr()
+        del gradient
+        model.zero_grad()
+        model(torch.ones(2, 16)).sum().backward()
+        assert hold is not None
+        assert weight.grad._local_tensor.data_ptr() != before
+        del hold
+
+
+def test_the_plan_prints_and_is_hashable() -> None:
+    with fake_world(4):
+        model = stack(1, width=512, layers=1)
+        step(model, 512)
+        plans = [group.plan for group in groups_of(model)]
+        assert len({hash(plan) for plan in plans}) == 2
+        assert str(plans[1]) == (
+            "group '0' over 4 ranks\n"
+            "  torch.float32: 65536 elements per rank\n"
+            "    layers.0.weight [512, 512]: 128 rows per rank, direct"
+        )
+        assert state_of(model) is not None

@@ -1,0 +1,85 @@
+"""`@multi_rank(2, 4)`: a test whose body runs on every rank.
+
+Owns the link between pytest and the worker pools: world sizes become a parameter of the test, arguments go to
+the ranks, output and failures come back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.harness.messages import Status
+from tests.harness.pool import DEFAULT_TIMEOUT_S, WorkerPool, WorkerPools
+from tests.harness.report import RanksFailed
+
+
+def multi_rank(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
+    """Runs a test function on every rank, with `torch.distributed` initialised (gloo), once per world size.
+
+    The arguments of the function are pytest's as usual: parameters and fixtures, pickled to the ranks (so
+    `tmp_path` is the same folder on all of them). `world_size` is one of them for who asks. A rank may call
+    `pytest.skip`; the test is then skipped if all ranks agree.
+
+    Args:
+        world_sizes: Numbers of ranks; they show in the test's id as `2ranks`, `4ranks`.
+        timeout: Seconds until all ranks are stopped and their stacks shown.
+
+    Example:
+        >>> @multi_rank(2, 4)
+        ... @pytest.mark.parametrize("rows", [8, 97])
+        ... def test_rows(rows, world_size):
+        ...     assert dist.get_world_size() == world_size
+    """
+
+    def decorate(body: Callable[..., Any]) -> Any:
+        @functools.wraps(body)
+        def run_on_ranks(**arguments: Any) -> None:
+            pools: WorkerPools = arguments.pop("pools")
+            world_size = arguments["world_size"]
+            if "world_size" not in own.parameters:
+                arguments.pop("world_size")
+            run_for_pytest(pools[world_size], body, arguments, timeout)
+
+        own = inspect.signature(body)
+        if "monkeypatch" in own.parameters:
+            raise TypeError(
+                f"{body.__qualname__}: the fixture would patch this process, not the ranks; "
+                "use `with pytest.MonkeyPatch.context() as patch:` in the body"
+            )
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("pools", "world_size")]
+        asked = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
+        run_on_ranks.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            asked + [p for p in added if p.name not in own.parameters]
+        )
+        run_on_ranks.rank_body = body  # type: ignore[attr-defined]
+        ids = [f"{size}ranks" for size in world_sizes]
+        return pytest.mark.multi_rank(
+            pytest.mark.parametrize("world_size", world_sizes, ids=ids)(run_on_ranks)
+        )
+
+    return decorate
+
+
+def run_for_pytest(
+    pool: WorkerPool, body: Callable[..., Any], arguments: dict[str, Any], timeout: float
+) -> None:
+    """Runs `body` on all ranks of `pool`; a failure becomes pytest's, output of the ranks is printed."""
+    try:
+        pool.run_job(body, (), arguments, timeout=timeout)
+    except RanksFailed as failure:
+        if all(outcome.status is Status.SKIPPED for outcome in failure.outcomes.values()):
+            pytest.skip(failure.outcomes[0].summary)
+        message = str(failure)
+    else:
+        message = ""
+    finally:
+        for rank, output in enumerate(pool.output):
+            if output:
+                print(f"----- output of rank {rank} -----\n{output.rstrip()}")
+    if message:
+        pytest.fail(message, pytrace=False)

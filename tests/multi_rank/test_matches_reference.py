@@ -1,0 +1,401 @@
+"""Sharded training equals the unsharded reference: every model, every way of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, fully_shard
+from tests.harness import multi_rank
+from tests.harness.compare import (
+    SUM_ORDER,
+    assert_same,
+    assert_sharded_same,
+    gradients_of,
+    parameters_of,
+    tolerance_for,
+)
+from tests.harness.models import (
+    CONV,
+    FROZEN,
+    MLP,
+    MODEL_CASES,
+    PARTLY_USED,
+    TIED,
+    TRANSFORMER,
+    UNEVEN_MLP,
+    ModelCase,
+)
+from tests.harness.reference import Accumulation, Reference, adamw
+from tests.harness.training import assert_trains_like
+
+STEPS = 10
+
+
+def shard(case: ModelCase, model: nn.Module, *, reshard_after_forward: bool | None = None) -> nn.Module:
+    """``model`` sharded bottom-up as ``case`` says."""
+    for unit in case.units(model):
+        fully_shard(unit, reshard_after_forward=reshard_after_forward)
+    return model
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+def test_training_equals_the_reference(case: ModelCase, world_size: int) -> None:
+    model = shard(case, case.build())
+    assert_trains_like(
+        Reference(case, world_size=world_size, max_norm=0.5),
+        model,
+        adamw(trainable(model)),
+        steps=STEPS,
+        tolerance=SUM_ORDER,  # the norm over shards adds up in another order than the norm over whole tensors
+    )
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("case", MODEL_CASES, ids=str)
+def test_resharding_or_not_is_bitwise_equal(case: ModelCase, reshard_after_forward: bool, world_size: int) -> None:
+    model = shard(case, case.build(), reshard_after_forward=reshard_after_forward)
+    assert_trains_like(
+        Reference(case, world_size=world_size),
+        model,
+        adamw(trainable(model)),
+        steps=4,
+        tolerance=tolerance_for(world_size),
+    )
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("accumulation", list(Accumulation), ids=lambda each: each.name)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, FROZEN, PARTLY_USED], ids=str)
+def test_three_microbatches(case: ModelCase, accumulation: Accumulation, world_size: int) -> None:
+    model = shard(case, case.build())
+    assert isinstance(model, FSDPModule)
+
+    def before_forward(micro: int) -> None:
+        if accumulation is Accumulation.REDUCE_LAST:
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_is_last_backward(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+
+    assert_trains_like(
+        Reference(case, world_size=world_size, microbatches=3, accumulation=accumulation),
+        model,
+        adamw(trainable(model)),
+        steps=STEPS,
+        tolerance=tolerance_for(world_size),
+        before_forward=before_forward,
+    )
+
+
+class CheckpointInside(nn.Module):
+    """Checkpoints its inner module; `fully_shard` goes around this."""
+
+    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = inner
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self._checkpoint_wrapped_module
+        if not torch.is_grad_enabled():
+            return inner(x)
+        result = checkpoint(inner, x, use_reentrant=self.use_reentrant)
+        assert isinstance(result, Tensor)
+        return result
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("nesting", ["inside", "outside", "outside_two"])
+def test_activation_checkpointing(nesting: str, reentrant: bool, world_size: int) -> None:
+    case = TRANSFORMER
+    model = case.build()
+    blocks = model.blocks
+    if nesting == "inside":
+        for index in range(len(blocks)):
+            blocks[index] = fully_shard(CheckpointInside(blocks[index], reentrant))
+    elif nesting == "outside":
+        for index in range(len(blocks)):
+            blocks[index] = CheckpointInside(fully_shard(blocks[index]), reentrant)
+    else:  # one checkpoint around two sharded blocks
+        for index in range(len(blocks)):
+            fully_shard(blocks[index])
+        pair = CheckpointInside(nn.Sequential(blocks[1], blocks[2]), reentrant)
+        forward = model.forward
+        model.forward = lambda tokens: model.head(model.norm(pair(blocks[0](model.embedding(tokens)))))
+        assert forward is not model.forward
+    fully_shard(model)
+    assert_trains_like(
+        Reference(case, world_size=world_size),
+        model,
+        adamw(trainable(model)),
+        steps=4,
+        tolerance=tolerance_for(world_size),
+    )
+
+
+def train_custom(
+    case: ModelCase,
+    world_size: int,
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    *,
+    steps: int = STEPS,
+    wrap: Callable[[ModelCase, nn.Module], nn.Module] = shard,
+    exact: bool = True,
+) -> None:
+    """Compare with a reference whose loss is ``loss_of(model, step, rank)``; bitwise on 2 ranks if ``exact``."""
+    model, plain = wrap(case, case.build()), case.build()
+    optimizer, reference_optimizer = adamw(trainable(model)), adamw(trainable(plain))
+    tolerance = tolerance_for(world_size) if exact else SUM_ORDER
+    for step in range(steps):
+        loss_of(model, step, dist.get_rank()).backward()
+        parameters = dict(plain.named_parameters())
+        totals: dict[str, Tensor | None] = dict.fromkeys(parameters)
+        for rank in range(world_size):
+            plain.zero_grad()
+            loss_of(plain, step, rank).backward()
+            for name, parameter in parameters.items():
+                if parameter.grad is not None:
+                    total = totals[name]
+                    totals[name] = parameter.grad if total is None else total + parameter.grad
+        for name, total in totals.items():
+            parameters[name].grad = None if total is None else total / world_size
+        expected = {name: parameter.grad for name, parameter in parameters.items()}
+        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=tolerance)
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+        assert_sharded_same(
+            f"parameters after step {step}",
+            parameters_of(model),
+            {name: parameter.detach() for name, parameter in parameters.items()},
+            tolerance=tolerance,
+        )
+
+
+def loss_on(case: ModelCase, model: nn.Module, step: int, rank: int, micro: int = 0) -> Tensor:
+    return case.loss(model, case.batch(0, step, rank, micro))
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, CONV, TIED], ids=str)
+def test_two_forwards_before_one_backward(case: ModelCase, world_size: int) -> None:
+    train_custom(
+        case,
+        world_size,
+        lambda model, step, rank: loss_on(case, model, step, rank, 0) + loss_on(case, model, step, rank, 1),
+    )
+
+
+@multi_rank(2)
+def test_one_forward_one_backward_interleaved_like_a_pipeline(world_size: int) -> None:
+    case = TRANSFORMER
+
+    class Both:
+        def __init__(self, losses: list[Tensor]) -> None:
+            self.losses = losses
+
+        def backward(self) -> None:
+            for loss in self.losses:
+                loss.backward()
+
+    train_custom(
+        case,
+        world_size,
+        lambda model, step, rank: Both([loss_on(case, model, step, rank, m) for m in range(2)]),  # type: ignore[arg-type,return-value]
+        steps=4,
+        exact=False,  # two backwards are two reductions; the reference averages over ranks once
+    )
+
+
+class Repeated(nn.Module):
+    """Calls one block three times, and another module's block once more out of order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.block = nn.Sequential(nn.Linear(32, 45), nn.GELU(), nn.Linear(45, 32))
+        self.last = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = x + self.block(x)
+        return self.last(self.first(x))
+
+
+REPEATED = ModelCase("repeated", Repeated, MLP.make_batch, ("first", "block", "last"), MLP.loss_of)
+
+
+@multi_rank(2, 4)
+def test_modules_called_several_times(world_size: int) -> None:
+    train_custom(REPEATED, world_size, lambda model, step, rank: loss_on(REPEATED, model, step, rank))
+
+
+@multi_rank(2, 4)
+def test_list_of_modules_is_one_group(world_size: int) -> None:
+    def wrap(case: ModelCase, model: nn.Module) -> nn.Module:
+        fully_shard([model[0], model[2]])
+        return fully_shard(model)
+
+    train_custom(UNEVEN_MLP, world_size, lambda model, step, rank: loss_on(UNEVEN_MLP, model, step, rank), wrap=wrap)
+
+
+@multi_rank(2)
+def test_evaluation_between_training_steps(world_size: int) -> None:
+    case = TRANSFORMER
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        with torch.no_grad():
+            first = loss_on(case, model, step, rank, 1)
+        with torch.inference_mode():
+            second = loss_on(case, model, step, rank, 1)
+        unused = loss_on(case, model, step, rank, 1)  # with gradients, but no backward
+        assert_same("losses", {"inference": second, "grad": unused.detach()}, {"inference": first, "grad": first})
+        return loss_on(case, model, step, rank, 0)
+
+    train_custom(case, world_size, loss_of, steps=4)
+
+
+@multi_rank(2)
+def test_kept_outputs_of_an_evaluation_with_gradients(world_size: int) -> None:
+    case = TRANSFORMER
+    kept: list[Tensor] = []
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        kept.append(loss_on(case, model, step, rank, 1))
+        return loss_on(case, model, step, rank, 0)
+
+    train_custom(case, world_size, loss_of, steps=4)
+
+
+@multi_rank(2)
+def test_manual_unshard_and_reshard(world_size: int) -> None:
+    case = TRANSFORMER
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        if isinstance(model, FSDPModule):
+            model.unshard()  # the outermost module first: it becomes the root
+            handle = model.blocks[1].unshard(async_op=True)
+            model.blocks[0].unshard()
+            assert not isinstance(model.blocks[0].attention.qkv.weight, torch.distributed.tensor.DTensor)
+            assert handle is not None
+            handle.wait()
+            handle.wait()
+            if step % 2:
+                model.blocks[0].reshard()
+                model.blocks[0].reshard()
+        return loss_on(case, model, step, rank)
+
+    train_custom(case, world_size, loss_of, steps=4)
+
+
+@multi_rank(2)
+def test_parameters_kept_unsharded_across_a_step_are_gathered_again(world_size: int) -> None:
+    case = TRANSFORMER
+
+    def wrap(case: ModelCase, model: nn.Module) -> nn.Module:
+        shard(case, model)
+        model.set_reshard_after_backward(False)
+        return model
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_on(case, model, step, rank)
+
+    model, plain = wrap(case, case.build()), case.build()
+    optimizer, reference = adamw(trainable(model)), Reference(case, world_size=world_size, model=plain)
+    for step in range(4):
+        loss_of(model, step, dist.get_rank()).backward()
+        assert not isinstance(model.blocks[0].attention.qkv.weight, torch.distributed.tensor.DTensor)
+        record = reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        model_state = {name: value for name, value in model.state_dict().items()}
+        assert_sharded_same(f"parameters after step {step}", model_state, record.parameters)
+
+
+@multi_rank(2, 4)
+def test_order_of_modules_that_changes_every_step(world_size: int) -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+            self.last = nn.Linear(32, 16)
+            self.step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = torch.randperm(5, generator=torch.Generator().manual_seed(self.step))
+            for index in order[: 3 + self.step % 3].tolist():
+                x = torch.tanh(self.layers[index](x))
+            return self.last(x)
+
+    case = ModelCase("shuffled", Shuffled, MLP.make_batch, tuple(f"layers.{index}" for index in range(5)), MLP.loss_of)
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        model.step = step
+        return loss_on(case, model, step, rank)
+
+    train_custom(case, world_size, loss_of)
+
+
+@multi_rank(2)
+def test_gradient_of_an_input_and_frozen_everything(world_size: int) -> None:
+    case = MLP
+    model = case.build().requires_grad_(False)
+    plain = case.build().requires_grad_(False)
+    shard(case, model)
+    for step in range(3):
+        batch = case.batch(0, step, dist.get_rank())
+        gradients = []
+        for each in (model, plain):
+            inputs = batch.inputs.clone().requires_grad_()
+            each(inputs).square().sum().backward()
+            gradients.append(inputs.grad)
+        assert torch.equal(*gradients)
+
+
+@multi_rank(2)
+def test_autograd_grad_leaves_no_gradient(world_size: int) -> None:
+    case = MLP
+    model, plain = shard(case, case.build()), case.build()
+    for step in range(3):
+        batch = case.batch(0, step, dist.get_rank())
+        found = []
+        for each in (model, plain):
+            inputs = batch.inputs.clone().requires_grad_()
+            found.extend(torch.autograd.grad(each(inputs).square().sum(), [inputs]))
+        assert torch.equal(*found)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@multi_rank(2)
+def test_a_gradient_missing_on_one_rank_counts_as_zero(world_size: int) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always = nn.Linear(32, 16)
+            self.sometimes = nn.Linear(32, 16)
+            self.never = nn.Linear(32, 16)
+            self.use = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.always(x) + self.sometimes(x) if self.use else self.always(x)
+
+    case = ModelCase("gate", Gate, MLP.make_batch, (), MLP.loss_of)
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        model.use = rank == step % 2
+        return loss_on(case, model, step, rank)
+
+    train_custom(case, world_size, loss_of)
