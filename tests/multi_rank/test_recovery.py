@@ -1,0 +1,224 @@
+"""An exception anywhere in an iteration costs that iteration, nothing else: the next one equals the reference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import FSDPModule, fully_shard
+from fsdp2.state import states_below
+from tests.harness import multi_rank
+from tests.harness.compare import parameters_of
+from tests.harness.models import TRANSFORMER
+from tests.harness.reference import Reference, adamw
+from tests.harness.training import assert_trains_like
+
+CASE = TRANSFORMER
+
+
+class Boom(Exception):
+    """What the tests throw."""
+
+
+def sharded() -> nn.Module:
+    model = CASE.build()
+    for unit in CASE.units(model):
+        fully_shard(unit)
+    return model
+
+
+def loss_of(model: nn.Module, micro: int = 7) -> Tensor:
+    return CASE.loss(model, CASE.batch(0, 99, dist.get_rank(), micro))
+
+
+@contextmanager
+def raising(module: nn.Module, exception: type[BaseException], *, where: str) -> Iterator[None]:
+    """``module`` raises on every rank: before or after its forward, or in its backward."""
+
+    def throw(*args: object) -> None:
+        raise exception
+
+    def throw_in_backward(_module: nn.Module, _inputs: object, output: Tensor) -> None:
+        output.register_hook(throw)
+
+    if where == "before":
+        handle = module.register_forward_pre_hook(throw)
+    else:
+        handle = module.register_forward_hook(throw if where == "after" else throw_in_backward)
+    yield
+    handle.remove()
+
+
+def assert_trains_on(model: nn.Module, world_size: int, *, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """From where it stands, ``model`` trains like the reference."""
+    assert_trains_like(
+        Reference(CASE, world_size=world_size), model, optimizer or adamw(list(model.parameters())), steps=3
+    )
+    assert all(state.group is None or state.group.phase.value == "sharded" for state in states_below(model))
+
+
+PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "root": lambda model: model,
+    "first": lambda model: model.blocks[0],
+    "last": lambda model: model.blocks[2],
+    "inside": lambda model: model.blocks[1].feed_forward.up,
+    "head": lambda model: model.head,
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("exception", [Boom, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["before", "after", "backward"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("first_iteration", [True, False], ids=["first", "later"])
+def test_the_next_iteration_is_clean(
+    place: str, where: str, exception: type[BaseException], first_iteration: bool, world_size: int
+) -> None:
+    model = sharded()
+    optimizer = adamw(list(model.parameters()))
+    if not first_iteration:
+        loss_of(model).backward()
+        optimizer.zero_grad()
+    with raising(PLACES[place](model), exception, where=where), pytest.raises(exception):
+        loss_of(model).backward()
+    optimizer.zero_grad()
+    assert_trains_on(model, world_size, optimizer=optimizer)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("where", ["after", "backward"])
+def test_no_sync_accumulation_is_dropped_with_a_warning(where: str, world_size: int) -> None:
+    """torch 2.13 leaves the gradients of the next iteration 2.00 times too large here, even after its reset."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    optimizer = adamw(list(model.parameters()))
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    with raising(model.blocks[1], Boom, where=where), pytest.raises(Boom):
+        loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match="accumulated without communication were dropped"), torch.no_grad():
+        loss_of(model)
+    assert_trains_on(model, world_size, optimizer=optimizer)
+
+
+@multi_rank(2)
+def test_reset_iter_state_drops_an_accumulation(world_size: int) -> None:
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    with pytest.warns(UserWarning, match="accumulated without communication were dropped"):
+        model.reset_iter_state()
+    assert_trains_on(model, world_size)
+
+
+@multi_rank(2)
+def test_what_must_not_be_taken_for_a_failure(world_size: int) -> None:
+    """Accumulated gradients survive a forward without backward, an evaluation, and an exception that is caught."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    twin = CASE.build()
+    model.set_requires_gradient_sync(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, 1).backward()
+        with torch.no_grad():
+            loss_of(model, 2)
+        loss_of(model, 3)
+        model.set_requires_gradient_sync(True)
+        loss_of(model, 4).backward()
+    gradients = []
+    for rank in range(world_size):
+        twin.zero_grad()
+        for micro in (1, 4):
+            CASE.loss(twin, CASE.batch(0, 99, rank, micro)).backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+    for parameter, *terms in zip(model.parameters(), *gradients, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), sum(terms) / world_size)  # type: ignore[union-attr]
+
+
+@multi_rank(2)
+def test_an_exception_that_the_model_catches_itself(world_size: int) -> None:
+    class Forgiving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.risky = nn.Linear(4, 4)
+            self.safe = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.risky(x)
+            except Boom:
+                return self.safe(x)
+
+    torch.manual_seed(0)
+    model, plain = Forgiving(), Forgiving()
+    plain.load_state_dict(model.state_dict())
+    for unit in (model.risky, model.safe, model):
+        fully_shard(unit)
+    x = torch.ones(2, 4)
+    for fails in (False, True, True, False):
+        with raising(model.risky, Boom, where="after" if fails else "backward") if fails else _nothing():
+            model(x).square().sum().backward()
+        (plain.safe if fails else plain.risky)(x).square().sum().backward()
+        for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None), name
+            if expected.grad is not None:
+                assert torch.equal(parameter.grad.full_tensor(), expected.grad), name  # type: ignore[union-attr]
+        model.zero_grad()
+        plain.zero_grad()
+    assert all(parameter.device.type == "cpu" for parameter in parameters_of(model).values())
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@multi_rank(2)
+def test_a_grouped_module_called_alone_joins_the_iteration(world_size: int) -> None:
+    """A chunked head: the root's forward ends before the head, which runs once per chunk, each with its backward."""
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 5)
+            self.head = nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.body(x))
+
+    torch.manual_seed(0)
+    model, plain = Trunk(), Trunk()
+    plain.load_state_dict(model.state_dict())
+    for unit in (model.body, model.head, model):
+        fully_shard(unit)
+
+    def run(model: Trunk, rank: int) -> None:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+        hidden = model(x)
+        leaf = hidden.detach().requires_grad_()
+        for chunk in leaf.chunk(4):
+            model.head(chunk).square().mean().backward()
+        hidden.backward(leaf.grad)
+
+    for _ in range(3):
+        run(model, dist.get_rank())
+        total: list[Tensor] = [torch.zeros_like(p) for p in plain.parameters()]
+        for rank in range(world_size):
+            plain.zero_grad()
+            run(plain, rank)
+            total = [t + p.grad for t, p in zip(total, plain.parameters(), strict=True)]  # type: ignore[operator]
+        for (name, parameter), expected in zip(model.named_parameters(), total, strict=True):
+            found = parameter.grad.full_tensor()  # type: ignore[union-attr]
+            torch.testing.assert_close(found, expected / world_size, msg=lambda text, name=name: f"{name}: {text}")
+        model.zero_grad()
