@@ -17,7 +17,7 @@ from fsdp2.layout import ceil_div
 from fsdp2.mesh import ShardMesh, default_mesh
 from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, Registration, owner_of, registration, shard_parameter
+from fsdp2.param import Freshness, FSDPParam, Registration, owner_of, registration, shard_parameter, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.state import FSDPState, state_of
 
@@ -91,7 +91,7 @@ def fully_shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         raise FSDPTypeError(f"reshard_after_forward must be None or a bool, got {reshard_after_forward!r}.")
     shard_mesh = ShardMesh.from_device_mesh(default_mesh() if mesh is None else mesh)
-    ignored = frozenset(ignored_params or ())
+    ignored = _validated_ignored(ignored_params)
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
     for parameter, uses in found.items():
@@ -128,6 +128,16 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
     if len(set(map(id, modules))) != len(modules):
         raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
     return modules  # type: ignore[return-value]
+
+
+def _validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
+    if ignored_params is None:
+        return frozenset()
+    ignored: list[Any] = [ignored_params] if isinstance(ignored_params, (torch.Tensor, str)) else list(ignored_params)
+    if isinstance(ignored_params, torch.Tensor) or not all(isinstance(each, nn.Parameter) for each in ignored):
+        found = sorted({type(each).__name__ for each in ignored})
+        raise FSDPTypeError(f"ignored_params must be an iterable of nn.Parameter, got {', '.join(found)}.")
+    return frozenset(ignored)
 
 
 _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
@@ -170,7 +180,8 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
     where = f"parameter '{fqn}' of {type(module).__name__}"
     if is_lazy(parameter):
         raise FSDPValueError(f"{where} is not initialized: run a forward of the lazy module before fully_shard.")
-    owner = owner_of(parameter)
+    successor = successor_of(parameter)  # of an original that another group has sharded
+    owner = owner_of(parameter if successor is None else successor)
     if owner is not None:
         raise FSDPValueError(
             f"{where} is already sharded, as '{owner.fqn}' in the group of {owner.group_name}. Call fully_shard "

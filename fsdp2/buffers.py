@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.layout import BufferLayout
-from fsdp2.param import FSDPParam
+from fsdp2.param import FSDPParam, succeed
 
 Member = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
@@ -108,7 +108,7 @@ class DtypeBuffers:
     def _unsharded_parameter(self, param: FSDPParam, unsharded: torch.Tensor, offset: int) -> nn.Parameter:
         alias = storage_alias(unsharded, offset, param.shape)
         parameter = nn.Parameter(alias, requires_grad=param.requires_grad)
-        parameter._fsdp_successor = param.sharded  # type: ignore[attr-defined]
+        succeed(parameter, param.sharded)
         if param.unsharded is not None:  # prepared again: what was accumulated without communication stays
             parameter.grad = param.unsharded.grad
         return parameter

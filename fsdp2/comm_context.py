@@ -5,8 +5,9 @@ and check the order of everything.
 
 [Note: streams and lifetimes]
 Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another. A
-buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at once:
-hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream`` and no host synchronization.
+buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
+once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream`` and no host
+synchronization.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
   Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
+from fsdp2.param import refuse_share_memory
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.state import FSDPState, state_of, states_below
 
@@ -166,7 +167,7 @@ class FSDPModule:
 
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
-        raise FSDPRuntimeError("share_memory() is not possible on a sharded module; share the module before sharding.")
+        refuse_share_memory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refused in this version."""

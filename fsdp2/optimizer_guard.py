@@ -101,8 +101,8 @@ def rekey(optimizer: Optimizer) -> None:
                 owner = owner_of(successor)
                 raise FSDPRuntimeError(
                     f"the optimizer holds parameter '{owner.fqn if owner else '?'}' twice: sharded, and as it was "
-                    "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, while "
-                    "the model is resharded."
+                    "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, "
+                    "while the model is resharded."
                 )
             present.add(successor)
             group["params"][index] = successor

@@ -7,7 +7,7 @@ of buffers beyond the tensor it is given to lie on, and nothing of communication
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,36 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.mesh import ShardMesh
+
+Target = TypeVar("Target")
+
+
+class Link(Generic[Target]):
+    """A reference kept in a parameter's attributes, which does not travel with copies and pickles of that parameter."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copied as None."""
+
+    def __reduce__(self) -> Any:
+        """Pickled as None."""
+        return type(None), ()
+
+
+def refuse_share_memory() -> NoReturn:
+    """Takes the place of ``share_memory_`` on sharded parameters, where torch's own would crash the process.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    raise FSDPRuntimeError(
+        "share_memory() is not possible on sharded parameters, which lie in one buffer per group; share the memory of "
+        "the module before sharding it."
+    )
 
 
 class _SetattrSlots:
@@ -111,7 +141,8 @@ class FSDPParam:
         self.sharded = sharded
         self.local = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad
-        sharded._fsdp_param = self  # type: ignore[attr-defined]
+        sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
+        sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
             mapping[name] = sharded
 
@@ -182,20 +213,24 @@ def shard_parameter(original: nn.Parameter, mesh: ShardMesh, rows: int) -> nn.Pa
     )
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     sharded.__dict__.update(original.__dict__)
-    # An optimizer that was built on the original finds its successor here.
-    original._fsdp_successor = sharded  # type: ignore[attr-defined]
+    succeed(original, sharded)
     return sharded
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
     """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
-    owner: FSDPParam | None = getattr(parameter, "_fsdp_param", None)
-    return owner if owner is not None and owner.sharded is parameter else None
+    link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
+    return link.target if link is not None and link.target.sharded is parameter else None
+
+
+def succeed(predecessor: torch.Tensor, sharded: nn.Parameter) -> None:
+    """Note on ``predecessor`` that ``sharded`` takes its place, for an optimizer that was built on it."""
+    predecessor._fsdp_successor = Link(sharded)  # type: ignore[attr-defined]
 
 
 def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
-    successor: nn.Parameter | None = getattr(parameter, "_fsdp_successor", None)
-    while successor is not None and hasattr(successor, "_fsdp_successor"):
-        successor = successor._fsdp_successor
-    return successor
+    link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
+    if link is None:
+        return None
+    return successor_of(link.target) or link.target

@@ -26,7 +26,7 @@ from fsdp2.common import (
 from fsdp2.gradients import DtypeGradients, PackedGradients
 from fsdp2.layout import BufferLayout, GradientLayout
 from fsdp2.mesh import ShardMesh
-from fsdp2.param import Freshness, FSDPParam
+from fsdp2.param import Freshness, FSDPParam, succeed
 from fsdp2.plan import BuffersPlan, GroupPlan, ParamPlan
 
 _Swap = tuple[Any, str, FSDPParam]
@@ -180,7 +180,7 @@ class FSDPParamGroup:
         replacements = [param.registered() for param in self.params]
         for param, found in zip(self.params, replacements, strict=True):
             if found is not param.sharded:
-                param.sharded._fsdp_successor = found  # type: ignore[attr-defined]
+                succeed(param.sharded, found)
             param.adopt(found)
         with torch.inference_mode(False):
             self._lay_out()

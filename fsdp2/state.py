@@ -16,7 +16,7 @@ from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.hooks import after_backward_of_inputs, before_backward_of_outputs, map_tensors
 from fsdp2.mesh import ShardMesh
-from fsdp2.param import owner_of
+from fsdp2.param import owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.plan import ModelPlan
 from fsdp2.root import FSDPRoot
@@ -174,7 +174,7 @@ class FSDPState:
             for name, parameter in module.named_parameters():
                 if parameter in ignored or owner_of(parameter) is not None:
                     continue
-                if getattr(parameter, "_fsdp_successor", None) is not None:
+                if successor_of(parameter) is not None:
                     continue  # unsharded just now
                 if name in self._planned_names(module):
                     continue  # replaced: the group adopts or refuses it

@@ -337,14 +337,15 @@ def test_a_gradient_that_is_kept_never_changes(kept: str) -> None:
         step(model)
         gradient = weight.grad
         assert isinstance(gradient, DTensor)
+        local = gradient._local_tensor
+        before = local.data_ptr()
         hold = {
-            "gradient": lambda: gradient,
-            "local": gradient.to_local,
-            "view": lambda: gradient._local_tensor[:1],
-            "storage": gradient._local_tensor.untyped_storage,
+            "gradient": lambda: weight.grad,
+            "local": lambda: weight.grad.to_local(),  # type: ignore[union-attr]
+            "view": lambda: weight.grad.to_local()[:1],  # type: ignore[union-attr]
+            "storage": lambda: weight.grad.to_local().untyped_storage(),  # type: ignore[union-attr]
         }[kept]()
-        before = gradient._local_tensor.data_ptr()
-        del gradient
+        del gradient, local
         model.zero_grad()
         model(torch.ones(2, 16)).sum().backward()
         assert hold is not None

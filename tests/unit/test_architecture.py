@@ -1,0 +1,136 @@
+"""The structure of the package, read with `ast`: layers, sizes, docstrings, annotations, forbidden imports."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "fsdp2"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 500
+
+# A module imports only from lower layers, or from its own layer in the order listed.
+LAYERS = (
+    ("common", "_torch"),
+    ("layout", "mesh", "plan"),
+    ("param", "buffers", "gradients"),
+    ("comm_context", "collectives"),
+    ("param_group",),
+    ("schedule", "hooks", "root", "state"),
+    ("module", "optimizer_guard", "api"),
+    ("__init__",),
+)
+RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}
+PUBLIC = {"__init__", "module", "api", "common"}
+
+
+def module_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".")
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Every imported module, ``from a import b`` as ``a.b``."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def functions(tree: ast.AST) -> list[tuple[str, ast.FunctionDef]]:
+    """Functions and methods at module and class level, by qualified name."""
+    found: list[tuple[str, ast.FunctionDef]] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.append((node.name, node))
+        elif isinstance(node, ast.ClassDef):
+            found += [(f"{node.name}.{name}", each) for name, each in functions(node)]
+    return found
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {module_name(path) for path in FILES if path.parent.name != "compat"} == set(RANK)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_down(path: Path) -> None:
+    own = RANK[module_name(path)]
+    for name in imports(parse(path)):
+        if name.startswith("fsdp2."):
+            target = name.split(".")[1]
+            assert RANK[target] < own, f"{module_name(path)} imports {target}, which is not below it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_torchs_own_implementation_is_not_imported(path: Path) -> None:
+    if path.parent.name != "compat":
+        for name in imports(parse(path)):
+            assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_private_names_of_torch_stay_in_one_file(path: Path) -> None:
+    if path.name == "_torch.py":
+        return
+    # Methods and mappings of nn.Module that every subclass may override or read, and the pytree-free dispatch check.
+    allowed = {"torch.utils._python_dispatch.is_traceable_wrapper_subclass"}
+    for name in imports(parse(path)):
+        if name.startswith("torch") and name not in allowed:
+            assert not any(part.startswith("_") for part in name.split(".")), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_are_short_and_say_what_they_are(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+    assert ast.get_docstring(parse(path)), "a module begins with a docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_functions_are_annotated_short_and_documented(path: Path) -> None:
+    for name, node in functions(parse(path)):
+        assert node.returns is not None, f"{name} has no return annotation"
+        every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        missing = [arg.arg for arg in every if arg.annotation is None and arg.arg not in ("self", "cls")]
+        assert not missing, f"{name}: no annotation on {missing}"
+        body = [statement for statement in node.body if not _is_docstring(statement)]
+        if body:
+            length = (body[-1].end_lineno or 0) - body[0].lineno + 1
+            assert length <= 60, f"{name} has {length} lines"
+        public = not any(part.startswith("_") for part in name.split("."))
+        overload = any(isinstance(each, ast.Name) and each.id == "overload" for each in node.decorator_list)
+        if public and not overload:
+            assert ast.get_docstring(node), f"{name} has no docstring"
+
+
+def _is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def test_public_surface_is_documented() -> None:
+    import fsdp2
+
+    for name in fsdp2.__all__:
+        assert getattr(fsdp2, name).__doc__, name
+
+
+def test_contributing_fits_a_page() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 70
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_other_files_are_short_too(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
