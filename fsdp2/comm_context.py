@@ -138,12 +138,10 @@ class PendingReduce:
     Attributes:
         deliver: sets the sharded gradients.
         held: tensors handed to the collective.
-        dropped: called instead of ``deliver`` if the iteration has failed.
     """
 
     ticket: Ticket
     deliver: Callable[[], None]
-    drop: Callable[[], None]
     held: object
 
 
@@ -197,7 +195,6 @@ class FSDPCommContext:
         while self._pending:
             pending = self._pending.popleft()
             self._wait(pending.ticket, Wait.REDUCED)
-            pending.drop()
 
     def _wait(self, ticket: Ticket, why: Wait) -> None:
         for work in ticket.works:

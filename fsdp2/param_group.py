@@ -209,13 +209,14 @@ class FSDPParamGroup:
             self.reshard()
         if not self._is_as_planned():
             self.adopt_replaced()
+        # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
+        self._enter(ParamPhase.UNSHARDING)
+        self._freshness.stale = False
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()
         else:
             self._issue_all_gather()
-        self._freshness.stale = False
-        self._enter(ParamPhase.UNSHARDING)
 
     def _issue_all_gather(self) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
@@ -263,16 +264,17 @@ class FSDPParamGroup:
         if self._param_phase is ParamPhase.SHARDED:
             return
         assert self.comm is not None, "resharding follows unsharding"
-        replaced: FSDPParam | None = None
-        if self._param_phase is ParamPhase.UNSHARDING:
+        if self._ticket is not None:
             self._finish_all_gather()
-        else:
-            for mapping, name, param in self._swaps:
-                unsharded = mapping.get(name)
-                if unsharded is None or unsharded is not param.unsharded:
-                    replaced = param
-                elif unsharded.requires_grad is not param.requires_grad:  # type: ignore[union-attr]
-                    param.sharded.requires_grad_(unsharded.requires_grad)  # type: ignore[union-attr]
+        replaced: FSDPParam | None = None
+        for mapping, name, param in self._swaps:
+            found = mapping.get(name)
+            if found is param.unsharded:
+                if found.requires_grad is not param.requires_grad:
+                    param.sharded.requires_grad_(found.requires_grad)
+                mapping[name] = param.sharded
+            elif found is not param.sharded:
+                replaced = param
                 mapping[name] = param.sharded
         self.comm.gathers_follow_readers()
         for buffers in self._buffers:
@@ -319,7 +321,6 @@ class FSDPParamGroup:
         else:
             self._issue_reduce()
         self.accumulated = False
-        self._enter_grad(GradPhase.REDUCING)
 
     def _enter_grad(self, phase: GradPhase) -> None:
         assert (self._grad_phase, phase) in GRAD_TRANSITIONS, f"{self.name}: {self._grad_phase} -> {phase}"
@@ -334,7 +335,8 @@ class FSDPParamGroup:
             members = [member for one in packed for member in one.members]
             works = collectives.reduce_scatter_mean(members, self.mesh.group, asynchronous=not device.has_streams)
             ticket = Ticket(works, device.record(stream))
-        self.comm.add_pending(PendingReduce(ticket, partial(self._deliver, packed), self._drop_reduce, packed))
+        self._enter_grad(GradPhase.REDUCING)
+        self.comm.add_pending(PendingReduce(ticket, partial(self._deliver, packed), packed))
 
     def _deliver(self, packed: list[PackedGradients]) -> None:
         self._enter_grad(GradPhase.IDLE)
@@ -342,19 +344,19 @@ class FSDPParamGroup:
             for gradients, one in zip(self._gradients, packed, strict=True):
                 gradients.deliver(one)
 
-    def _drop_reduce(self) -> None:
-        self._enter_grad(GradPhase.IDLE)
-
     # -- after an exception
 
     def abandon(self) -> bool:
         """Drop what an iteration that failed left behind: sharded again, without unsharded gradients.
+
+        The reductions in flight have been dropped before.
 
         Returns:
             Whether gradients of earlier microbatches, accumulated without communication, were lost.
         """
         lost = self.accumulated
         self.accumulated = False
+        self._grad_phase = GradPhase.IDLE  # whatever the interrupted one was
         for gradients in self._gradients:
             gradients.take()
         self.reshard()

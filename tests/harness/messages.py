@@ -106,7 +106,9 @@ class WorkerSetup:
 
 
 def read_from(path: Path, offset: int = 0) -> str:
-    """Text of `path` from byte `offset` on."""
+    """Text of `path` from byte `offset` on; empty where there is no file (yet)."""
+    if not path.exists():
+        return ""
     with open(path, "rb") as file:
         file.seek(offset, os.SEEK_SET)
         return file.read().decode(errors="replace")

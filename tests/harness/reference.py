@@ -73,7 +73,11 @@ class Reference:
         max_norm: Clips the total gradient norm before the optimizer's step.
         param_dtype: Dtype of parameters and floating inputs in forward and backward; the optimizer's
             parameters keep their own.
-        reduce_dtype: Dtype in which gradients are summed over ranks; `param_dtype` if None.
+        grad_dtype: Dtype of the gradient that autograd hands out and accumulates on each rank; that of the
+            parameter (`param_dtype`) if None. torch's `fully_shard` sets it to the reduce dtype from 2.15
+            on, before it left the gradient in `param_dtype`.
+        reduce_dtype: Dtype in which gradients are summed over ranks; that of the gradients if None. (torch's
+            `reduce_dtype=None` means `param_dtype` up to 2.14, the optimizer's dtype from 2.15 on.)
         seed: Of the model and of the data.
         device: Of the model and of the data, which are made on CPU.
         model: Trained in place of `case.build(seed)`.
@@ -93,6 +97,7 @@ class Reference:
         accumulation: Accumulation = Accumulation.REDUCE_EACH,
         max_norm: float | None = None,
         param_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -104,7 +109,7 @@ class Reference:
         self.accumulation = accumulation
         self.max_norm = max_norm
         self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype or param_dtype
+        self.reduce_dtype = reduce_dtype
         self.seed = seed
         self.device = torch.device(device)
         self.model = (model if model is not None else case.build(seed)).to(self.device)
@@ -114,6 +119,9 @@ class Reference:
         self._worker = copy.deepcopy(self.model)
         if param_dtype is not None:
             self._worker.to(param_dtype)
+        if grad_dtype is not None:
+            for parameter in self._worker.parameters():
+                parameter.grad_dtype = grad_dtype
 
     def step(self) -> StepRecord:
         """One training step of all simulated ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,3 +224,65 @@ def test_a_grouped_module_called_alone_joins_the_iteration(world_size: int) -> N
             found = parameter.grad.full_tensor()  # type: ignore[union-attr]
             torch.testing.assert_close(found, expected / world_size, msg=lambda text, name=name: f"{name}: {text}")
         model.zero_grad()
+
+
+FAULTS = [
+    "fsdp2.buffers.DtypeBuffers.allocate",
+    "fsdp2.buffers.DtypeBuffers.copy_out",
+    "fsdp2.collectives.all_gather",
+    "fsdp2.collectives.reduce_scatter_mean",
+    "fsdp2.comm_context.FSDPCommContext.compute_follows_gather",
+    "fsdp2.comm_context.FSDPCommContext.gathers_follow_readers",
+    "fsdp2.comm_context.FSDPCommContext.add_pending",
+    "fsdp2.gradients.DtypeGradients.pack",
+    "fsdp2.gradients.DtypeGradients.deliver",
+    "fsdp2.param_group.FSDPParamGroup.reduce",
+    "fsdp2.param_group.FSDPParamGroup.reshard",
+    "fsdp2.param_group.FSDPParamGroup.wait_for_unshard",
+    "fsdp2.state.after_backward_of_inputs",
+    "fsdp2.state.before_backward_of_outputs",
+]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("target", FAULTS, ids=lambda name: name.removeprefix("fsdp2."))
+def test_out_of_memory_inside_the_engine(target: str, world_size: int) -> None:
+    """Each call of ``target`` in one iteration fails in turn, on all ranks; every time the next iteration is clean."""
+    model = sharded()
+    optimizer = adamw(list(model.parameters()))
+    reference = Reference(CASE, world_size=world_size)
+    loss_of(model).backward()
+    optimizer.zero_grad()
+    hits = 0
+    for call in range(12):
+        with failing_call(target, call) as failed:
+            try:
+                loss_of(model).backward()
+            except torch.OutOfMemoryError:
+                hits += 1
+            assert hits or not failed
+        optimizer.zero_grad()
+        if call % 3 == 2:
+            assert_trains_like(reference, model, optimizer, steps=1)
+    assert_trains_like(reference, model, optimizer, steps=1)
+    assert hits >= 4
+
+
+@contextmanager
+def failing_call(target: str, call: int) -> Iterator[list[bool]]:
+    """Patch ``target`` so that its call number ``call`` raises."""
+    path, name = target.rsplit(".", 1)
+    owner = pkgutil.resolve_name(path)
+    original, calls, failed = getattr(owner, name), itertools.count(), []
+
+    def patched(*args: object, **kwargs: object) -> object:
+        if next(calls) == call:
+            failed.append(True)
+            raise torch.OutOfMemoryError(target)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, patched)
+    try:
+        yield failed
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,266 @@
+"""A device with streams that only records: whole training steps on CPU leave a trace for `happens_before`.
+
+`RecordingDevice` stands in for the device that fsdp2 would use, `Recorder` (a dispatch mode) attributes every operation
+and every collective to the stream that is current, with the memory it reads and writes. Everything is executed at once,
+in the order of issue, on CPU; the trace says what the waits would guarantee on a device. Collectives are executed as if
+all ranks held the same values, so that none of them is garbage.
+
+    with fake_world(4), recording() as recorder:
+        model = ...
+        train(model)
+    assert not list(find_violations(recorder.trace))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2.comm_context
+import fsdp2.state
+from tests.harness.happens_before import (
+    Access,
+    Allocation,
+    EventRecord,
+    Mark,
+    Operation,
+    Release,
+    StreamWait,
+    TraceEvent,
+)
+from tests.harness.recording_memory import Block, MemoryMap
+
+COMPUTE = 0
+"""The stream that is current to begin with."""
+
+_PACKAGE = str(Path(fsdp2.__file__).parent)
+_SEAM = fsdp2.comm_context.__file__
+
+# Positional arguments that these write are not read (those of ``out=`` never are).
+_OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_"}
+_OUTPUT_THEN_INPUT = {
+    "_allgather_base_",
+    "allgather_into_tensor_coalesced_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+}
+_ALLOCATES_ONLY = ("empty", "new_empty")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class RecordingDevice:
+    """fsdp2's `Device` protocol; streams are numbers, and so are events."""
+
+    has_streams = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def new_stream(self) -> int:
+        """The next number."""
+        return next(self._recorder.new_streams)
+
+    def current_stream(self) -> int:
+        """The stream that operations and allocations are attributed to."""
+        return self._recorder.stream
+
+    @contextlib.contextmanager
+    def use(self, stream: int) -> Iterator[None]:
+        """Attribute to ``stream`` what happens inside."""
+        before, self._recorder.stream = self._recorder.stream, stream
+        try:
+            yield
+        finally:
+            self._recorder.stream = before
+
+    def record(self, stream: int) -> int:
+        """Record a fresh event."""
+        event = next(self._recorder.new_events)
+        self._recorder.trace.append(EventRecord(stream, event))
+        return event
+
+    def wait(self, stream: int, event: int, why: object) -> None:
+        """Record a wait, and which functions of fsdp2 outside of `comm_context` led to it."""
+        self._recorder.trace.append(StreamWait(stream, event, why, tuple(_sites())))
+
+
+def _sites() -> Iterator[str]:
+    """``file.function:line`` of the callers within fsdp2, innermost first."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_PACKAGE) and code.co_filename != _SEAM:
+            yield f"{Path(code.co_filename).stem}.{code.co_name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+class Recorder(TorchDispatchMode):
+    """Appends to ``trace`` what is done on this thread while it is active (autograd's CPU backward included).
+
+    Attributes:
+        names: what `name` has called storages.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[TraceEvent] = []
+        self.names: dict[int, str] = {}
+        self.stream = COMPUTE
+        self.new_streams = count(COMPUTE + 1)
+        self.new_events = count()
+        self._memory = MemoryMap(lambda number: self.trace.append(Release(number)))
+
+    # -- for tests
+
+    def mark(self, name: str) -> None:
+        """Leave a mark in the trace."""
+        self.trace.append(Mark(name))
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Give the storage whose memory ``tensor`` lies in a name, for all blocks it ever has: see `blocks_named`."""
+        block = self._memory.find(tensor.data_ptr())
+        if block is not None:
+            self.names[block.reference.cdata] = name
+
+    def blocks_named(self) -> dict[int, str]:
+        """The blocks of the storages that have names."""
+        found = (event for event in self.trace if isinstance(event, Allocation) and event.storage in self.names)
+        return {event.block: self.names[event.storage] for event in found}
+
+    # -- memory
+
+    def _allocated(self, storage: torch.UntypedStorage, *, written: bool) -> Block:
+        block = self._memory.add(storage)
+        self.trace.append(Allocation(block.number, self.stream, block.nbytes, block.reference.cdata, written))
+        return block
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` was resized: freed, or given fresh memory."""
+        self._memory.collect()
+        self._memory.remove(storage)
+        if storage.nbytes():
+            self._allocated(storage, written=False)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        return _has_memory(tensor) and self._memory.find(tensor.data_ptr()) is None
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and record it unless it only makes views or fake tensors."""
+        kwargs = kwargs or {}
+        if FakeTensor in types:
+            return func(*args, **kwargs)  # sharding propagation
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a DTensor: it runs operations on its local tensor
+        self._memory.collect()
+        reads, writes = _operands(func, args, kwargs)
+        inputs = [tensor for tensor in reads + writes if _has_memory(tensor)]
+        for tensor in inputs:
+            if self._is_new(tensor):
+                self._allocated(tensor.untyped_storage(), written=True)
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            _exchange(func, args)
+        outputs = [tensor for tensor in _tensors(result) if self._is_new(tensor)]
+        for tensor in outputs:
+            if self._is_new(tensor):  # not twice
+                self._allocated(tensor.untyped_storage(), written=False)
+        if outputs or writes or not list(_tensors(result)):
+            self._launched(func, reads, writes + outputs)
+        return result
+
+    def _launched(self, func: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
+        if torch.Tag.inplace_view in func.tags or func._opname.startswith(_ALLOCATES_ONLY):
+            return
+        accesses: dict[Access, None] = {}
+        for tensors, kind in ((reads, {"reads": True, "writes": False}), (writes, {"reads": False, "writes": True})):
+            for tensor in tensors:
+                if _has_memory(tensor):
+                    accesses[self._memory.access(tensor, **kind)] = None
+        if accesses:
+            self.trace.append(Operation(self.stream, f"{func.namespace}.{func._opname}", tuple(accesses)))
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether there is anything to access. Views of freed memory may be made, but not used."""
+    plain = type(tensor) in _PLAIN and tensor.device.type == "cpu"
+    return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+@cache
+def _roles(func: Any) -> tuple[tuple[int | None, str, bool, bool], ...]:
+    """Per argument of ``func`` that may hold tensors: position, name, whether it is read, whether it is written."""
+    roles = []
+    for index, argument in enumerate(func._schema.arguments):
+        if "Tensor" not in str(argument.type):
+            continue
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        reads = not (writes and (argument.kwarg_only or func._opname in _OVERWRITES))
+        if func.namespace == "c10d":
+            known = func._opname in _OUTPUT_THEN_INPUT
+            reads, writes = (index == 1, index == 0) if known else (True, True)
+        roles.append((None if argument.kwarg_only else index, argument.name, reads, writes))
+    return tuple(roles)
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that ``func`` reads, and those it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for index, name, is_read, is_written in _roles(func):
+        value = args[index] if index is not None and index < len(args) else kwargs.get(name)
+        tensors = list(_tensors(value))
+        reads += tensors if is_read else []
+        writes += tensors if is_written else []
+    return reads, writes
+
+
+def _exchange(func: Any, args: Any) -> None:
+    """Do what a collective of the `fake` process group does not, as if all ranks held what this one does."""
+    if func._opname not in _OUTPUT_THEN_INPUT:
+        return
+    for output, sent in zip(_tensors(args[0]), _tensors(args[1]), strict=True):
+        if output.numel() >= sent.numel():
+            output.view(-1, sent.numel()).copy_(sent.view(1, -1))
+        else:
+            output.copy_(sent.view(-1, output.numel())[dist.get_rank()])
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what this thread does; roots that are initialized inside take a `RecordingDevice` for their device."""
+    recorder = Recorder()
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = resize(storage, nbytes)
+        recorder.resized(storage)
+        return result
+
+    with (
+        mock.patch.object(fsdp2.state, "device_for", lambda device: RecordingDevice(recorder)),
+        mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        recorder,
+    ):
+        yield recorder
