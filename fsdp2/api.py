@@ -17,7 +17,7 @@ from fsdp2.layout import ceil_div
 from fsdp2.mesh import ShardMesh, default_mesh
 from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, Registration, owner_of, registration, shard_parameter, successor_of
+from fsdp2.param import Freshness, FSDPParam, owner_of, shard_parameter, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.state import FSDPState, state_of
 
@@ -184,7 +184,7 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
     owner = owner_of(parameter if successor is None else successor)
     if owner is not None:
         raise FSDPValueError(
-            f"{where} is already sharded, as '{owner.fqn}' in the group of {owner.group_name}. Call fully_shard "
+            f"{where} is already sharded, as '{owner.path}' in the group of {owner.group_name}. Call fully_shard "
             "bottom-up: on submodules before the module that contains them. (A parameter shared by two groups is not "
             "supported: shard the modules that share it in one call, as a list.)"
         )
@@ -230,9 +230,8 @@ def _make_group(found: dict[nn.Parameter, list[_Use]], mesh: ShardMesh, name: st
     freshness = Freshness()
     params = []
     for original, uses in found.items():
-        registrations: list[Registration] = [registration(module, name) for module, name, _ in uses]
         sharded = shard_parameter(original, mesh, ceil_div(original.shape[0], mesh.world_size))
-        params.append(FSDPParam(uses[0][2], registrations, sharded, freshness, name))
+        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], sharded, freshness, name))
     return FSDPParamGroup(params, mesh, freshness=freshness, name=name)
 
 

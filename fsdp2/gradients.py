@@ -189,7 +189,7 @@ class DtypeGradients:
                 _torch.local_of(existing).add_(_torch.local_of(gradient))
             else:
                 raise FSDPRuntimeError(
-                    f"the gradient of '{param.fqn}' was set to a {type(existing).__name__} that is not sharded like "
+                    f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not sharded like "
                     "its parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with "
                     "the parameter's placements."
                 )

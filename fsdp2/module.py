@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, ParamPhase
 from fsdp2.param import refuse_share_memory
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.state import FSDPState, state_of, states_below
@@ -164,6 +164,17 @@ class FSDPModule:
         if group is not None:
             group.adopt_replaced()
         return module
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients like `nn.Module.zero_grad`, of sharded parameters also while unsharded ones are registered.
+
+        Gradients accumulated without communication are cleared only while unsharded parameters are registered;
+        `reset_iter_state` drops them at any time.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            if state.group is not None and state.group.phase is not ParamPhase.SHARDED:
+                state.group.zero_grad(set_to_none)
 
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""

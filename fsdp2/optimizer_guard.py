@@ -100,7 +100,7 @@ def rekey(optimizer: Optimizer) -> None:
             if successor in present:
                 owner = owner_of(successor)
                 raise FSDPRuntimeError(
-                    f"the optimizer holds parameter '{owner.fqn if owner else '?'}' twice: sharded, and as it was "
+                    f"the optimizer holds parameter '{owner.path if owner else '?'}' twice: sharded, and as it was "
                     "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, "
                     "while the model is resharded."
                 )

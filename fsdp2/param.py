@@ -93,8 +93,10 @@ class FSDPParam:
 
     Attributes:
         fqn: its name below the module that `fully_shard` was called on.
+        prefix: what leads from the root to that module, "" until the root is known.
         group_name: that module's class.
-        registrations: where it is registered; all hold the same object at any time.
+        uses: the modules that hold it, and under which names.
+        registrations: how to write there; all hold the same object at any time.
         shape: unsharded shape.
         sharded: the `nn.Parameter` over a ``Shard(0)`` DTensor, which optimizers and state dicts see. Its identity
             changes only when the user replaces it.
@@ -111,26 +113,30 @@ class FSDPParam:
         "freshness",
         "group_name",
         "local",
+        "prefix",
         "registrations",
         "requires_grad",
         "shape",
         "sharded",
         "unsharded",
+        "uses",
     )
     identity_changes: ClassVar[int] = 0
 
     def __init__(
         self,
         fqn: str,
-        registrations: Sequence[Registration],
+        uses: Sequence[tuple[nn.Module, str]],
         sharded: nn.Parameter,
         freshness: Freshness,
         group_name: str,
     ) -> None:
         self.fqn = fqn
+        self.prefix = ""
         self.group_name = group_name
         self.freshness = freshness
-        self.registrations = tuple(registrations)
+        self.uses = tuple(uses)
+        self.registrations = tuple(registration(module, name) for module, name in self.uses)
         self.shape = tuple(sharded.shape)
         self.unsharded: nn.Parameter | None = None
         self.adopt(sharded)
@@ -145,6 +151,11 @@ class FSDPParam:
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
             mapping[name] = sharded
+
+    @property
+    def path(self) -> str:
+        """The fully qualified name below the root, for messages."""
+        return self.prefix + self.fqn
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,7 +192,7 @@ class FSDPParam:
         ):
             return found
         raise FSDPRuntimeError(
-            f"parameter '{self.fqn}' was replaced after fully_shard by {describe(found)}, which cannot be adopted; "
+            f"parameter '{self.path}' was replaced after fully_shard by {describe(found)}, which cannot be adopted; "
             f"expected a nn.Parameter over a DTensor of shape {self.shape} with placements {list(spec.placements)} on "
             f"{spec.mesh}. Write into the parameter in place, load with load_state_dict(), or replace it by "
             "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."

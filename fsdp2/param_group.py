@@ -103,7 +103,7 @@ class FSDPParamGroup:
         self.plan = self._make_plan()
 
     def _check_devices(self) -> None:
-        meta = [param.fqn for param in self.params if param.local.is_meta]
+        meta = [param.path for param in self.params if param.local.is_meta]
         if meta:
             raise FSDPRuntimeError(
                 f"parameters of '{self.name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
@@ -112,7 +112,7 @@ class FSDPParamGroup:
         for param in self.params:
             if param.local.device != self.mesh.device:
                 raise FSDPRuntimeError(
-                    f"parameter '{param.fqn}' of '{self.name}' is on {param.local.device}, but its mesh is on "
+                    f"parameter '{param.path}' is on {param.local.device}, but its mesh is on "
                     f"{self.mesh.device}: move the model back with model.to('{self.mesh.device}')."
                 )
 
@@ -184,8 +184,8 @@ class FSDPParamGroup:
             param.adopt(found)
         with torch.inference_mode(False):
             self._lay_out()
-        if self.comm is not None:
-            self.prepare(self.comm)
+        if self.comm is not None and all(param.local.device == self.mesh.device for param in self.params):
+            self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
     # -- unshard and reshard
 
@@ -209,6 +209,8 @@ class FSDPParamGroup:
             self.reshard()
         if not self._is_as_planned():
             self.adopt_replaced()
+        if self.plan is None and self.comm is not None:
+            self.prepare(self.comm)
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
         self._freshness.stale = False
@@ -268,10 +270,10 @@ class FSDPParamGroup:
             self._finish_all_gather()
         replaced: FSDPParam | None = None
         for mapping, name, param in self._swaps:
-            found = mapping.get(name)
-            if found is param.unsharded:
-                if found.requires_grad is not param.requires_grad:
-                    param.sharded.requires_grad_(found.requires_grad)
+            found, unsharded = mapping.get(name), param.unsharded
+            if unsharded is not None and found is unsharded:
+                if unsharded.requires_grad is not param.requires_grad:
+                    param.sharded.requires_grad_(unsharded.requires_grad)
                 mapping[name] = param.sharded
             elif found is not param.sharded:
                 replaced = param
@@ -282,7 +284,7 @@ class FSDPParamGroup:
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:
             raise FSDPRuntimeError(
-                f"parameter '{replaced.fqn}' of '{self.name}' was replaced while it was unsharded; the replacement is "
+                f"parameter '{replaced.path}' was replaced while it was unsharded; the replacement is "
                 "lost, the sharded parameter is registered again. Replace parameters only while they are sharded "
                 "(after module.reshard())."
             )
@@ -293,6 +295,16 @@ class FSDPParamGroup:
     def is_trainable(self) -> bool:
         """Whether any parameter is reduced."""
         return bool(self._gradients)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the sharded parameters' gradients, which `nn.Module.zero_grad` misses while they are not registered."""
+        for param in self.params:
+            gradient = param.sharded.grad
+            if gradient is not None and set_to_none:
+                param.sharded.grad = None
+            elif gradient is not None:
+                gradient.zero_()
+        self.accumulated = self.accumulated and self.has_gradients()
 
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""

@@ -16,10 +16,10 @@ from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.hooks import after_backward_of_inputs, before_backward_of_outputs, map_tensors
 from fsdp2.mesh import ShardMesh
-from fsdp2.param import owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.plan import ModelPlan
 from fsdp2.root import FSDPRoot
+from fsdp2.structure import Structure
 
 _STATE = "_fsdp_state"
 
@@ -96,8 +96,7 @@ class FSDPState:
         self._ignored_params = ignored_params
         self._to_run: set[nn.Module] = set()
         self._states: tuple[FSDPState, ...] = ()
-        self._structure: tuple[dict[str, Any], ...] = ()
-        self._structure_size = 0
+        self._structure = Structure(())
         for module in self.modules:
             module.__dict__[_STATE] = self
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -135,6 +134,8 @@ class FSDPState:
         for state, name in names.items():
             if state.group is not None:
                 state.group.name = name or self.class_name
+                for param in state.group.params:
+                    param.prefix = f"{name}." if name else ""
         self._refuse_unowned()
         comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
@@ -161,36 +162,28 @@ class FSDPState:
                 )
 
     def _refuse_unowned(self) -> None:
-        """Remember the module tree, and refuse parameters that no group owns."""
-        self._structure = tuple(
-            mapping
-            for module in self.modules
-            for each in module.modules()
-            for mapping in (each._parameters, each._modules)
-        )
-        self._structure_size = sum(map(len, self._structure))
-        ignored = {parameter for state in states_below_all(self.modules) for parameter in state._ignored_params}
-        for module in self.modules:
-            for name, parameter in module.named_parameters():
-                if parameter in ignored or owner_of(parameter) is not None:
-                    continue
-                if successor_of(parameter) is not None:
-                    continue  # unsharded just now
-                if name in self._planned_names(module):
-                    continue  # replaced: the group adopts or refuses it
-                raise FSDPRuntimeError(
-                    f"parameter '{name}' of {self.class_name} was added after fully_shard and belongs to no "
-                    "group: its gradient would not be reduced. Add parameters before calling fully_shard, or call "
-                    "fully_shard on the module that holds it, or pass it in ignored_params."
-                )
-
-    def _planned_names(self, module: nn.Module) -> set[str]:
-        names: set[str] = set()
-        for prefix, each in module.named_modules():
-            state = state_of(each)
-            if state is not None and state.group is not None:
-                names.update(f"{prefix}.{param.fqn}".lstrip(".") for param in state.group.params)
-        return names
+        """Refuse parameters that no group owns."""
+        states = states_below_all(self.modules)
+        ignored = {parameter for state in states for parameter in state._ignored_params}
+        owned = {
+            (module, name)
+            for state in states
+            if state.group is not None
+            for param in state.group.params
+            for module, name in param.uses
+        }
+        for root in self.modules:
+            for prefix, module in root.named_modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is None or parameter in ignored or (module, name) in owned:
+                        continue
+                    raise FSDPRuntimeError(
+                        f"parameter '{prefix + '.' + name if prefix else name}' of {self.class_name} was added after "
+                        "fully_shard and belongs to no group: its gradient would not be reduced. Add parameters before "
+                        "calling fully_shard, or call fully_shard on the module that holds it, or pass it in "
+                        "ignored_params."
+                    )
+        self._structure = Structure(self.modules)
 
     def _refuse_disagreement(self, groups: Sequence[FSDPParamGroup]) -> None:
         plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None))
@@ -247,7 +240,7 @@ class FSDPState:
         return None
 
     def _refuse_structure_change(self) -> None:
-        if sum(map(len, self._structure)) != self._structure_size:
+        if self._structure.has_changed():
             self._refuse_unowned()
 
     def _begins_round(self, module: nn.Module) -> bool:

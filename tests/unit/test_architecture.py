@@ -15,7 +15,7 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("layout", "mesh", "plan"),
+    ("layout", "mesh", "plan", "structure"),
     ("param", "buffers", "gradients"),
     ("comm_context", "collectives"),
     ("param_group",),

@@ -1,0 +1,38 @@
+"""`Structure`: notices that modules or parameters were added below a root, at next to no cost.
+
+Knows modules, nothing of sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+
+class Structure:
+    """The submodules below some modules, and how many parameters each of them has, as they were at construction.
+
+    `has_changed` runs once per iteration: some list operations in C, no walk of the module tree.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        self._module_slots: list[dict[str, Any]] = [module._modules for module in modules]
+        self._parameter_slots: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._children = self._current_children()
+        self._parameter_count = sum(map(len, self._parameter_slots))
+        self._vacant = [(slots, name) for slots in self._parameter_slots for name in slots if slots[name] is None]
+
+    def _current_children(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._module_slots)))
+
+    def has_changed(self) -> bool:
+        """Whether a submodule was added, removed or replaced, or a parameter added or removed."""
+        return (
+            sum(map(len, self._parameter_slots)) != self._parameter_count
+            or self._current_children() != self._children
+            or any(slots.get(name) is not None for slots, name in self._vacant)
+        )
