@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -84,6 +84,14 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
     return torch._C._current_graph_task_id() != -1
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def without_grad() -> AbstractContextManager[Any]:
+    """`torch.no_grad()`, at no cost where grad mode is off already, as in a backward without ``create_graph``."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def profiler_is_running() -> bool:

@@ -101,8 +101,8 @@ def fully_shard(
     FSDPState(modules, group, shard_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
     for each in modules:
         mix_in(each)
-    for each in managed:
-        _keep_state_dicts_sharded(each, group)
+    if group is not None:
+        _handle_state_dicts(modules, managed, group)
     GUARD.install()
     return module
 
@@ -235,13 +235,18 @@ def _make_group(found: dict[nn.Parameter, list[_Use]], mesh: ShardMesh, name: st
     return FSDPParamGroup(params, mesh, freshness=freshness, name=name)
 
 
-def _keep_state_dicts_sharded(module: nn.Module, group: FSDPParamGroup | None) -> None:
-    """Reshard before ``module``'s state is saved or loaded, as unsharded parameters may be registered."""
-    if group is None or not module._parameters:
-        return
+def _handle_state_dicts(modules: Sequence[nn.Module], managed: Sequence[nn.Module], group: FSDPParamGroup) -> None:
+    """Reshard before state is saved or loaded, as unsharded parameters may be registered; adopt what was loaded."""
 
     def reshard(*args: object) -> None:
         group.reshard()
 
-    module.register_state_dict_pre_hook(reshard)
-    module.register_load_state_dict_pre_hook(reshard)
+    def adopt(*args: object) -> None:
+        group.adopt_replaced()
+
+    for module in managed:
+        if module._parameters:
+            module.register_state_dict_pre_hook(reshard)
+            module.register_load_state_dict_pre_hook(reshard)
+    for module in modules:
+        module.register_load_state_dict_post_hook(adopt)

@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.layout import BufferLayout
-from fsdp2.param import FSDPParam, succeed
+from fsdp2.param import FSDPParam
 
 Member = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
@@ -90,7 +90,8 @@ class DtypeBuffers:
         staged = staging.view(world_size, layout.packed_numel)
         self._copy_sources, self._copy_destinations = [], []
         for param, slot in zip(self.params, layout.slots, strict=True):
-            param.unsharded = self._unsharded_parameter(param, unsharded, slot.unsharded_offset)
+            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape)
+            param.lay_unsharded(nn.Parameter(alias, requires_grad=param.requires_grad), unsharded)
             if slot.shard_numel == 0:
                 continue
             whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
@@ -104,14 +105,6 @@ class DtypeBuffers:
         self._storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in (unsharded, staging)]
         self.free_unsharded()
         self.free_staging()
-
-    def _unsharded_parameter(self, param: FSDPParam, unsharded: torch.Tensor, offset: int) -> nn.Parameter:
-        alias = storage_alias(unsharded, offset, param.shape)
-        parameter = nn.Parameter(alias, requires_grad=param.requires_grad)
-        succeed(parameter, param.sharded)
-        if param.unsharded is not None:  # prepared again: what was accumulated without communication stays
-            parameter.grad = param.unsharded.grad
-        return parameter
 
     @property
     def unsharded_bytes(self) -> int:

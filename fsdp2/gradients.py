@@ -3,48 +3,65 @@
 Owns the sharded-gradient buffer and the DTensors over it; issues no collective.
 
 [Note: reusing the sharded-gradient buffer]
-The reduce-scatter writes into one flat buffer under gradient DTensors that are built once. It is written again only
-when no ``.grad`` is set and nobody else holds what lies on it: the Python references of every gradient and of its local
-tensor, and the users of its storage slice, are at the counts they had when they were built. Otherwise a new buffer is
-built, so a gradient (or a view of one) that the user keeps never changes under them.
+The reduce-scatter writes into one flat buffer under gradient DTensors that are built once: building them anew costs
+more than the rest of the reduction. The buffer is used again only when no ``.grad`` is set and nobody else holds what
+lies on it: the Python references of every gradient and of its local tensor, and the users of the buffer's storage, are
+at the counts they had when they were built. Otherwise a new buffer is built, so a gradient (or a view of one) that the
+user keeps never changes. From the first forward after gradients were cleared until they are reduced again the buffer
+has no memory, as if it did not exist.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.buffers import Member, storage_slice
+from fsdp2.buffers import Member, storage_alias
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.layout import GradientLayout
 from fsdp2.param import FSDPParam
 
 
-@dataclass(slots=True)
 class _GradientBuffer:
-    """A flat sharded-gradient buffer, the gradients on it, and the counts that mean "nobody else holds one"."""
+    """A flat sharded-gradient buffer and the gradients on it."""
 
-    flat: torch.Tensor
-    gradients: list[DTensor]
-    storages: list[torch.UntypedStorage]
-    baseline: list[tuple[int, ...]] = field(default_factory=list)
+    def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
+        self.flat = flat
+        self.gradients = gradients
+        self._storage = flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._has_memory = True
+        self._baseline = self._counts()
 
-    def counts(self) -> list[tuple[int, ...]]:
-        """Per gradient: references to it, to its local tensor and to its storage slice, and that slice's users."""
-        count, users, local_of = sys.getrefcount, _torch.storage_use_count, _torch.local_of
-        return [
-            (count(gradient), count(local_of(gradient)), count(storage), users(storage))
-            for gradient, storage in zip(self.gradients, self.storages, strict=True)
-        ]
+    def _counts(self) -> list[int]:
+        """Holders of the storage, then of each gradient and of its local tensor."""
+        count, local_of = sys.getrefcount, _torch.local_of
+        counts = [count(self._storage), _torch.storage_use_count(self._storage)]
+        for gradient in self.gradients:
+            counts.append(count(gradient))
+            counts.append(count(local_of(gradient)))
+        return counts
 
     def is_free(self) -> bool:
-        """Whether only this object holds the gradients (none of them being any parameter's ``.grad``)."""
-        return self.counts() == self.baseline
+        """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""
+        return not self._has_memory or self._counts() == self._baseline
+
+    def allocate(self) -> None:
+        """Give the buffer memory. On the stream that writes it first."""
+        if not self._has_memory:
+            self._storage.resize_(self._nbytes)
+            self._has_memory = True
+
+    def release(self) -> None:
+        """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
+        if self._has_memory and self._counts() == self._baseline:
+            self._storage.resize_(0)
+            self._has_memory = False
 
 
 @dataclass(slots=True)
@@ -131,22 +148,25 @@ class DtypeGradients:
         if any(param.sharded.grad is not None for param in self.params):
             return torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
         if self._buffer is None or not self._buffer.is_free():
-            self._buffer = self._build_buffer()
+            flat = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+            self._buffer = _GradientBuffer(flat, self._gradients_on(flat))
+        self._buffer.allocate()
         return self._buffer.flat
 
-    def _build_buffer(self) -> _GradientBuffer:
-        flat = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
-        gradients = self._gradients_on(flat)
-        storages = [_torch.local_of(gradient).untyped_storage() for gradient in gradients]
-        buffer = _GradientBuffer(flat, gradients, storages)
-        buffer.baseline = buffer.counts()
-        return buffer
+    def release(self) -> None:
+        """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
+        if self._buffer is not None and all(param.sharded.grad is None for param in self.params):
+            self._buffer.release()
 
     def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
-        return [
-            _torch.make_dtensor(storage_slice(flat, slot.offset, shape), _torch.spec_of(param.sharded))
-            for param, slot, shape in zip(self.params, self.layout.slots, self._local_shapes, strict=True)
-        ]
+        # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+        placeholder = flat.new_empty(0)
+        gradients = []
+        for param, slot, shape in zip(self.params, self.layout.slots, self._local_shapes, strict=True):
+            gradient = _torch.make_dtensor(placeholder, _torch.spec_of(param.sharded))
+            _torch.set_local(gradient, storage_alias(flat, slot.offset, shape))
+            gradients.append(gradient)
+        return gradients
 
     def deliver(self, packed: PackedGradients) -> None:
         """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.

@@ -91,6 +91,8 @@ def after_backward_of_inputs(
     Returns:
         The inputs to use instead, or None if none of them requires a gradient (then nothing was arranged).
     """
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most modules
+        return (_PostBackward.apply(callback, args[0]), kwargs) if args[0].requires_grad else None
     inputs = collect_tensors((args, kwargs))
     if not inputs:
         return None

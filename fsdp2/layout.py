@@ -4,10 +4,10 @@ Used by the eager and the traced execution alike. Offsets and sizes count elemen
 (``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), alignment of 4 elements, both packed::
 
     rows(a) = ceil(3/2) = 2       rows(b) = 1
-    shard buffer, rank 0      | a0 a0 a1 a1 | b0 -  -  - |          "-" is alignment, 8 elements in all
-    shard buffer, rank 1      | a2 a2 0  0  | b1 -  -  - |          a has one row here, the second is padding
-    staging buffer (gathered) | a0 a0 a1 a1 | b0 -  -  - | a2 a2 0  0  | b1 -  -  - |
-    unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 -  - |
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot would start at the next multiple of 4
+    shard buffer, rank 1      | a2 a2 0  0  | b1 |      a has one row here, the second is padding
+    staging buffer (gathered) | a0 a0 a1 a1 | b0 | a2 a2 0  0  | b1 |
+    unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
 
 Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
 rows, is the parameter: contiguous, without a copy.
@@ -19,11 +19,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT_BYTES = 128
-"""Slots start at multiples of this, as collectives and vectorized kernels like it."""
+DIRECT_ALIGNMENT_BYTES = 128
+"""Direct slots start at multiples of this, as collectives like it."""
 
-GRADIENT_ALIGNMENT_BYTES = 16
-"""Packed gradients start at multiples of this: the vector width of foreach and fused optimizer kernels."""
+PACKED_ALIGNMENT_BYTES = 16
+"""Packed slots start at multiples of this: the vector width of foreach and fused optimizer kernels."""
 
 DIRECT_THRESHOLD_BYTES = 1 << 20
 """Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
@@ -37,6 +37,12 @@ def ceil_div(numerator: int, denominator: int) -> int:
 def align(numel: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``numel``."""
     return ceil_div(numel, alignment) * alignment
+
+
+def alignment_numel(*, direct: bool, itemsize: int) -> int:
+    """How many elements of ``itemsize`` bytes a slot's offset is a multiple of."""
+    alignment_bytes = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
+    return max(alignment_bytes // itemsize, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +114,18 @@ class BufferLayout:
         direct_threshold_bytes: int = DIRECT_THRESHOLD_BYTES,
     ) -> BufferLayout:
         """Lay out parameters of the given unsharded ``shapes`` (each of at least one dim)."""
-        alignment = ALIGNMENT_BYTES // math.gcd(ALIGNMENT_BYTES, itemsize)
         slots: list[Slot | None] = [None] * len(shapes)
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
+            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
             for index, shape in enumerate(shapes):
                 rows, row_numel = ceil_div(shape[0], world_size), math.prod(shape[1:])
                 numel = world_size * rows * row_numel
                 if (numel * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
+                shard_offset, unsharded_offset = align(shard_offset, alignment), align(unsharded_offset, alignment)
                 slots[index] = Slot(shape, rows, row_numel, shard_offset, unsharded_offset, wanted)
-                shard_offset += align(rows * row_numel, alignment)
-                unsharded_offset += align(numel, alignment)
+                shard_offset, unsharded_offset = shard_offset + rows * row_numel, unsharded_offset + numel
             if not wanted:
                 packed_numel = shard_offset
         placed = tuple(slot for slot in slots if slot is not None)
@@ -171,8 +177,7 @@ class GradientLayout:
     @classmethod
     def build(cls, slots: Sequence[Slot], *, world_size: int, itemsize: int) -> GradientLayout:
         """Lay out the gradients of parameters that lie in ``slots`` (the trainable ones of a `BufferLayout`)."""
-        fine = max(GRADIENT_ALIGNMENT_BYTES // itemsize, 1)
-        coarse = max(ALIGNMENT_BYTES // itemsize, 1)
+        fine, coarse = (alignment_numel(direct=direct, itemsize=itemsize) for direct in (False, True))
         # Only an evenly divisible gradient is what the collective wants; the others need the packing's padding.
         direct = [slot.direct and slot.shape[0] % world_size == 0 for slot in slots]
         placed: dict[int, GradientSlot] = {}
@@ -184,7 +189,7 @@ class GradientLayout:
                 offset += slot.shard_numel + pad_numel
         presence_offset = offset
         packed_numel = offset + len(slots)
-        offset = align(packed_numel, coarse)
+        offset = align(packed_numel, coarse) if any(direct) else packed_numel
         for index, slot in enumerate(slots):
             if direct[index]:
                 placed[index] = GradientSlot(slot.shape, slot.rows, slot.row_numel, offset, True, 0)

@@ -113,6 +113,7 @@ class FSDPModule:
         """Whether the end of forward frees the unsharded parameters (else backward finds them in place)."""
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
+            state.keeps_by_default = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of backward frees the unsharded parameters.

@@ -109,6 +109,8 @@ class FSDPParam:
     """
 
     __slots__ = (
+        "_flat",
+        "_flat_offset",
         "fqn",
         "freshness",
         "group_name",
@@ -169,6 +171,30 @@ class FSDPParam:
                 local.copy_(self.local)
         _torch.set_local(self.sharded, local)
         self.local = local
+
+    def lies_under(self, found: nn.Parameter) -> bool:
+        """Whether ``found`` is just another wrapper around the local tensor that the group knows."""
+        local = _torch.local_of(found)
+        return (
+            local.data_ptr() == self.local.data_ptr()
+            and local.dtype == self.local.dtype
+            and local.device == self.local.device
+            and found.requires_grad is self.requires_grad
+        )
+
+    def lay_unsharded(self, unsharded: nn.Parameter, flat: torch.Tensor) -> None:
+        """Take ``unsharded``, which lies on the unsharded buffer ``flat``."""
+        succeed(unsharded, self.sharded)
+        if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
+            unsharded.grad = self.unsharded.grad
+        self.unsharded = unsharded
+        self._flat = flat
+        self._flat_offset = unsharded.data_ptr() - flat.data_ptr()
+
+    def unsharded_is_in_place(self) -> bool:
+        """Whether the unsharded parameter still lies on the unsharded buffer (``.data`` may have been set)."""
+        assert self.unsharded is not None, "only an unsharded parameter is asked"
+        return self.unsharded.data_ptr() - self._flat.data_ptr() == self._flat_offset or self.unsharded.numel() == 0
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.

@@ -96,9 +96,7 @@ class FSDPParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             for buffers in self._buffers:
                 buffers.prepare()
-            self._gradients = tuple(
-                gradients for gradients in map(self._gradients_of, self._buffers) if gradients is not None
-            )
+        self._gradients = self._make_gradients()
         self._members = tuple(member for buffers in self._buffers for member in buffers.members)
         self.plan = self._make_plan()
 
@@ -115,6 +113,10 @@ class FSDPParamGroup:
                     f"parameter '{param.path}' is on {param.local.device}, but its mesh is on "
                     f"{self.mesh.device}: move the model back with model.to('{self.mesh.device}')."
                 )
+
+    def _make_gradients(self) -> tuple[DtypeGradients, ...]:
+        made = map(self._gradients_of, self._buffers)
+        return tuple(gradients for gradients in made if gradients is not None)
 
     def _gradients_of(self, buffers: DtypeBuffers) -> DtypeGradients | None:
         trainable = [index for index, param in enumerate(buffers.params) if param.requires_grad]
@@ -149,6 +151,10 @@ class FSDPParamGroup:
         """Bytes of the unsharded buffers while the group is unsharded."""
         return sum(buffers.unsharded_bytes for buffers in self._buffers)
 
+    def mark_stale(self) -> None:
+        """Unsharded parameters, if there are any, are not to be used by another forward."""
+        self._freshness.stale = True
+
     # -- replaced parameters
 
     def _is_as_planned(self) -> bool:
@@ -178,10 +184,14 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         # Look at all of them before changing any.
         replacements = [param.registered() for param in self.params]
+        in_place = all(param.lies_under(found) for param, found in zip(self.params, replacements, strict=True))
         for param, found in zip(self.params, replacements, strict=True):
             if found is not param.sharded:
                 succeed(param.sharded, found)
             param.adopt(found)
+        if in_place:  # converted to what they were, as by model.to(device): only the wrappers are new
+            self._gradients = self._make_gradients()
+            return
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None and all(param.local.device == self.mesh.device for param in self.params):
@@ -198,13 +208,15 @@ class FSDPParamGroup:
         assert (self._param_phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._param_phase} -> {phase}"
         self._param_phase = phase
 
-    def unshard(self) -> None:
+    def unshard(self, *, for_backward: bool = False) -> None:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
+
+        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
 
         Stream: allocates, gathers and copies out on the all-gather stream.
         """
         if self._param_phase is not ParamPhase.SHARDED:
-            if not self._freshness.stale:
+            if for_backward or not self._freshness.stale:
                 return
             self.reshard()
         if not self._is_as_planned():
@@ -223,7 +235,7 @@ class FSDPParamGroup:
     def _issue_all_gather(self) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
         device, stream = self.comm.device, self.comm.all_gather_stream
-        with torch.no_grad(), device.use(stream):
+        with device.use(stream):
             for buffers in self._buffers:
                 buffers.allocate()
             works = collectives.all_gather(self._members, self.mesh.group, asynchronous=not device.has_streams)
@@ -252,8 +264,7 @@ class FSDPParamGroup:
         self.comm.compute_follows_gather(self._ticket)
         self._ticket = None
         if not self.comm.device.has_streams:
-            with torch.no_grad():
-                self._copy_out()
+            self._copy_out()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
@@ -272,6 +283,8 @@ class FSDPParamGroup:
         for mapping, name, param in self._swaps:
             found, unsharded = mapping.get(name), param.unsharded
             if unsharded is not None and found is unsharded:
+                if not param.unsharded_is_in_place():
+                    replaced = param
                 if unsharded.requires_grad is not param.requires_grad:
                     param.sharded.requires_grad_(unsharded.requires_grad)
                 mapping[name] = param.sharded
@@ -283,10 +296,11 @@ class FSDPParamGroup:
             buffers.free_unsharded()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:
+            self.plan = None  # the unsharded parameters are laid out anew
             raise FSDPRuntimeError(
-                f"parameter '{replaced.path}' was replaced while it was unsharded; the replacement is "
-                "lost, the sharded parameter is registered again. Replace parameters only while they are sharded "
-                "(after module.reshard())."
+                f"parameter '{replaced.path}' was replaced or converted while it was unsharded; the new value is lost, "
+                "the sharded parameter is registered again. Replace, convert or move parameters only while they are "
+                "sharded: call reshard() on the module that fully_shard was called on first."
             )
 
     # -- reduce
@@ -305,6 +319,11 @@ class FSDPParamGroup:
             elif gradient is not None:
                 gradient.zero_()
         self.accumulated = self.accumulated and self.has_gradients()
+
+    def release_gradients(self) -> None:
+        """Free the memory of sharded gradients that have been cleared."""
+        for gradients in self._gradients:
+            gradients.release()
 
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""
@@ -342,7 +361,7 @@ class FSDPParamGroup:
         assert self.comm is not None, "reducing follows lazy initialization"
         device, stream = self.comm.device, self.comm.reduce_scatter_stream
         self.comm.reduces_follow_compute()
-        with torch.no_grad(), device.use(stream):
+        with _torch.without_grad(), device.use(stream):
             packed = [gradients.pack(gradients.take()) for gradients in self._gradients]
             members = [member for one in packed for member in one.members]
             works = collectives.reduce_scatter_mean(members, self.mesh.group, asynchronous=not device.has_streams)
@@ -352,7 +371,7 @@ class FSDPParamGroup:
 
     def _deliver(self, packed: list[PackedGradients]) -> None:
         self._enter_grad(GradPhase.IDLE)
-        with torch.no_grad():
+        with _torch.without_grad():
             for gradients, one in zip(self._gradients, packed, strict=True):
                 gradients.deliver(one)
 

@@ -65,6 +65,8 @@ class FSDPRoot:
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
         self.iteration.in_forward = True
+        for group in self.groups:
+            group.release_gradients()
         self.comm.gathers_follow_compute()
 
     def join(self) -> None:
@@ -80,9 +82,9 @@ class FSDPRoot:
         iteration.ahead.discard(group)
         group.wait_for_unshard()
 
-    def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup]) -> None:
+    def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup], *, for_backward: bool = False) -> None:
         for group in upcoming:
-            group.unshard()
+            group.unshard(for_backward=for_backward)
             self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
@@ -111,8 +113,8 @@ class FSDPRoot:
         iteration = self.iteration
         if iteration.recomputed is group:
             iteration.recomputed = None
-        group.unshard()
-        self._gather_ahead(self._backward_order.advance(group, depth=PREFETCH_DEPTH))
+        group.unshard(for_backward=True)
+        self._gather_ahead(self._backward_order.advance(group, depth=PREFETCH_DEPTH), for_backward=True)
         iteration.ahead.discard(group)
         group.wait_for_unshard()
 
@@ -121,7 +123,7 @@ class FSDPRoot:
         self.iteration.ahead.discard(group)
         if self.iteration.recomputed is not group:
             self.keep(None)
-        group.unshard()
+        group.unshard(for_backward=True)
         group.wait_for_unshard()
 
     def keep(self, group: FSDPParamGroup | None) -> None:

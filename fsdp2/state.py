@@ -69,6 +69,7 @@ class FSDPState:
         group: None if they have no parameters of their own.
         root: set at lazy initialization.
         reshard_after_forward: None until lazy initialization decides: everywhere but at the root.
+        keeps_by_default: the root's parameters stay unsharded after forward, though nobody asked for it.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
         outstanding_calls: forward calls whose backward has not been done and still may be.
     """
@@ -89,6 +90,7 @@ class FSDPState:
         self.root: FSDPRoot | None = None
         self.is_root = False
         self.reshard_after_forward = reshard_after_forward
+        self.keeps_by_default = False
         self.reshard_after_backward = True
         self.is_last_backward = True
         self.outstanding_calls = 0
@@ -147,6 +149,7 @@ class FSDPState:
         root.on_failure = self._drop_iteration
         for state in states:
             state.root = root
+            state.keeps_by_default = state is self and state.reshard_after_forward is None
             if state.reshard_after_forward is None:
                 state.reshard_after_forward = state is not self
         self.is_root = True
@@ -271,6 +274,8 @@ class FSDPState:
                 self.group.reshard()
         if self.is_root and not recompute and root.iteration.in_forward:
             root.end_forward()
+            if self.keeps_by_default and self.group is not None and not torch.is_grad_enabled():
+                self.group.mark_stale()  # no backward comes for them; by the next forward they may be outdated
 
     def forward_failed(self) -> None:
         """An exception leaves the forward of (one of) this state's module(s)."""

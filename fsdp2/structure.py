@@ -20,19 +20,22 @@ class Structure:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         modules = dict.fromkeys(module for root in roots for module in root.modules())
-        self._module_slots: list[dict[str, Any]] = [module._modules for module in modules]
-        self._parameter_slots: list[dict[str, Any]] = [module._parameters for module in modules]
+        parameter_slots: list[dict[str, Any]] = [module._parameters for module in modules]
+        self._vacant = [(slots, name) for slots in parameter_slots for name in slots if slots[name] is None]
+        # Modules without submodules are many, and only counted.
+        self._parent_slots: list[dict[str, Any]] = [module._modules for module in modules if module._modules]
         self._children = self._current_children()
-        self._parameter_count = sum(map(len, self._parameter_slots))
-        self._vacant = [(slots, name) for slots in self._parameter_slots for name in slots if slots[name] is None]
+        leaf_slots: list[dict[str, Any]] = [module._modules for module in modules if not module._modules]
+        self._counted = parameter_slots + leaf_slots
+        self._count = sum(map(len, self._counted))
 
     def _current_children(self) -> list[nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._module_slots)))
+        return list(chain.from_iterable(map(dict.values, self._parent_slots)))
 
     def has_changed(self) -> bool:
         """Whether a submodule was added, removed or replaced, or a parameter added or removed."""
         return (
-            sum(map(len, self._parameter_slots)) != self._parameter_count
+            sum(map(len, self._counted)) != self._count
             or self._current_children() != self._children
             or any(slots.get(name) is not None for slots, name in self._vacant)
         )

@@ -1,0 +1,102 @@
+"""Names of implementations -> models ready to train, and the fake process group they train in.
+
+An implementation is a `fully_shard` function with torch's signature; `unsharded` is the model as it is. The
+suffix `-again` gives a second instance of the same implementation: an A/A control, whose ratio to the first
+one shows what the measurement itself scatters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.models import ModelSpec, StackedBlocks, build_model
+
+UNSHARDED = "unsharded"
+AGAIN = "-again"
+# Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
+SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
+IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """What every sharded implementation is told.
+
+    Attributes:
+        world_size: ranks of the fake process group.
+        reshard_after_forward: None leaves the default: blocks reshard, the root does not.
+        param_dtype: dtype of the computation; with bfloat16 gradients are reduced in float32.
+    """
+
+    world_size: int = 8
+    reshard_after_forward: bool | None = None
+    param_dtype: torch.dtype = torch.float32
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int) -> Iterator[DeviceMesh]:
+    """This process as rank 0 of `world_size` ranks that do not exist; collectives complete at once.
+
+    A gather fills the output with copies of this rank's input; what a reduction delivers is arbitrary.
+    Denormal numbers, which slow arithmetic down, are therefore flushed to zero inside.
+    """
+    torch.set_flush_denormal(True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+        torch.set_flush_denormal(False)
+
+
+def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
+    """Whether implementation `name` is there and can compute in `param_dtype`.
+
+    Raises ValueError for an unknown name.
+    """
+    base_name = name.removesuffix(AGAIN)
+    if base_name not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"unknown implementation '{name}': expected one of {known}, '{AGAIN}' may follow")
+    if base_name == UNSHARDED:
+        return True
+    needed = ["fully_shard"] if param_dtype == torch.float32 else ["fully_shard", "MixedPrecisionPolicy"]
+    module = importlib.import_module(SHARDING_MODULES[base_name])
+    return all(hasattr(module, name) for name in needed)
+
+
+def build_contender(
+    name: str, spec: ModelSpec, *, mesh: DeviceMesh, options: ShardingOptions
+) -> tuple[StackedBlocks, torch.Tensor]:
+    """A model of shape `spec` under implementation `name`, and its input `(batch_rows, dim)`."""
+    model = build_model(spec)
+    inputs = torch.linspace(-1, 1, spec.batch_rows * spec.dim).view(spec.batch_rows, spec.dim)
+    base_name = name.removesuffix(AGAIN)
+    if base_name == UNSHARDED:
+        return model.to(options.param_dtype), inputs.to(options.param_dtype)
+    fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model, inputs
+
+
+def _bind_fully_shard(name: str, *, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[nn.Module], object]:
+    module = importlib.import_module(SHARDING_MODULES[name])
+    arguments: dict[str, object] = {"mesh": mesh}
+    if options.reshard_after_forward is not None:
+        arguments["reshard_after_forward"] = options.reshard_after_forward
+    if options.param_dtype != torch.float32:
+        arguments["mp_policy"] = module.MixedPrecisionPolicy(
+            param_dtype=options.param_dtype, reduce_dtype=torch.float32
+        )
+    return lambda target: module.fully_shard(target, **arguments)

@@ -1,0 +1,242 @@
+"""The benchmarks count right: known calls and operations give known figures; tables line up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import __main__ as command
+from benchmarks.copies import bytes_written, is_copy
+from benchmarks.counts import OperationCounter, PythonCallCounter
+from benchmarks.host_time import HostTimes, Quartiles
+from benchmarks.implementations import available, fake_process_group
+from benchmarks.memory import LiveBytes, union_length
+from benchmarks.models import LARGE_PARAMETERS, SMALL_PARAMETERS, ModelSpec, build_model
+from benchmarks.step import Phase
+from benchmarks.tables import Table
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """A fake process group of 4 ranks."""
+    if dist.is_initialized():
+        pytest.skip("another test left a process group initialized in this process")
+    with fake_process_group(4):
+        yield
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameter_count"),
+    [(SMALL_PARAMETERS, 389), (LARGE_PARAMETERS, 10), (ModelSpec("odd", 3, 5, 4, 4, bias=True), 20)],
+)
+def test_models_have_the_advertised_number_of_parameters(spec: ModelSpec, parameter_count: int) -> None:
+    model = build_model(spec)
+    assert len(list(model.parameters())) == parameter_count
+    assert len(list(model.blocks[0].parameters())) == spec.params_per_block
+
+
+def test_large_parameters_are_at_least_a_mebibyte_and_divide_evenly() -> None:
+    for parameter in build_model(LARGE_PARAMETERS).parameters():
+        assert parameter.nbytes >= 1 << 20
+        assert parameter.size(0) % 512 == 0
+
+
+# Counts
+
+
+def _leaf() -> None:
+    pass
+
+
+def _two_python_calls_and_three_builtin_ones() -> None:
+    _leaf()
+    [].append(len("a") + abs(-1))
+
+
+def test_python_calls_are_counted_exactly() -> None:
+    counter = PythonCallCounter()
+    with counter:
+        pass
+    assert counter.calls == 0
+    with counter:
+        _two_python_calls_and_three_builtin_ones()
+    assert (counter.python_calls, counter.builtin_calls) == (2, 3)
+
+
+def test_copied_bytes_are_those_written() -> None:
+    source = torch.ones(256)  # 1 KiB
+    destination = torch.empty(256)
+    with OperationCounter() as counter:
+        destination.copy_(source)
+        torch._foreach_copy_([destination, destination[:128]], [source, source[128:]])
+        torch.cat([source, source], out=torch.empty(512))
+        source.to(torch.bfloat16)
+        source.view(16, 16).t().contiguous()
+        destination.add_(source)  # arithmetic, not a copy
+        source.view(2, 128).chunk(2)  # no bytes move
+    assert counter.counts.copied_bytes == {
+        "aten::copy_": KIB,
+        "aten::_foreach_copy_": KIB + KIB // 2,
+        "aten::cat": 2 * KIB,
+        "aten::_to_copy": KIB // 2,
+        "aten::clone": KIB,
+    }
+
+
+def test_copies_into_several_outputs_count_all_of_them() -> None:
+    source = torch.ones(2, 192)
+    parts = [torch.empty(2, 64), torch.empty(2, 128)]
+    with OperationCounter() as counter:
+        torch.split_with_sizes_copy(source, [64, 128], dim=1, out=parts)
+        torch._chunk_cat([torch.ones(4, 8), torch.ones(4, 8)], dim=0, num_chunks=2, out=torch.empty(2, 32))
+    assert counter.counts.copied_bytes == {"aten::split_with_sizes_copy": 1536, "aten::_chunk_cat": 256}
+
+
+def test_operations_of_torchs_fully_shard_are_copies() -> None:
+    import torch.distributed.fsdp  # registers them
+
+    copy_in = torch.ops.fsdp.all_gather_copy_in.default
+    inputs, output = [torch.ones(8), torch.ones(24)], torch.empty(4 * 32)
+    assert is_copy(copy_in)
+    # Its schema says nothing of what it writes: the shards, into this rank's part of the output.
+    assert bytes_written(copy_in, (inputs, output, [8, 24], 32, 0), {}, (output[:32], output)) == 128
+    assert is_copy(torch.ops.fsdp.chunk_cat.default)
+    assert not is_copy(torch.ops.aten.add_.Tensor)
+
+
+def test_collectives_are_counted_by_kind(fake_group: None) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    shard, full = torch.ones(16), torch.empty(64)
+    with OperationCounter() as counter:
+        group._allgather_base(full, shard).wait()
+        group._allgather_base(full, shard).wait()
+        group.allgather_into_tensor_coalesced([full, full], [shard, shard]).wait()
+        group._reduce_scatter_base(shard, full).wait()
+        group.allreduce([shard]).wait()
+    found = {kind: (part.calls, part.tensors, part.nbytes) for kind, part in counter.counts.collectives.items()}
+    assert found == {
+        "allgather_base": (2, 2, 512),
+        "allgather_into_tensor_coalesced": (1, 2, 512),
+        "reduce_scatter_base": (1, 1, 256),
+        "allreduce": (1, 1, 64),
+    }
+
+
+# Memory
+
+
+def test_peak_bytes_see_temporaries_and_storage_resizes() -> None:
+    tracker = LiveBytes()
+    with tracker:
+        kept = torch.ones(256)  # 1 KiB
+        temporary = kept * 2
+        del temporary
+        total = kept + 1
+    assert tracker.peak == 2 * KIB
+    assert tracker.live() == 2 * KIB
+    total.untyped_storage().resize_(0)
+    assert tracker.live() == KIB
+    tracker.reset_peak()
+    with tracker:
+        total.untyped_storage().resize_(4 * KIB)
+        kept.mul_(1.0)
+        total.untyped_storage().resize_(0)
+        kept.mul_(1.0)
+    assert tracker.peak == 5 * KIB
+    del kept
+    assert tracker.live() == 0
+
+
+def test_bytes_that_only_autograd_keeps_are_alive() -> None:
+    tracker = LiveBytes()
+    leaf = torch.ones(256, requires_grad=True)
+    with tracker:
+        result = leaf.exp().sum()
+    before_backward = tracker.live()
+    del result
+    assert before_backward - tracker.live() == KIB + 4
+
+
+def test_overlapping_storages_count_once() -> None:
+    tracker = LiveBytes()
+    with tracker:
+        flat = torch.ones(256)
+        part = torch.empty(0).set_(flat.untyped_storage()[512:768], 0, (64,), (1,))
+        part.mul_(2.0)
+    assert part.untyped_storage().data_ptr() == flat.data_ptr() + 512
+    assert tracker.live() == KIB
+    assert union_length([(20, 21), (0, 10), (5, 12), (6, 7)]) == 13
+
+
+# Summaries and the command
+
+
+def test_ratios_are_paired_within_a_repetition() -> None:
+    def phases(forward: list[float]) -> dict[Phase, list[float]]:
+        return {phase: forward if phase is Phase.FORWARD else [0.0] * 3 for phase in Phase}
+
+    seconds = {
+        "unsharded": phases([1e-6, 2e-6, 3e-6]),
+        "torch": phases([5e-6, 10e-6, 15e-6]),
+        "fsdp2": phases([2e-6, 4e-6, 6e-6]),
+    }
+    times = HostTimes(seconds, parameter_count=2)
+    assert times.per_parameter_us("torch", (Phase.FORWARD,)) == Quartiles(3.75, 5.0, 6.25)
+    # Whatever the load, fsdp2 took 0.4 of torch's time in every repetition, and a quarter over unsharded.
+    assert times.ratio("fsdp2", "torch", (Phase.FORWARD,)).median == pytest.approx(0.4)
+    assert times.over_ratio("fsdp2", "torch").high == pytest.approx(0.25)
+    assert times.over_unsharded_us("fsdp2").median == pytest.approx(1.0)
+
+
+def test_tables_align_their_columns() -> None:
+    table = Table("A title", ["", "torch", "fsdp2"], notes=["a note"])
+    table.add("forward", "36.1", "7.2")
+    table.add("zero_grad", "1.5", "0.9")
+    assert table.render().splitlines() == [
+        "A title",
+        "-----------------------",
+        "           torch  fsdp2",
+        "-----------------------",
+        "forward     36.1    7.2",
+        "zero_grad    1.5    0.9",
+        "  a note",
+    ]
+    with pytest.raises(ValueError, match="has 3 columns, got 2 cells"):
+        table.add("backward", "1")
+
+
+def test_unknown_implementation_is_an_error() -> None:
+    with pytest.raises(ValueError, match="unknown implementation 'fdsp2'"):
+        available("fdsp2")
+
+
+def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if dist.is_initialized():
+        pytest.skip("another test left a process group initialized in this process")
+    file = tmp_path / "figures.json"
+    command.main(
+        ["--impl", "unsharded,torch,torch-again", "--repetitions", "2", "--blocks", "1"]
+        + ["--params-per-block", "2", "--world-size", "4", "--json", str(file)]
+    )
+    printed = capsys.readouterr().out
+    assert "torch-again/torch" in printed
+    figures = json.loads(file.read_text())
+    small, large_fp32, _ = (step["implementations"] for step in figures["steps"])
+    assert small["unsharded"]["counts"]["collectives"]["forward"] == {}
+    # Blocks are gathered in both phases, the root only in forward; each group is reduced once.
+    collectives = large_fp32["torch"]["counts"]["collectives"]
+    assert collectives["forward"]["allgather_base"]["calls"] == 5
+    assert collectives["backward"]["allgather_base"]["calls"] == 4
+    assert collectives["backward"]["reduce_scatter_base"]["calls"] == 5
+    assert large_fp32["torch"] == large_fp32["torch-again"]
