@@ -75,15 +75,18 @@ class DtypeBuffers:
         for param, slot in zip(self.params, layout.slots, strict=True):
             param.lie_on(storage_slice(self.shard, slot.shard_offset, slot.local_shape(rank)))
         self.members: tuple[Member, ...] = ()
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._unsharded = self._staging = _Resizable(self.shard.new_empty(0))
         self._copy_sources: list[torch.Tensor] = []
         self._copy_destinations: list[torch.Tensor] = []
+        self._is_packed = not any(slot.direct for slot in layout.slots)
+        self._addresses: list[tuple[nn.Parameter, int]] = []
 
     def prepare(self) -> None:
         """Lay out the unsharded buffer and the staging buffer, both left without memory, and all views on them."""
         layout, world_size = self.layout, self.layout.world_size
         unsharded = self.shard.new_empty(layout.unsharded_numel)
         staging = self.shard.new_empty(world_size * layout.packed_numel)
+        start = unsharded.data_ptr()
         members: list[Member] = []
         if layout.packed_numel:
             members.append((on_the_wire(staging), on_the_wire(self.shard[: layout.packed_numel])))
@@ -91,7 +94,7 @@ class DtypeBuffers:
         self._copy_sources, self._copy_destinations = [], []
         for param, slot in zip(self.params, layout.slots, strict=True):
             alias = storage_alias(unsharded, slot.unsharded_offset, param.shape)
-            param.lay_unsharded(nn.Parameter(alias, requires_grad=param.requires_grad), unsharded)
+            param.take_unsharded(nn.Parameter(alias, requires_grad=param.requires_grad))
             if slot.shard_numel == 0:
                 continue
             whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
@@ -102,33 +105,70 @@ class DtypeBuffers:
                 self._copy_sources.append(staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel])
                 self._copy_destinations.append(whole.view(world_size, slot.shard_numel))
         self.members = tuple(members)
-        self._storages = [(t.untyped_storage(), t.untyped_storage().nbytes()) for t in (unsharded, staging)]
-        self.free_unsharded()
-        self.free_staging()
+        self._addresses = [
+            (param.unsharded, param.unsharded.data_ptr() - start)
+            for param in self.params
+            if param.unsharded is not None and param.unsharded.numel()
+        ]
+        self._unsharded, self._staging = _Resizable(unsharded), _Resizable(staging)
 
     @property
     def unsharded_bytes(self) -> int:
         """Size of the unsharded buffer while it has memory."""
         return self.layout.unsharded_numel * self.shard.element_size()
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the unsharded and the staging buffer have at the moment."""
+        return self._unsharded.storage.nbytes() + self._staging.storage.nbytes()
+
     def allocate(self) -> None:
-        """Give the unsharded and the staging buffer memory. On the stream that writes them first."""
-        for storage, nbytes in self._storages:
-            storage.resize_(nbytes)
+        """Give memory to what is gathered into. On the stream that writes it first."""
+        self._staging.allocate()
+        if not self._is_packed:
+            self._unsharded.allocate()
 
     def copy_out(self) -> None:
         """Move packed parameters from the staging buffer to their slots, and free the staging buffer.
 
         On the stream that gathered into it, so that freeing it needs no wait.
         """
+        if self._is_packed:  # not before: while it is in flight, a gather holds its staging buffer only
+            self._unsharded.allocate()
         if self._copy_sources:
             _torch.foreach_copy(self._copy_destinations, self._copy_sources)
-            self.free_staging()
+            self._staging.free()
 
-    def free_unsharded(self) -> None:
-        """Free the unsharded buffer's memory; every unsharded parameter loses its values with it."""
-        self._storages[0][0].resize_(0)
+    def free(self) -> None:
+        """Free all memory but the shard buffer's; every unsharded parameter loses its values with it."""
+        self._unsharded.free()
+        self._staging.free()
 
-    def free_staging(self) -> None:
-        """Free the staging buffer's memory."""
-        self._storages[1][0].resize_(0)
+    def displaced(self) -> FSDPParam | None:
+        """A parameter whose unsharded form no longer lies in its slot, because its ``.data`` was set, if there is one.
+
+        Only while the unsharded buffer has memory.
+        """
+        start = self._unsharded.flat.data_ptr()
+        for parameter, offset in self._addresses:
+            if parameter.data_ptr() - start != offset:
+                return next(param for param in self.params if param.unsharded is parameter)
+        return None
+
+
+class _Resizable:
+    """A flat buffer that has memory only while it is needed; made without."""
+
+    __slots__ = ("flat", "nbytes", "storage")
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self.storage = flat.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.free()
+
+    def allocate(self) -> None:
+        self.storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        self.storage.resize_(0)

@@ -109,8 +109,6 @@ class FSDPParam:
     """
 
     __slots__ = (
-        "_flat",
-        "_flat_offset",
         "fqn",
         "freshness",
         "group_name",
@@ -182,19 +180,12 @@ class FSDPParam:
             and found.requires_grad is self.requires_grad
         )
 
-    def lay_unsharded(self, unsharded: nn.Parameter, flat: torch.Tensor) -> None:
-        """Take ``unsharded``, which lies on the unsharded buffer ``flat``."""
+    def take_unsharded(self, unsharded: nn.Parameter) -> None:
+        """Take ``unsharded`` as the unsharded parameter."""
         succeed(unsharded, self.sharded)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
             unsharded.grad = self.unsharded.grad
         self.unsharded = unsharded
-        self._flat = flat
-        self._flat_offset = unsharded.data_ptr() - flat.data_ptr()
-
-    def unsharded_is_in_place(self) -> bool:
-        """Whether the unsharded parameter still lies on the unsharded buffer (``.data`` may have been set)."""
-        assert self.unsharded is not None, "only an unsharded parameter is asked"
-        return self.unsharded.data_ptr() - self._flat.data_ptr() == self._flat_offset or self.unsharded.numel() == 0
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.

@@ -280,11 +280,11 @@ class FSDPParamGroup:
         if self._ticket is not None:
             self._finish_all_gather()
         replaced: FSDPParam | None = None
+        if self._param_phase is ParamPhase.UNSHARDED:
+            replaced = next(filter(None, (buffers.displaced() for buffers in self._buffers)), None)
         for mapping, name, param in self._swaps:
             found, unsharded = mapping.get(name), param.unsharded
             if unsharded is not None and found is unsharded:
-                if not param.unsharded_is_in_place():
-                    replaced = param
                 if unsharded.requires_grad is not param.requires_grad:
                     param.sharded.requires_grad_(unsharded.requires_grad)
                 mapping[name] = param.sharded
@@ -293,7 +293,7 @@ class FSDPParamGroup:
                 mapping[name] = param.sharded
         self.comm.gathers_follow_readers()
         for buffers in self._buffers:
-            buffers.free_unsharded()
+            buffers.free()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:
             self.plan = None  # the unsharded parameters are laid out anew

@@ -77,10 +77,11 @@ class FSDPRoot:
         """Gather ``group``, and ahead of its compute the groups that are expected next. Collective."""
         iteration = self.iteration
         group.unshard()
+        iteration.ahead.discard(group)
+        # Its staging buffer is gone before the next one is allocated.
+        group.wait_for_unshard()
         if iteration.in_forward:
             self._gather_ahead(self._forward_order.advance(group, depth=PREFETCH_DEPTH))
-        iteration.ahead.discard(group)
-        group.wait_for_unshard()
 
     def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup], *, for_backward: bool = False) -> None:
         for group in upcoming:
@@ -114,9 +115,9 @@ class FSDPRoot:
         if iteration.recomputed is group:
             iteration.recomputed = None
         group.unshard(for_backward=True)
-        self._gather_ahead(self._backward_order.advance(group, depth=PREFETCH_DEPTH), for_backward=True)
         iteration.ahead.discard(group)
         group.wait_for_unshard()
+        self._gather_ahead(self._backward_order.advance(group, depth=PREFETCH_DEPTH), for_backward=True)
 
     def gather_for_recompute(self, group: FSDPParamGroup) -> None:
         """Gather ``group`` for a recompute in backward, which is no part of the learned orders. Collective."""

@@ -89,7 +89,7 @@ def test_memory_between_steps_is_the_shards(world_of_one: None) -> None:
         TRANSFORMER.loss(model, batch).backward()
         model.zero_grad()
     assert all(group.phase.value == "sharded" for group in groups_of(model))
-    assert all(storage.nbytes() == 0 for g in groups_of(model) for b in g._buffers for storage, _ in b._storages)
+    assert all(buffers.allocated_bytes == 0 for group in groups_of(model) for buffers in group._buffers)
 
 
 def test_inputs_are_moved_to_the_device(world_of_one: None) -> None:
