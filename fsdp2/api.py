@@ -96,8 +96,9 @@ def fully_shard(
     found = _find_parameters(modules, managed, ignored)
     for parameter, uses in found.items():
         _check_parameter(parameter, uses[0][2], modules[0])
-    _move_to_device(managed, found, ignored, shard_mesh.device)
-    group = _make_group(found, shard_mesh, type(modules[0]).__name__)
+    with torch.inference_mode(False):  # parameters made under inference mode could never be trained
+        _move_to_device(managed, found, shard_mesh.device)
+        group = _make_group(found, shard_mesh, type(modules[0]).__name__)
     FSDPState(modules, group, shard_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
     for each in modules:
         mix_in(each)
@@ -211,7 +212,6 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
 def _move_to_device(
     managed: Sequence[nn.Module],
     found: Iterable[nn.Parameter],
-    ignored: frozenset[nn.Parameter],
     device: torch.device,
 ) -> None:
     """Move what is not on meta to ``device``. Parameters keep their identity."""

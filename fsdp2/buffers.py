@@ -79,7 +79,7 @@ class DtypeBuffers:
         self._copy_sources: list[torch.Tensor] = []
         self._copy_destinations: list[torch.Tensor] = []
         self._is_packed = not any(slot.direct for slot in layout.slots)
-        self._addresses: list[tuple[nn.Parameter, int]] = []
+        self._expected: list[tuple[nn.Parameter, int, int]] = []
 
     def prepare(self) -> None:
         """Lay out the unsharded buffer and the staging buffer, both left without memory, and all views on them."""
@@ -105,8 +105,8 @@ class DtypeBuffers:
                 self._copy_sources.append(staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel])
                 self._copy_destinations.append(whole.view(world_size, slot.shard_numel))
         self.members = tuple(members)
-        self._addresses = [
-            (param.unsharded, param.unsharded.data_ptr() - start)
+        self._expected = [
+            (param.unsharded, param.unsharded.data_ptr() - start, param.unsharded._version)
             for param in self.params
             if param.unsharded is not None and param.unsharded.numel()
         ]
@@ -144,14 +144,15 @@ class DtypeBuffers:
         self._unsharded.free()
         self._staging.free()
 
-    def displaced(self) -> FSDPParam | None:
-        """A parameter whose unsharded form no longer lies in its slot, because its ``.data`` was set, if there is one.
+    def changed(self) -> FSDPParam | None:
+        """A parameter whose unsharded form was written, or moved off its slot by setting ``.data``, if there is one.
 
-        Only while the unsharded buffer has memory.
+        Only while the unsharded buffer has memory. The engine itself writes through the buffer, which does not count in
+        any parameter's version.
         """
         start = self._unsharded.flat.data_ptr()
-        for parameter, offset in self._addresses:
-            if parameter.data_ptr() - start != offset:
+        for parameter, offset, version in self._expected:
+            if parameter.data_ptr() - start != offset or parameter._version != version:
                 return next(param for param in self.params if param.unsharded is parameter)
         return None
 

@@ -23,6 +23,7 @@ On CPU there are no streams: collectives are asynchronous works, and waiting blo
 from __future__ import annotations
 
 import enum
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -178,6 +179,18 @@ class FSDPCommContext:
         """Let the reduce-scatter stream see the gradients that compute has written so far."""
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+
+    def compute_follows_reduces(self) -> None:
+        """Let compute free what the reduce-scatter stream may still be reading, outside of any pending reduction."""
+        event = self.device.record(self.reduce_scatter_stream)
+        self.device.wait(self.device.current_stream(), event, Wait.REDUCED)
+
+    def __del__(self) -> None:
+        """The groups go too: compute frees shards and gradients only after communication has read them."""
+        if self.device.has_streams and not sys.is_finalizing():
+            self.compute_follows_reduces()
+            event = self.device.record(self.all_gather_stream)
+            self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
 
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""

@@ -71,13 +71,16 @@ class FSDPModule:
         root = state.ensure_root()
         root.recover_if_failed()
         handle = UnshardHandle(state.group)
-        if state.group is not None:
-            root.join()
-            state.group.unshard()
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        try:
+            if state.group is not None:
+                root.join()
+                state.group.unshard()
+            if not async_op:
+                handle.wait()
+        except BaseException:
+            root.iteration.failed = True  # the next forward cleans up
+            raise
+        return handle if async_op else None
 
     def reshard(self) -> None:
         """Register the sharded parameters of this module's own group and free the unsharded ones.
@@ -113,7 +116,6 @@ class FSDPModule:
         """Whether the end of forward frees the unsharded parameters (else backward finds them in place)."""
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
-            state.keeps_by_default = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of backward frees the unsharded parameters.

@@ -79,13 +79,15 @@ class Freshness:
     """Whether unsharded copies of a group's parameters still show what the sharded ones hold. Shared by the group.
 
     Attributes:
-        stale: an optimizer has stepped since the last all-gather.
+        stepped: an optimizer has stepped since the last all-gather.
+        stale: the next forward must gather again, for that reason or another.
     """
 
-    __slots__ = ("stale",)
+    __slots__ = ("stale", "stepped")
 
     def __init__(self) -> None:
         self.stale = False
+        self.stepped = False
 
 
 class FSDPParam:

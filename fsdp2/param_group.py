@@ -151,6 +151,11 @@ class FSDPParamGroup:
         """Bytes of the unsharded buffers while the group is unsharded."""
         return sum(buffers.unsharded_bytes for buffers in self._buffers)
 
+    @property
+    def can_gather_ahead(self) -> bool:
+        """Whether a gather for a backward that is only expected would get the values of its forward."""
+        return not self._freshness.stepped
+
     def mark_stale(self) -> None:
         """Unsharded parameters, if there are any, are not to be used by another forward."""
         self._freshness.stale = True
@@ -194,6 +199,8 @@ class FSDPParamGroup:
             return
         with torch.inference_mode(False):
             self._lay_out()
+        if self.comm is not None:
+            self.comm.gathers_follow_compute()  # which has just written the new shard buffers
         if self.comm is not None and all(param.local.device == self.mesh.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
@@ -213,19 +220,27 @@ class FSDPParamGroup:
 
         Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
 
+        Raises:
+            FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
+
         Stream: allocates, gathers and copies out on the all-gather stream.
         """
         if self._param_phase is not ParamPhase.SHARDED:
             if for_backward or not self._freshness.stale:
                 return
             self.reshard()
+        if for_backward and self._freshness.stepped:
+            raise FSDPRuntimeError(
+                f"an optimizer changed parameters of '{self.name}' between a forward and its backward, which needs "
+                "the values of before. Run all backwards before the optimizer's step."
+            )
         if not self._is_as_planned():
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
-        self._freshness.stale = False
+        self._freshness.stale = self._freshness.stepped = False
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()
@@ -272,7 +287,7 @@ class FSDPParamGroup:
         Stream: the all-gather stream waits for the current stream, which may still be reading.
 
         Raises:
-            FSDPRuntimeError: the user replaced a parameter while it was unsharded.
+            FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
         if self._param_phase is ParamPhase.SHARDED:
             return
@@ -281,7 +296,7 @@ class FSDPParamGroup:
             self._finish_all_gather()
         replaced: FSDPParam | None = None
         if self._param_phase is ParamPhase.UNSHARDED:
-            replaced = next(filter(None, (buffers.displaced() for buffers in self._buffers)), None)
+            replaced = next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
         for mapping, name, param in self._swaps:
             found, unsharded = mapping.get(name), param.unsharded
             if unsharded is not None and found is unsharded:
@@ -298,8 +313,8 @@ class FSDPParamGroup:
         if replaced is not None:
             self.plan = None  # the unsharded parameters are laid out anew
             raise FSDPRuntimeError(
-                f"parameter '{replaced.path}' was replaced or converted while it was unsharded; the new value is lost, "
-                "the sharded parameter is registered again. Replace, convert or move parameters only while they are "
+                f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
+                "value is lost, the sharded parameter is registered again. Change parameters only while they are "
                 "sharded: call reshard() on the module that fully_shard was called on first."
             )
 
@@ -359,15 +374,25 @@ class FSDPParamGroup:
 
     def _issue_reduce(self) -> None:
         assert self.comm is not None, "reducing follows lazy initialization"
-        device, stream = self.comm.device, self.comm.reduce_scatter_stream
         self.comm.reduces_follow_compute()
-        with _torch.without_grad(), device.use(stream):
-            packed = [gradients.pack(gradients.take()) for gradients in self._gradients]
-            members = [member for one in packed for member in one.members]
-            works = collectives.reduce_scatter_mean(members, self.mesh.group, asynchronous=not device.has_streams)
-            ticket = Ticket(works, device.record(stream))
+        taken = [gradients.take() for gradients in self._gradients]
+        try:
+            packed, ticket = self._pack_and_reduce(taken, self.comm)
+        except BaseException:
+            self.comm.compute_follows_reduces()  # which may be reading what is freed now
+            raise
         self._enter_grad(GradPhase.REDUCING)
         self.comm.add_pending(PendingReduce(ticket, partial(self._deliver, packed), packed))
+
+    def _pack_and_reduce(
+        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext
+    ) -> tuple[list[PackedGradients], Ticket]:
+        device, stream = comm.device, comm.reduce_scatter_stream
+        with _torch.without_grad(), device.use(stream):
+            packed = [gradients.pack(each) for gradients, each in zip(self._gradients, taken, strict=True)]
+            members = [member for one in packed for member in one.members]
+            works = collectives.reduce_scatter_mean(members, self.mesh.group, asynchronous=not device.has_streams)
+            return packed, Ticket(works, device.record(stream))
 
     def _deliver(self, packed: list[PackedGradients]) -> None:
         self._enter_grad(GradPhase.IDLE)

@@ -85,8 +85,9 @@ class FSDPRoot:
 
     def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup], *, for_backward: bool = False) -> None:
         for group in upcoming:
-            group.unshard(for_backward=for_backward)
-            self.iteration.ahead.add(group)
+            if not for_backward or group.can_gather_ahead:
+                group.unshard(for_backward=for_backward)
+                self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
         """The root's forward has ended: learn its order, drop what was gathered in vain."""

@@ -68,8 +68,7 @@ class FSDPState:
         class_name: of the first of them, as the user calls it.
         group: None if they have no parameters of their own.
         root: set at lazy initialization.
-        reshard_after_forward: None until lazy initialization decides: everywhere but at the root.
-        keeps_by_default: the root's parameters stay unsharded after forward, though nobody asked for it.
+        reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
         outstanding_calls: forward calls whose backward has not been done and still may be.
     """
@@ -90,7 +89,6 @@ class FSDPState:
         self.root: FSDPRoot | None = None
         self.is_root = False
         self.reshard_after_forward = reshard_after_forward
-        self.keeps_by_default = False
         self.reshard_after_backward = True
         self.is_last_backward = True
         self.outstanding_calls = 0
@@ -149,9 +147,6 @@ class FSDPState:
         root.on_failure = self._drop_iteration
         for state in states:
             state.root = root
-            state.keeps_by_default = state is self and state.reshard_after_forward is None
-            if state.reshard_after_forward is None:
-                state.reshard_after_forward = state is not self
         self.is_root = True
         self._states = states
 
@@ -267,14 +262,15 @@ class FSDPState:
             return
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
-        if self._ends_round(module) and self.group is not None and self.reshard_after_forward:
+        reshards = not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+        if self._ends_round(module) and self.group is not None and reshards:
             if recompute:
                 root.keep(self.group)
             else:
                 self.group.reshard()
         if self.is_root and not recompute and root.iteration.in_forward:
             root.end_forward()
-            if self.keeps_by_default and self.group is not None and not torch.is_grad_enabled():
+            if self.reshard_after_forward is None and self.group is not None and not torch.is_grad_enabled():
                 self.group.mark_stale()  # no backward comes for them; by the next forward they may be outdated
 
     def forward_failed(self) -> None:

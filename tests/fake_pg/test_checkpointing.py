@@ -46,8 +46,8 @@ def build(nesting: str, reentrant: bool) -> nn.Module:
     return fully_shard(nn.Sequential(nn.Linear(16, 16), *layers))
 
 
-# A reentrant checkpoint around two blocks recomputes the first, then the second, whose backward comes first: keeping the
-# first as well would unshard as many groups as the checkpoint spans.
+# A reentrant checkpoint around two blocks recomputes the first, then the second, whose backward comes first: keeping
+# the first as well would unshard as many groups as the checkpoint spans.
 EXPECTED = {
     ("inside", False): 2, ("inside", True): 2,
     ("outside", False): 2, ("outside", True): 2,

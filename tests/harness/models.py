@@ -239,9 +239,7 @@ class PartlyUsed(nn.Module):
 
 MLP = ModelCase("mlp", _even_mlp, _even_vectors, ("0", "2", "4"), F.mse_loss)
 UNEVEN_MLP = ModelCase("uneven_mlp", _uneven_mlp, _uneven_vectors, ("0", "2", "4"), F.mse_loss)
-TRANSFORMER = ModelCase(
-    "transformer", Transformer, _tokens, ("blocks.0", "blocks.1", "blocks.2"), _next_token_loss
-)
+TRANSFORMER = ModelCase("transformer", Transformer, _tokens, ("blocks.0", "blocks.1", "blocks.2"), _next_token_loss)
 TIED = ModelCase("tied", _tied_transformer, _tokens, ("blocks.0", "blocks.1"), _next_token_loss)
 CONV = ModelCase("conv", ConvNet, _images, ("stem", "body"), F.cross_entropy)
 FROZEN = ModelCase("frozen", _frozen_mlp, _even_vectors, ("0", "2"), F.mse_loss)

@@ -58,16 +58,12 @@ def multi_rank(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callabl
         )
         run_on_ranks.rank_body = body  # type: ignore[attr-defined]
         ids = [f"{size}ranks" for size in world_sizes]
-        return pytest.mark.multi_rank(
-            pytest.mark.parametrize("world_size", world_sizes, ids=ids)(run_on_ranks)
-        )
+        return pytest.mark.multi_rank(pytest.mark.parametrize("world_size", world_sizes, ids=ids)(run_on_ranks))
 
     return decorate
 
 
-def run_for_pytest(
-    pool: WorkerPool, body: Callable[..., Any], arguments: dict[str, Any], timeout: float
-) -> None:
+def run_for_pytest(pool: WorkerPool, body: Callable[..., Any], arguments: dict[str, Any], timeout: float) -> None:
     """Runs `body` on all ranks of `pool`; a failure becomes pytest's, output of the ranks is printed."""
     try:
         pool.run_job(body, (), arguments, timeout=timeout)

@@ -152,8 +152,7 @@ class WorkerPool:
         self._send(job)
         outcomes = self._collect(timeout=timeout, grace=grace)
         self.output = [
-            read_from(worker.setup.output_path, offset)
-            for worker, offset in zip(self._workers, offsets, strict=True)
+            read_from(worker.setup.output_path, offset) for worker, offset in zip(self._workers, offsets, strict=True)
         ]
         _require_passed(outcomes, f"in {job.qualname}")
         self._send(Command.TEAR_DOWN)
@@ -175,9 +174,7 @@ class WorkerPool:
         self._scratch = Path(tempfile.mkdtemp(prefix="fsdp2-tests-"))
         timeout = timedelta(seconds=START_TIMEOUT_S)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._workers = [
-            self._start_worker(rank, self._store.port, self._scratch) for rank in range(self.world_size)
-        ]
+        self._workers = [self._start_worker(rank, self._store.port, self._scratch) for rank in range(self.world_size)]
         for worker in self._workers:
             self._require_ready(worker)
 
@@ -220,9 +217,7 @@ class WorkerPool:
         try:
             arguments = pickle.dumps((args, kwargs))
         except Exception as error:
-            raise TypeError(
-                f"an argument of {body.__qualname__} cannot be pickled for the ranks: {error}"
-            ) from error
+            raise TypeError(f"an argument of {body.__qualname__} cannot be pickled for the ranks: {error}") from error
         self._jobs += 1
         return Job(self._jobs, body.__module__, body.__qualname__, arguments, tuple(warnings.filters))
 

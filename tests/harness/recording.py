@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -185,13 +185,13 @@ class Recorder(TorchDispatchMode):
     def _launched(self, func: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
         if torch.Tag.inplace_view in func.tags or func._opname.startswith(_ALLOCATES_ONLY):
             return
-        accesses: dict[Access, None] = {}
-        for tensors, kind in ((reads, {"reads": True, "writes": False}), (writes, {"reads": False, "writes": True})):
-            for tensor in tensors:
-                if _has_memory(tensor):
-                    accesses[self._memory.access(tensor, **kind)] = None
-        if accesses:
-            self.trace.append(Operation(self.stream, f"{func.namespace}.{func._opname}", tuple(accesses)))
+        ranges: dict[tuple[int, int, int], list[bool]] = {}
+        for role, tensors in enumerate((reads, writes)):
+            for tensor in filter(_has_memory, tensors):
+                ranges.setdefault(self._memory.range_of(tensor), [False, False])[role] = True
+        if ranges:
+            accesses = tuple(Access(*where, *roles) for where, roles in ranges.items())
+            self.trace.append(Operation(self.stream, f"{func.namespace}.{func._opname}", accesses))
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.harness.happens_before import Access
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -44,6 +42,7 @@ class MemoryMap:
         self._blocks: dict[int, Block] = {}
         self._addresses: list[int] = []
         self._count = 0
+        self._references: list[StorageWeakRef] = []  # a storage's identity is not used again while one is held
 
     def collect(self) -> None:
         """Notice the storages that have died since the last call."""
@@ -54,7 +53,8 @@ class MemoryMap:
     def add(self, storage: torch.UntypedStorage) -> Block:
         """A new block: the memory that ``storage`` (not empty) has now."""
         self._count += 1
-        block = Block(self._count, storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage))
+        self._references.append(StorageWeakRef(storage))
+        block = Block(self._count, storage.data_ptr(), storage.nbytes(), self._references[-1])
         self._blocks[block.address] = block
         insort(self._addresses, block.address)
         return block
@@ -77,10 +77,13 @@ class MemoryMap:
         block = self._blocks[self._addresses[position]]
         return block if address < block.address + block.nbytes else None
 
-    def access(self, tensor: Tensor, *, reads: bool, writes: bool) -> Access:
-        """From the first to the last byte of ``tensor`` (not empty, in a known block), gaps of its strides included."""
+    def range_of(self, tensor: Tensor) -> tuple[int, int, int]:
+        """The block of ``tensor`` (not empty, in a known block), its first byte there, and the end of its last.
+
+        Gaps between its strides are included.
+        """
         block = self.find(tensor.data_ptr())
         assert block is not None, "the block of a tensor is added before it is accessed"
         start = tensor.data_ptr() - block.address
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return Access(block.number, start, start + (last + 1) * tensor.element_size(), reads, writes)
+        return block.number, start, start + (last + 1) * tensor.element_size()

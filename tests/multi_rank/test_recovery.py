@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from fsdp2.state import states_below
 from tests.harness import multi_rank
 from tests.harness.compare import parameters_of
@@ -286,3 +286,29 @@ def failing_call(target: str, call: int) -> Iterator[list[bool]]:
         yield failed
     finally:
         setattr(owner, name, original)
+
+
+@multi_rank(2)
+def test_a_step_between_a_forward_and_its_backward_is_an_error(world_size: int) -> None:
+    """As in plain PyTorch, where the backward finds its saved parameters modified."""
+    model = sharded()
+    optimizer = adamw(list(model.parameters()))
+    first, second = loss_of(model, 1), loss_of(model, 2)
+    second.backward()
+    optimizer.step()
+    with pytest.raises(FSDPRuntimeError, match="optimizer changed parameters of 'Transformer' between a forward and its"):
+        first.backward()
+    optimizer.zero_grad()
+    del first, second
+    loss_of(model).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@multi_rank(2)
+def test_a_manual_unshard_that_fails(world_size: int) -> None:
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    model.unshard()
+    with failing_call("fsdp2.buffers.DtypeBuffers.allocate", 0), pytest.raises(torch.OutOfMemoryError):
+        model.blocks[0].unshard()
+    assert_trains_on(model, world_size)
