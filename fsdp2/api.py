@@ -71,8 +71,8 @@ def fully_shard(
         mesh: one-dimensional; its device type is where parameters and buffers are moved. Default: all ranks, on the
             accelerator if there is one, else on CPU.
         reshard_after_forward: free the unsharded parameters after forward and gather again in backward. False
-            keeps them from forward to backward (more memory, less communication). None: True, but False for the root,
-            whose parameters backward needs first.
+            keeps them from forward to backward (more memory, less communication). None: True, but for the root False
+            where a backward can follow (with gradients enabled), which needs the root's parameters first.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
 
     Returns:

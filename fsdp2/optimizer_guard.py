@@ -65,7 +65,7 @@ class OptimizerGuard:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
-            freshness.stale = freshness.stepped = True
+            freshness.stale = True
 
 
 GUARD = OptimizerGuard()

@@ -79,15 +79,13 @@ class Freshness:
     """Whether unsharded copies of a group's parameters still show what the sharded ones hold. Shared by the group.
 
     Attributes:
-        stepped: an optimizer has stepped since the last all-gather.
-        stale: the next forward must gather again, for that reason or another.
+        stale: an optimizer has stepped since the last all-gather.
     """
 
-    __slots__ = ("stale", "stepped")
+    __slots__ = ("stale",)
 
     def __init__(self) -> None:
         self.stale = False
-        self.stepped = False
 
 
 class FSDPParam:

@@ -154,11 +154,7 @@ class FSDPParamGroup:
     @property
     def can_gather_ahead(self) -> bool:
         """Whether a gather for a backward that is only expected would get the values of its forward."""
-        return not self._freshness.stepped
-
-    def mark_stale(self) -> None:
-        """Unsharded parameters, if there are any, are not to be used by another forward."""
-        self._freshness.stale = True
+        return not self._freshness.stale
 
     # -- replaced parameters
 
@@ -229,7 +225,7 @@ class FSDPParamGroup:
             if for_backward or not self._freshness.stale:
                 return
             self.reshard()
-        if for_backward and self._freshness.stepped:
+        if for_backward and self._freshness.stale:
             raise FSDPRuntimeError(
                 f"an optimizer changed parameters of '{self.name}' between a forward and its backward, which needs "
                 "the values of before. Run all backwards before the optimizer's step."
@@ -240,7 +236,7 @@ class FSDPParamGroup:
             self.prepare(self.comm)
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
-        self._freshness.stale = self._freshness.stepped = False
+        self._freshness.stale = False
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()

@@ -262,16 +262,22 @@ class FSDPState:
             return
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
-        reshards = not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
-        if self._ends_round(module) and self.group is not None and reshards:
+        if self._ends_round(module) and self.group is not None and self._reshards_now():
             if recompute:
                 root.keep(self.group)
             else:
                 self.group.reshard()
         if self.is_root and not recompute and root.iteration.in_forward:
             root.end_forward()
-            if self.reshard_after_forward is None and self.group is not None and not torch.is_grad_enabled():
-                self.group.mark_stale()  # no backward comes for them; by the next forward they may be outdated
+
+    def _reshards_now(self) -> bool:
+        """Whether the end of this forward frees the unsharded parameters.
+
+        By default the root's are kept for the backward, which needs them first; not if none can come.
+        """
+        if self.reshard_after_forward is None:
+            return not self.is_root or not torch.is_grad_enabled()
+        return self.reshard_after_forward
 
     def forward_failed(self) -> None:
         """An exception leaves the forward of (one of) this state's module(s)."""
