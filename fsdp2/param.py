@@ -235,11 +235,12 @@ def shard_parameter(original: nn.Parameter, mesh: ShardMesh, rows: int) -> nn.Pa
     """
     data = original.detach()
     start = min(rows * mesh.rank, data.shape[0])
-    local = data[start : start + rows]
+    # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
     dtensor = DTensor.from_local(
-        local, mesh.device_mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride()
+        data.new_empty(0), mesh.device_mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride()
     )
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+    _torch.set_local(sharded, data[start : start + rows])
     sharded.__dict__.update(original.__dict__)
     succeed(original, sharded)
     return sharded
