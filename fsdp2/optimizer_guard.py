@@ -89,7 +89,7 @@ def rekey(optimizer: Optimizer) -> None:
     of the unsharded shape is cut to this rank's rows. No communication.
 
     Raises:
-        FSDPRuntimeError: the optimizer then would hold a parameter twice.
+        FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient.
     """
     present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
@@ -104,10 +104,26 @@ def rekey(optimizer: Optimizer) -> None:
                     "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, "
                     "while the model is resharded."
                 )
+            _move_gradient(parameter, successor)
             present.add(successor)
             group["params"][index] = successor
             if parameter in optimizer.state:
                 optimizer.state[successor] = _shard_state(optimizer.state.pop(parameter), successor)
+
+
+def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:
+    """Keep a gradient of zeros, which torch sets to make an optimizer create its state; refuse any other."""
+    gradient = parameter.grad
+    if gradient is None or successor.grad is not None:
+        return
+    if torch.count_nonzero(gradient):
+        owner = owner_of(successor)
+        raise FSDPRuntimeError(
+            f"the optimizer was built on parameters from before fully_shard (or on unsharded ones), and "
+            f"'{owner.path if owner else '?'}' has a gradient there that was never reduced; the step would "
+            "lose it. Build the optimizer after fully_shard, and step after a backward that reduces gradients."
+        )
+    successor.grad = _shard_value(gradient, successor)
 
 
 def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
