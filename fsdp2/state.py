@@ -250,9 +250,10 @@ class FSDPState:
             self._to_run.update(self.modules)
         return begins
 
-    def _ends_round(self, module: nn.Module) -> bool:
-        self._to_run.discard(module)
-        return not self._to_run
+    def _end_round(self) -> None:
+        self._to_run.clear()
+        if self.group is not None and self._reshards_now():
+            self.group.reshard()
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         root = self.root
@@ -262,12 +263,15 @@ class FSDPState:
             return
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
-        if self._ends_round(module) and self.group is not None and self._reshards_now():
-            if recompute:
-                root.keep(self.group)
-            else:
-                self.group.reshard()
+        self._to_run.discard(module)
+        if not self._to_run and recompute and self.group is not None and self._reshards_now():
+            root.keep(self.group)
+        elif not self._to_run and not recompute:
+            self._end_round()
         if self.is_root and not recompute and root.iteration.in_forward:
+            for state in self._states:
+                if state._to_run:  # of its list of modules only some were called
+                    state._end_round()
             root.end_forward()
 
     def _reshards_now(self) -> bool:

@@ -253,6 +253,36 @@ def test_list_of_modules_is_one_group(world_size: int) -> None:
 
 
 @multi_rank(2)
+def test_list_of_modules_of_which_some_are_called(world_size: int) -> None:
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+            self.last = nn.Linear(32, 16)
+            self.step = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in ((0, 1, 2), (1,), (2, 0), (), (0, 2, 1, 0))[self.step % 5]:
+                x = torch.tanh(self.parts[index](x))
+            return self.last(x)
+
+    case = ModelCase("some", Some, MLP.make_batch, (), MLP.loss_of)
+
+    def wrap(case: ModelCase, model: nn.Module) -> nn.Module:
+        fully_shard(list(model.parts))
+        return fully_shard(model)
+
+    def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+        model.step = step
+        loss = loss_on(case, model, step, rank)
+        if isinstance(model, FSDPModule):
+            assert isinstance(model.parts[0].weight, torch.distributed.tensor.DTensor)
+        return loss
+
+    train_custom(case, world_size, loss_of, wrap=wrap)
+
+
+@multi_rank(2)
 def test_evaluation_between_training_steps(world_size: int) -> None:
     case = TRANSFORMER
 
