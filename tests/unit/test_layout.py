@@ -8,7 +8,14 @@ import random
 import pytest
 import torch
 
-from fsdp2.layout import ALIGNMENT_BYTES, BufferLayout, GradientLayout, align, ceil_div
+from fsdp2.layout import (
+    DIRECT_ALIGNMENT_BYTES,
+    PACKED_ALIGNMENT_BYTES,
+    BufferLayout,
+    GradientLayout,
+    align,
+    ceil_div,
+)
 
 
 def random_shapes(generator: random.Random) -> list[tuple[int, ...]]:
@@ -53,20 +60,21 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
         random_shapes(generator), world_size=world_size, itemsize=itemsize, direct_threshold_bytes=threshold
     )
     places = {
-        layout.shard_numel: [(slot.shard_offset, slot.shard_numel) for slot in layout.slots],
-        layout.unsharded_numel: [(slot.unsharded_offset, world_size * slot.shard_numel) for slot in layout.slots],
+        layout.shard_numel: [(s.shard_offset, s.shard_numel, s.direct) for s in layout.slots],
+        layout.unsharded_numel: [(s.unsharded_offset, world_size * s.shard_numel, s.direct) for s in layout.slots],
     }
     for length, intervals in places.items():
         end = 0
-        for offset, numel in sorted(intervals):
-            assert offset >= end and offset * itemsize % ALIGNMENT_BYTES == 0
+        for offset, numel, direct in sorted(intervals):
+            alignment = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
+            assert offset >= end and offset * itemsize % alignment == 0
             end = offset + numel
         assert end <= length
     for slot in layout.slots:
         assert slot.direct == (world_size * slot.shard_numel * itemsize >= threshold)
         assert slot.direct == (slot.shard_offset >= layout.packed_numel) or slot.shard_numel == 0
     waste = layout.shard_numel - sum(slot.shard_numel for slot in layout.slots)
-    assert waste * itemsize <= len(layout.slots) * ALIGNMENT_BYTES
+    assert waste * itemsize <= len(layout.slots) * DIRECT_ALIGNMENT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -90,10 +98,10 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
 
 
 def test_the_worked_example() -> None:
-    layout = BufferLayout.build([(3, 2), (2,)], world_size=2, itemsize=32, direct_threshold_bytes=1 << 30)
+    layout = BufferLayout.build([(3, 2), (2,)], world_size=2, itemsize=4, direct_threshold_bytes=1 << 30)
     a, b = layout.slots
     assert (a.rows, a.shard_offset, b.rows, b.shard_offset) == (2, 0, 1, 4)
-    assert (layout.packed_numel, layout.unsharded_numel) == (8, 12)
+    assert (layout.packed_numel, layout.unsharded_numel) == (5, 10)
     assert [a.row_range(rank) for rank in range(2)] == [(0, 2), (2, 3)]
 
 

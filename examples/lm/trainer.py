@@ -1,0 +1,174 @@
+"""The training loop: what happens at each step, and every so many steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import FSDPModule
+from lm.batches import BatchLayout, ShuffledWindows
+from lm.build import build_sharded
+from lm.checkpoints import load_checkpoint, save_checkpoint
+from lm.data import Corpus
+from lm.distributed import Ranks
+from lm.errors import UserError
+from lm.evaluation import held_out_loss, spread_windows
+from lm.interruption import StopRequest
+from lm.model import Transformer, next_byte_loss
+from lm.optimization import CosineSchedule, clip_gradients, make_optimizer, set_learning_rate
+from lm.options import Options
+from lm.reporting import Reporter, peak_memory_bytes
+from lm.run_directory import RunDirectory
+
+HELD_OUT_WINDOWS = 128
+"""How many windows of the held-out text an evaluation during training looks at."""
+
+
+class Trainer:
+    """A sharded model, its optimizer and its place in the data. Every rank has one, and calls it alike."""
+
+    def __init__(self, options: Options, ranks: Ranks, corpus: Corpus, run: RunDirectory) -> None:
+        """Build the model, and load the run's last checkpoint where `--resume` asks for it. A collective.
+
+        Raises:
+            UserError: the options do not fit the number of ranks, or the checkpoint does not fit the data.
+        """
+        self._options = options
+        self._ranks = ranks
+        self._corpus = corpus
+        self._run = run
+        self._layout = BatchLayout(
+            batch=options.batch,
+            accumulate=options.accumulate,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+        self._windows = ShuffledWindows(corpus.train, context=options.context, seed=options.seed)
+        self._schedule = CosineSchedule(
+            peak=options.learning_rate, warmup_steps=options.warmup_steps, total_steps=options.steps
+        )
+        mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+        self.model = build_sharded(
+            options.model_size, seed=options.seed, mesh=mesh, compute_dtype=compute_dtype(options.dtype, ranks.device)
+        )
+        self._optimizer = make_optimizer(self.model, weight_decay=options.weight_decay)
+        self.step = 0
+        """Updates done."""
+        self._saved_step = 0
+        if options.resume:
+            self._load()
+
+    def train(self, stop: StopRequest, reporter: Reporter) -> bool:
+        """Train to the last step and save; return False where a signal stopped and saved the run before.
+
+        A collective. `reporter` counts on every rank; `stop` may be requested on any.
+        """
+        options = self._options
+        while self.step < options.steps:
+            loss, gradient_norm = self._update()
+            reporter.count(options.batch * options.context)
+            if self._due(options.log_every) or self.step == options.steps:
+                stop_requests = self._log(loss, gradient_norm, stop, reporter)
+                if stop_requests:
+                    self._save(reporter)
+                    return False
+            if self._due(options.evaluate_every) and self.step < options.steps:
+                reporter.held_out(self.step, self.held_out_loss(HELD_OUT_WINDOWS))
+            if self._due(options.checkpoint_every):
+                self._save(reporter)
+        self._save(reporter)
+        return True
+
+    def held_out_loss(self, window_count: int) -> float:
+        """Return the loss in nats per byte on `window_count` windows of the held-out text. A collective."""
+        context = self._options.context
+        return held_out_loss(
+            self.model,
+            self._corpus.held_out,
+            spread_windows(self._corpus.held_out, context=context, count=window_count),
+            context=context,
+            rows=len(self._layout.samples(step=0, microbatch=0)),
+            ranks=self._ranks,
+        )
+
+    def _update(self) -> tuple[Tensor, Tensor]:
+        """Do one step; return this rank's mean loss and the norm of all gradients before clipping, scalars.
+
+        Gradients stay on each rank until the last microbatch, and are then averaged over the ranks at once.
+        """
+        accumulate = self._options.accumulate
+        total = torch.zeros((), device=self._ranks.device)
+        for microbatch in range(accumulate):
+            reduce_gradients_in_backward(self.model, microbatch == accumulate - 1)
+            samples = self._layout.samples(self.step, microbatch)
+            inputs, targets = (part.to(self._ranks.device) for part in self._windows.batch(samples))
+            loss = next_byte_loss(self.model, inputs, targets) / accumulate
+            loss.backward()
+            total += loss.detach()
+        gradient_norm = clip_gradients(self.model, max_norm=self._options.clip)
+        set_learning_rate(self._optimizer, self._schedule(self.step))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return total, gradient_norm
+
+    def _log(self, loss: Tensor, gradient_norm: Tensor, stop: StopRequest, reporter: Reporter) -> bool:
+        """Report the last update; return whether any rank was asked to stop. A collective.
+
+        Raises:
+            UserError: the loss, over all ranks, is no longer a finite number.
+        """
+        loss_sum, stop_requests = self._ranks.sum([loss, stop.requested])
+        mean_loss = loss_sum / self._ranks.world_size
+        if not math.isfinite(mean_loss):
+            raise UserError(
+                f"the loss is {mean_loss} at step {self.step}: go back with --resume and a lower "
+                "--learning-rate or --clip"
+            )
+        reporter.training(
+            self.step,
+            loss=mean_loss,
+            learning_rate=self._schedule(self.step - 1),
+            gradient_norm=gradient_norm.item(),
+            memory_bytes=peak_memory_bytes(self._ranks.device),
+        )
+        return stop_requests > 0
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _save(self, reporter: Reporter) -> None:
+        """Write a checkpoint, unless there is one of this step or none are wanted. A collective."""
+        if self._options.checkpoint_every == 0 or self.step == self._saved_step:
+            return
+        path = self._run.checkpoint(self.step)
+        save_checkpoint(
+            path, self.model, self._optimizer, step=self.step, fingerprint=self._corpus.fingerprint()
+        )
+        self._saved_step = self.step
+        if self._ranks.is_main:
+            self._run.remove_old_checkpoints(keep=self._options.keep_checkpoints)
+        reporter.saved(self.step, path)
+
+    def _load(self) -> None:
+        path = self._run.latest_checkpoint()
+        self.step = self._saved_step = load_checkpoint(
+            path, self.model, self._optimizer, fingerprint=self._corpus.fingerprint()
+        )
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Turn `auto`, `float32` or `bfloat16` into the dtype the model computes in on `device`."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def reduce_gradients_in_backward(model: Transformer, last_microbatch: bool) -> None:
+    """Choose whether the next backward of `model` reduces gradients: only the last microbatch's does."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last_microbatch)
+    model.set_is_last_backward(last_microbatch)

@@ -1,0 +1,709 @@
+"""Mistakes that show when a sharded model runs: one clear error on every rank, and a way back.
+
+Mistakes that show while wrapping are in `tests/unit/test_errors.py`. Each test makes the same mistake on all ranks,
+reads the message, and where the message names a remedy, applies it and trains on beside the reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2 import FSDPRuntimeError, fully_shard
+from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
+from tests.harness.compare import assert_same, assert_sharded_same
+from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+
+# The root owns the parameters of "4", so that it has a group that stays unsharded after forward.
+CASE = dataclasses.replace(UNEVEN_MLP, name="root_owns_the_last_layer", unit_names=("0", "2"))
+INPUTS = torch.linspace(-1, 1, 4 * 13).view(4, 13)
+
+
+def shard(case: ModelCase = CASE) -> nn.Module:
+    model = case.build()
+    for unit in case.units(model):
+        fully_shard(unit)
+    return model
+
+
+def train(model: nn.Module, case: ModelCase = CASE, *, steps: int = 2) -> None:
+    """The model is as good as new: it trains like the reference from the initial parameters."""
+    world_size = dist.get_world_size()
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+    reference = Reference(case, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=steps, tolerance=tolerance_for(world_size))
+
+
+def prepared(ran_before: bool) -> nn.Module:
+    """A sharded model, before or after its first forward."""
+    model = shard()
+    if ran_before:
+        with torch.no_grad():
+            model(INPUTS)
+    return model
+
+
+BEFORE_AND_AFTER = pytest.mark.parametrize("ran_before", [False, True], ids=["before_first", "after_first"])
+
+
+# ---- roots ---------------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward_only", "with_backward"])
+def test_a_submodule_ran_before_its_root(backward: bool) -> None:
+    model = shard(TRANSFORMER)
+    output = model.blocks[1](torch.randn(2, 8, 32))
+    if backward:
+        output.sum().backward()
+    tokens = TRANSFORMER.batch(0, 0, dist.get_rank()).inputs
+    for _ in range(2):  # the mistake is not forgotten by making it again
+        with pytest.raises(FSDPRuntimeError, match=r"Transformer.*'blocks\.1'.*Block.*reset_iter_state\(\) on.*Transf"):
+            model(tokens)
+    model.reset_iter_state()
+    model.zero_grad()
+    train(model, TRANSFORMER, steps=3)
+
+
+@multi_rank(2)
+def test_the_same_from_inside_out_twice() -> None:
+    """Three levels: each outer module finds an inner root, and each can take over."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)), nn.Linear(5, 3))
+    fully_shard(model[0][0])
+    fully_shard(model[0])
+    fully_shard(model)
+    inputs = torch.randn(2, 5)
+    model[0][0](inputs)
+    with pytest.raises(FSDPRuntimeError, match=r"submodule '0'"):
+        model[0](inputs)
+    model[0].reset_iter_state()
+    model[0](inputs).sum().backward()
+    with pytest.raises(FSDPRuntimeError, match=r"submodule '0(\.0)?'"):
+        model(inputs)
+    model.reset_iter_state()
+    model(inputs).sum().backward()
+    model.reset_iter_state()
+    with pytest.raises(FSDPRuntimeError, match="on the root"):
+        model[0].reset_iter_state()
+
+
+@multi_rank(2)
+def test_reset_iter_state_on_a_submodule_names_the_root() -> None:
+    model = prepared(True)
+    with pytest.raises(FSDPRuntimeError, match=r"root.*Sequential.*not on.*'0'"):
+        model[0].reset_iter_state()
+    train(model)
+
+
+# ---- replaced parameters -------------------------------------------------------------------------
+
+
+def other_values(like: Tensor) -> Tensor:
+    return torch.linspace(-0.5, 0.5, like.numel()).view(like.shape)
+
+
+def plain_parameter(p: DTensor) -> object:
+    return nn.Parameter(other_values(p))
+
+
+def plain_local_parameter(p: DTensor) -> object:
+    return nn.Parameter(p.to_local().detach().clone())
+
+
+def another_shape(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(torch.zeros(98, 13), p.device_mesh, p.placements))
+
+
+def replicated(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Replicate()]))
+
+
+def another_dim(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Shard(1)]))
+
+
+def nothing(p: DTensor) -> object:
+    return None
+
+
+CANNOT_BE_ADOPTED = {
+    plain_parameter: r"\(97, 13\).*not a DTensor",
+    plain_local_parameter: "not a DTensor",
+    another_shape: r"\(98, 13\)",
+    replicated: "Replicate",
+    another_dim: r"Shard\(dim=1\)",
+    nothing: "removed",
+}
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("replacement", list(CANNOT_BE_ADOPTED), ids=lambda each: each.__name__)
+def test_replacement_that_cannot_be_adopted(replacement: Callable[[DTensor], object], ran_before: bool) -> None:
+    model = prepared(ran_before)
+    before = model[0].weight
+    model[0].weight = replacement(before)
+    expected = CANNOT_BE_ADOPTED[replacement]
+    with pytest.raises(
+        FSDPRuntimeError, match=rf"'0\.weight'.*replaced.*{expected}.*Shard\(dim=0\).*distribute_tensor"
+    ):
+        model(INPUTS)
+    model[0].weight = before
+    train(model, steps=1)
+
+
+def distributed(p: DTensor, values: Tensor) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(values, p.device_mesh, p.placements))
+
+
+def by_assignment(model: nn.Module, values: Tensor) -> None:
+    model[0].weight = distributed(model[0].weight, values)
+
+
+def by_registration(model: nn.Module, values: Tensor) -> None:
+    model[0].register_parameter("weight", distributed(model[0].weight, values))
+
+
+def by_loading_with_assign(model: nn.Module, values: Tensor) -> None:
+    state = dict(model.state_dict())
+    state["0.weight"] = distributed(model[0].weight, values).detach()
+    model.load_state_dict(state, assign=True)
+
+
+def by_loading_a_part_with_assign(model: nn.Module, values: Tensor) -> None:
+    model[0].load_state_dict({"weight": distributed(model[0].weight, values).detach()}, assign=True, strict=False)
+
+
+def by_swap_tensors(model: nn.Module, values: Tensor) -> None:
+    torch.utils.swap_tensors(model[0].weight, distributed(model[0].weight, values))
+
+
+def by_loading_with_swap(model: nn.Module, values: Tensor) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        state = dict(model.state_dict())
+        state["0.weight"] = distributed(model[0].weight, values).detach()
+        model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def in_place(model: nn.Module, values: Tensor) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(distributed(model[0].weight, values))
+
+
+WAYS_TO_REPLACE = [
+    by_assignment,
+    by_registration,
+    by_loading_with_assign,
+    by_loading_a_part_with_assign,
+    by_swap_tensors,
+    by_loading_with_swap,
+    in_place,
+]
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("replace", WAYS_TO_REPLACE, ids=lambda each: each.__name__)
+def test_replacement_is_adopted(replace: Callable[[nn.Module, Tensor], None], ran_before: bool) -> None:
+    """An optimizer from before keeps its state, as it would had the values been written in place."""
+    model, reference = shard(), Reference(CASE, world_size=2)
+    optimizer = adamw(list(model.parameters()))
+    if ran_before:
+        assert_trains_like(reference, model, optimizer, steps=2)
+    values = other_values(reference.model[0].weight)
+    with torch.no_grad():
+        reference.model[0].weight.copy_(values)
+    replace(model, values)
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+@multi_rank(2)
+def test_replacement_by_a_smaller_dtype_is_adopted() -> None:
+    """The group then has two buffers."""
+    model = prepared(True)
+    model[0].weight = distributed(model[0].weight, other_values(model[0].weight).bfloat16())
+    with pytest.raises(RuntimeError, match="same dtype"):  # torch's own complaint, from the linear layer
+        model(INPUTS)
+    model[0].bfloat16()
+    output = model[0](INPUTS.bfloat16())
+    plain = CASE.build()[0].bfloat16()
+    with torch.no_grad():
+        plain.weight.copy_(other_values(plain.weight))
+    assert torch.equal(output, plain(INPUTS.bfloat16()))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["reshard", "backward", "state_dict", "next_training_step"])
+def test_replaced_while_unsharded(then: str) -> None:
+    """The root's own parameters stay unsharded after forward: replacing one there has no effect that could last."""
+    model = shard()
+    loss = model(INPUTS).sum()
+    unsharded = model[4].weight
+    assert not isinstance(unsharded, DTensor)
+    model[4].weight = nn.Parameter(torch.zeros_like(unsharded))
+    act = {
+        "reshard": model.reshard,
+        "backward": loss.backward,
+        "state_dict": model.state_dict,
+        "next_training_step": lambda: model(INPUTS).sum().backward(),
+    }[then]
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.weight'.*replaced.*while it was unsharded.*reshard\(\)"):
+        act()
+    del loss
+    model.reshard()
+    model.zero_grad()
+    train(model)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["reshard", "state_dict", "train"])
+def test_written_in_place_while_unsharded(then: str) -> None:
+    """The write went to this rank's copy, which is about to be freed: it must not be lost without a word."""
+    model = shard()
+    model.unshard()
+    with torch.no_grad():
+        model[4].weight.zero_()
+    act = {
+        "reshard": model.reshard,
+        "state_dict": model.state_dict,
+        "train": lambda: model(INPUTS).sum().backward(),
+    }[then]
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.weight'.*while it was unsharded.*reshard\(\)"):
+        act()
+    model.reshard()
+    model.zero_grad()
+    train(model)
+
+
+# ---- parameters that no group owns ---------------------------------------------------------------
+
+
+class WithAdapter(nn.Module):
+    """What adapter libraries put in a layer's place."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter = nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+def to_the_root(model: nn.Module) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_an_owning_module(model: nn.Module) -> None:
+    model[4].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_a_sharded_child(model: nn.Module) -> None:
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_a_module_without_parameters(model: nn.Module) -> None:
+    model[1].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def in_a_new_submodule(model: nn.Module) -> None:
+    model.append(nn.Linear(1, 1))
+
+
+def in_place_of_a_parameter_that_was_none(model: nn.Module) -> None:
+    model[1].register_parameter("optional", None)
+    with torch.no_grad():
+        model(INPUTS)
+    model[1].optional = nn.Parameter(torch.zeros(3))
+
+
+def in_a_module_put_in_anothers_place(model: nn.Module) -> None:
+    model[4] = nn.Linear(33, 1)
+
+
+def in_an_adapter_around_a_layer(model: nn.Module) -> None:
+    model[4] = WithAdapter(model[4])
+
+
+WAYS_TO_ADD = {
+    to_the_root: r"'extra'",
+    to_an_owning_module: r"'4\.extra'",
+    to_a_sharded_child: r"'0\.extra'",
+    to_a_module_without_parameters: r"'1\.extra'",
+    in_a_new_submodule: r"'5\.weight'",
+    in_place_of_a_parameter_that_was_none: r"'1\.optional'",
+    in_a_module_put_in_anothers_place: r"'4\.weight'",
+    in_an_adapter_around_a_layer: r"'4\.adapter\.weight'",
+}
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("add", list(WAYS_TO_ADD), ids=lambda each: each.__name__)
+def test_parameter_added_after_wrapping(add: Callable[[nn.Module], None], ran_before: bool) -> None:
+    """It would train on each rank's own gradient, and the ranks would drift apart without a word."""
+    model = prepared(ran_before)
+    add(model)
+    with pytest.raises(FSDPRuntimeError, match=rf"{WAYS_TO_ADD[add]}.*Sequential.*fully_shard.*ignored_params"):
+        model(INPUTS)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_an_added_parameter_can_be_removed_again(ran_before: bool) -> None:
+    model = prepared(ran_before)
+    to_an_owning_module(model)
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.extra'"):
+        model(INPUTS)
+    del model[4].extra
+    train(model)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_a_buffer_may_be_added(ran_before: bool) -> None:
+    model = prepared(ran_before)
+    model[0].register_buffer("statistics", torch.zeros(3))
+    train(model)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_a_sharded_submodule_may_be_added(ran_before: bool) -> None:
+    def longer() -> nn.Module:
+        return CASE.build().append(extra_layer())
+
+    def extra_layer() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Linear(1, 1)
+
+    model = prepared(ran_before)
+    model.append(fully_shard(extra_layer()))
+    reference = Reference(CASE, world_size=2, model=longer())
+    assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2)
+
+
+@multi_rank(2)
+def test_parametrizing_before_wrapping_is_fine_and_after_it_an_error() -> None:
+    model, plain = CASE.build(), CASE.build()
+    for each in (model, plain):
+        nn.utils.parametrizations.weight_norm(each[0])
+    for unit in CASE.units(model):
+        fully_shard(unit)
+    reference = Reference(CASE, world_size=2, model=plain)
+    assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2)
+    nn.utils.parametrizations.weight_norm(model[2])
+    with pytest.raises(FSDPRuntimeError, match=r"'2\.(parametrizations\.weight\.original0.*added|weight.*replaced)"):
+        model(INPUTS)
+
+
+# ---- where it is wrapped -------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("what", ["wrapping", "first_forward"])
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "meta", "cpu"])
+def test_modes_in_force_do_not_stick(mode: str, what: str) -> None:
+    """Wrapping inside the block that built the model on meta, or in an evaluation script."""
+    entered = {
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+        "meta": torch.device("meta"),
+        "cpu": torch.device("cpu"),
+    }[mode]
+    model = CASE.build()
+    if what == "wrapping":
+        with entered:
+            for unit in CASE.units(model):
+                fully_shard(unit)
+    else:
+        for unit in CASE.units(model):
+            fully_shard(unit)
+        with entered:
+            model(INPUTS)
+    train(model)
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def wider_layer(rank: int) -> nn.Module:
+    return fully_shard(nn.Sequential(nn.Linear(5, 7 + (rank == 1)), nn.GELU()))
+
+
+def frozen_on_one_rank(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU())
+    model[0].bias.requires_grad_(rank != 1)
+    return fully_shard(model)
+
+
+def another_dtype(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.GELU())
+    if rank == 1:
+        model[0].bias = nn.Parameter(model[0].bias.double())
+    return fully_shard(model)
+
+
+def more_layers(rank: int) -> nn.Module:
+    return fully_shard(nn.Sequential(*[nn.Linear(5, 5) for _ in range(2 + (rank == 1))]))
+
+
+def other_groups(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    if rank == 1:
+        fully_shard(model[1])
+    return fully_shard(model)
+
+
+def other_names(rank: int) -> nn.Module:
+    layers = {"left": nn.Linear(5, 5), "right": nn.Linear(5, 5)}
+    model = nn.Sequential()
+    for name in sorted(layers, reverse=rank == 1):
+        model.add_module(name, layers[name])
+    return fully_shard(model)
+
+
+def no_parameters_of_its_own(rank: int) -> nn.Module:
+    """On one rank the root has no group."""
+    model = nn.Sequential(nn.Linear(5, 5))
+    if rank == 1:
+        fully_shard(model[0])
+    return fully_shard(model)
+
+
+DIFFERING = {
+    wider_layer: r"0\.weight \[8, 5\]",
+    frozen_on_one_rank: r"0\.bias.*frozen",
+    another_dtype: r"float64",
+    more_layers: r"\+.*2\.weight",
+    other_groups: r"group '1'",
+    other_names: r"right\.weight",
+    no_parameters_of_its_own: r"group '0'",
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("build", list(DIFFERING), ids=lambda each: each.__name__)
+def test_ranks_with_different_models(build: Callable[[int], nn.Module]) -> None:
+    check_disagreement(build)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("build", [wider_layer, no_parameters_of_its_own], ids=lambda each: each.__name__)
+def test_one_of_four_ranks_with_a_different_model(build: Callable[[int], nn.Module]) -> None:
+    check_disagreement(build)
+
+
+def check_disagreement(build: Callable[[int], nn.Module]) -> None:
+    model = build(dist.get_rank())
+    for _ in range(2):  # again the same error, and no hang
+        with pytest.raises(FSDPRuntimeError, match="every rank must build the same") as failure:
+            model(torch.randn(2, 5))
+        assert_matches(DIFFERING[build], str(failure.value))
+        assert_matches("rank 0", str(failure.value))
+        assert_matches("rank 1", str(failure.value))
+    dist.barrier()  # nothing is left over in the process group
+
+
+def assert_matches(pattern: str, text: str) -> None:
+    assert re.search(pattern, text, re.DOTALL), f"no {pattern!r} in:\n{text}"
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("unsharded_shape", [True, False], ids=["whole", "local"])
+def test_gradient_replaced_by_a_plain_tensor(unsharded_shape: bool) -> None:
+    """Setting it is torch's to allow; adding to it is where the engine has to give up."""
+    model = shard()
+    model(INPUTS).sum().backward()
+    parameter = model[0].bias
+    parameter.grad = None
+    try:
+        parameter.grad = torch.zeros(97) if unsharded_shape else torch.zeros_like(parameter.to_local())
+    except RuntimeError:
+        return  # torch refuses it at once, on all ranks
+    with pytest.raises(FSDPRuntimeError, match=r"gradient of '0\.bias'.*Tensor.*not sharded.*grad to None"):
+        model(INPUTS).sum().backward()
+    model.zero_grad()
+    train(model)
+
+
+@multi_rank(2)
+def test_gradient_replaced_by_a_sharded_tensor_is_added_to() -> None:
+    model, plain = shard(), CASE.build()
+    for each in (model, plain):
+        each(INPUTS).sum().backward()
+    parameter = model[0].bias
+    ones = torch.ones(97)
+    parameter.grad = distribute_tensor(ones, parameter.device_mesh, parameter.placements)
+    model(INPUTS).sum().backward()
+    assert plain[0].bias.grad is not None
+    assert_sharded_same("gradients", {"0.bias": parameter.grad}, {"0.bias": ones + plain[0].bias.grad})
+
+
+# ---- frozen parameters of any dtype --------------------------------------------------------------
+
+
+class Quantized(nn.Module):
+    """Integers of every kind, looked up and dequantized; one is large enough to be gathered directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def frozen(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+            low, high = (0, 2) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            values = torch.randint(low, high, shape, generator=generator, dtype=torch.int64)
+            return nn.Parameter(values.to(dtype), requires_grad=False)
+
+        self.int8 = frozen(13, 7, dtype=torch.int8)
+        self.uint8 = frozen(5, 13, dtype=torch.uint8)
+        self.int64 = frozen(3, 5, dtype=torch.int64)
+        self.bool = frozen(7, dtype=torch.bool)
+        self.int16 = frozen(1, 3, dtype=torch.int16)
+        self.large = frozen(1_100_003, dtype=torch.uint8)
+        self.float16 = nn.Parameter(torch.randn(7, 3, generator=generator).half(), requires_grad=False)
+        self.scale = nn.Parameter(torch.randn(7, 3, generator=generator))
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        gate = torch.where(self.bool, x, -x)
+        return (gate @ (self.scale * self.float16.float())) + self.large[:3].float() / 255
+
+
+@multi_rank(2, 4)
+def test_frozen_integer_parameters_are_gathered_byte_for_byte(world_size: int) -> None:
+    model, plain = Quantized(), Quantized()
+    expected = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    fully_shard(model)
+    optimizers = [torch.optim.SGD([each.scale], lr=0.1) for each in (model, plain)]
+    inputs = torch.linspace(-2, 2, 28).view(4, 7)
+    for _ in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(inputs).square().sum().backward()
+            optimizer.step()
+        assert_same("what forward saw", model.seen, plain.seen, tolerance=tolerance_for(world_size))
+        frozen = {name: value for name, value in model.seen.items() if name != "scale"}
+        assert_same("integers", frozen, {name: expected[name] for name in frozen})
+    assert all(p.grad is None for name, p in model.named_parameters() if name != "scale")
+    # torch's gloo cannot gather every dtype, so compare shards.
+    assert_sharded_same("state", model.state_dict(), plain.state_dict(), tolerance=tolerance_for(world_size))
+
+
+# ---- share_memory: a segmentation fault of torch's, if it were reached ----------------------------
+
+
+def on_the_root(model: nn.Module) -> None:
+    model[0].share_memory()
+
+
+def on_a_plain_parent(model: nn.Module) -> None:
+    model.share_memory()
+
+
+def on_a_plain_child(model: nn.Module) -> None:
+    model[0][0].share_memory()
+
+
+def on_the_parameter(model: nn.Module) -> None:
+    model[0][0].weight.share_memory_()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize(
+    "share", [on_the_root, on_a_plain_parent, on_a_plain_child, on_the_parameter], ids=lambda each: each.__name__
+)
+def test_share_memory_by_every_way(share: Callable[[nn.Module], None]) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 5)))
+    fully_shard(model[0])
+    with pytest.raises(FSDPRuntimeError, match=r"share_memory.*before sharding"):
+        share(model)
+    model(torch.randn(2, 5)).sum().backward()
+
+
+# ---- errors of the user's own --------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    """Raises in its forward or backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(13, 13)
+        self.fail = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if self.fail == "forward":
+            raise ValueError("the user's own")
+        if self.fail == "backward":
+            y.register_hook(_raise)
+        return x + y
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ValueError("the user's own")
+
+
+def _failing() -> nn.Module:
+    return nn.Sequential(Fails(), Fails(), nn.Linear(13, 1))
+
+
+FAILING = ModelCase("failing", _failing, UNEVEN_MLP.make_batch, ("0", "1"), F.mse_loss)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_of_the_users_passes_through_and_leaves_nothing_behind(where: str) -> None:
+    model = shard(FAILING)
+    sharded = list(model.parameters())
+    for fail in (where, "", where):
+        model[0].fail = fail
+        if fail:
+            with pytest.raises(ValueError, match="the user's own"):
+                model(INPUTS).sum().backward()
+        else:
+            model(INPUTS).sum().backward()
+    model[0].fail = ""
+    for parameter in sharded:
+        parameter.grad = None
+    train(model, FAILING)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["to_none", "to_zero"])
+@pytest.mark.parametrize("when", ["after_forward", "after_a_failed_forward"])
+def test_model_zero_grad_clears_sharded_gradients_while_unsharded_ones_are_registered(
+    when: str, set_to_none: bool
+) -> None:
+    """The usual loop calls it between forward and backward: left-over gradients would be added to, silently."""
+    model, plain = shard(FAILING), FAILING.build()
+    for each in (model, plain):
+        each(INPUTS).sum().backward()
+        each[0].fail = "forward" if when == "after_a_failed_forward" else ""
+        try:
+            loss = each(INPUTS).square().sum()
+        except ValueError:
+            each[0].fail = ""
+            each.zero_grad(set_to_none)
+            loss = each(INPUTS).square().sum()
+        else:
+            each.zero_grad(set_to_none)
+        loss.backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", {name: p.grad for name, p in model.named_parameters()}, expected)

@@ -1,0 +1,340 @@
+"""Mistakes made while wrapping: each is one clear error of the right class, which names the culprit and the remedy.
+
+One process, simulated ranks: nothing here communicates. Mistakes that show only when the model runs are in
+`tests/multi_rank/test_misuse.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import (
+    FSDPError,
+    FSDPModule,
+    FSDPNotImplementedError,
+    FSDPRuntimeError,
+    FSDPTypeError,
+    FSDPValueError,
+    fully_shard,
+)
+from tests.harness.fake import FakeWorlds
+
+WORLD_SIZE = 8
+
+
+@pytest.fixture(autouse=True)
+def world(request: pytest.FixtureRequest, simulate: FakeWorlds) -> None:
+    """Rank 3 of 8, but for the test that wants none."""
+    if "without_a_world" not in request.node.name:
+        simulate(WORLD_SIZE, rank=3)
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+
+class Scaled(nn.Module):
+    """A 0-D parameter inside a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 7)
+        self.inner.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.inner.temperature
+
+
+class Layers(nn.ModuleList):
+    """A ModuleList that can be called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Heads(nn.ModuleDict):
+    """A ModuleDict that can be called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self["a"](x) + self["b"](x)
+
+
+class SilentLayers(nn.ModuleList):
+    """A ModuleList that still cannot."""
+
+
+# ---- the classes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (FSDPValueError, ValueError),
+        (FSDPTypeError, TypeError),
+        (FSDPRuntimeError, RuntimeError),
+        (FSDPNotImplementedError, NotImplementedError),
+    ],
+)
+def test_errors_are_kin_of_the_builtin_ones(error: type[Exception], builtin: type[Exception]) -> None:
+    assert issubclass(error, FSDPError) and issubclass(error, builtin)
+    assert error.__name__ in fsdp2.__all__
+
+
+# ---- what is passed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (torch.zeros(3), "Tensor"),
+        (nn.Linear, "type"),
+        ("model", "str"),
+        (None, "NoneType"),
+        ([nn.Linear(2, 2), torch.relu], "builtin_function_or_method"),
+        ({"a": nn.Linear(2, 2)}, "dict"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_not_a_module(module: Any, found: str) -> None:
+    with pytest.raises(FSDPTypeError, match=f"nn.Module or a list of them, got {found}"):
+        fully_shard(module)
+
+
+def test_empty_list() -> None:
+    with pytest.raises(FSDPValueError, match="empty list"):
+        fully_shard([])
+
+
+def test_list_with_a_module_twice() -> None:
+    layer, other = two_layers()
+    with pytest.raises(FSDPValueError, match="holds a module twice"):
+        fully_shard([layer, other, layer])
+    assert not isinstance(layer, FSDPModule), "a refused call must change nothing"
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, SilentLayers])
+def test_container_without_forward(container: Callable[..., nn.Module]) -> None:
+    layers = container({"a": nn.Linear(2, 2)} if container is nn.ModuleDict else [nn.Linear(2, 2)])
+    with pytest.raises(FSDPValueError, match=f"{container.__name__}.*no forward.*the modules inside"):
+        fully_shard(layers)
+
+
+@pytest.mark.parametrize("container", [Layers([nn.Linear(4, 4)]), Heads({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})])
+def test_container_with_a_forward_is_fine(container: nn.Module) -> None:
+    fully_shard(container)
+    assert isinstance(container, FSDPModule)
+    container(torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("value", ["yes", 1.5, [True], torch.tensor(True)])
+def test_reshard_after_forward_of_a_wrong_type(value: Any) -> None:
+    model = two_layers()
+    with pytest.raises(FSDPTypeError, match="reshard_after_forward must be"):
+        fully_shard(model, reshard_after_forward=value)
+    assert not isinstance(model, FSDPModule)
+
+
+@pytest.mark.parametrize("ignored", [["0.weight"], [two_layers()]], ids=["names", "module"])
+def test_ignored_params_that_are_not_parameters(ignored: Any) -> None:
+    with pytest.raises(FSDPTypeError, match="ignored_params"):
+        fully_shard(two_layers(), ignored_params=ignored)
+
+
+def test_ignored_params_that_is_one_parameter() -> None:
+    model = two_layers()
+    with pytest.raises(FSDPTypeError, match="ignored_params"):
+        fully_shard(model, ignored_params=model[0].weight)
+
+
+# ---- the mesh ------------------------------------------------------------------------------------
+
+
+def test_without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    model = two_layers()
+    with pytest.raises(FSDPRuntimeError, match=r"init_process_group\(\).*torchrun"):
+        fully_shard(model)
+    assert not isinstance(model, FSDPModule) and not dist.is_initialized()
+
+
+def test_mesh_of_too_many_dims() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pipeline", "replicate", "shard"))
+    with pytest.raises(FSDPValueError, match=r"3 dims \('pipeline', 'replicate', 'shard'\).*mesh\["):
+        fully_shard(two_layers(), mesh=mesh)
+
+
+def test_mesh_of_a_wrong_type() -> None:
+    with pytest.raises(FSDPTypeError, match=r"DeviceMesh, got ProcessGroup.*init_device_mesh"):
+        fully_shard(two_layers(), mesh=dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def test_mesh_of_devices_that_are_not_here() -> None:
+    absent = "xpu" if torch.cuda.is_available() else "cuda"
+    mesh = DeviceMesh(absent, list(range(WORLD_SIZE)))
+    with pytest.raises(FSDPValueError, match=f"'{absent}', which is not available.*init_device_mesh"):
+        fully_shard(two_layers(), mesh=mesh)
+
+
+def test_mesh_without_this_rank() -> None:
+    with pytest.raises(FSDPValueError, match="rank 3 is not part of"):
+        fully_shard(two_layers(), mesh=DeviceMesh("cpu", [0, 1]))
+
+
+# ---- order and ownership -------------------------------------------------------------------------
+
+
+def test_the_same_module_twice() -> None:
+    model = fully_shard(two_layers())
+    with pytest.raises(FSDPValueError, match="already called on this FSDPSequential"):
+        fully_shard(model)
+
+
+def test_a_module_that_was_in_a_list() -> None:
+    model = two_layers()
+    fully_shard(list(model))
+    with pytest.raises(FSDPValueError, match="already called on this FSDPLinear"):
+        fully_shard(model[0])
+
+
+def test_parent_before_child_names_the_owner() -> None:
+    model = fully_shard(two_layers())
+    with pytest.raises(FSDPValueError, match=r"'weight' of Linear.*as '1.weight'.*group of Sequential.*bottom-up"):
+        fully_shard(model[1])
+    assert not isinstance(model[1], FSDPModule)
+
+
+def test_grandparent_before_child_names_the_owner() -> None:
+    model = nn.Sequential(two_layers(), nn.Linear(3, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    with pytest.raises(FSDPValueError, match=r"'bias' of Linear|'weight' of Linear.*as '0.weight'"):
+        fully_shard(model[0][0])
+
+
+def test_parameter_shared_by_two_groups() -> None:
+    """Sharding both would untie them, silently."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    with pytest.raises(FSDPValueError, match=r"'weight' of Linear.*shared.*as a list"):
+        fully_shard(model[1])
+
+
+def test_parameter_shared_by_a_group_and_its_parent() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    fully_shard(model[0])
+    with pytest.raises(FSDPValueError, match=r"'1.weight' of Sequential.*shared.*as a list"):
+        fully_shard(model)
+
+
+def test_parameter_shared_inside_one_group_stays_shared() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight = model[0].weight
+    fully_shard([model[0], model[1]])
+    assert model[0].weight is model[1].weight and isinstance(model[0].weight, DTensor)
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def test_zero_dim_parameter_is_named() -> None:
+    model = Scaled()
+    with pytest.raises(FSDPValueError, match=r"'inner.temperature' of Scaled.*0-D.*shape \(1,\).*ignored_params"):
+        fully_shard(model)
+    assert not isinstance(model.inner.weight, DTensor), "a refused call must change nothing"
+
+
+def test_zero_dim_parameter_can_be_ignored_or_reshaped() -> None:
+    model = Scaled()
+    fully_shard(model, ignored_params=[model.inner.temperature])
+    assert not isinstance(model.inner.temperature, DTensor) and isinstance(model.inner.weight, DTensor)
+    model = Scaled()
+    model.inner.temperature = nn.Parameter(model.inner.temperature.data.view(1))
+    fully_shard(model)
+    assert model.inner.temperature.shape == (1,)
+    # One row over eight ranks: rank 0 has it, this one none.
+    assert isinstance(model.inner.temperature, DTensor) and model.inner.temperature.to_local().shape == (0,)
+
+
+def test_non_contiguous_parameter_is_named() -> None:
+    model = two_layers()
+    model[1].weight = nn.Parameter(torch.randn(7, 3).t())
+    with pytest.raises(FSDPNotImplementedError, match=r"'1.weight' of Sequential.*not contiguous.*\.contiguous\(\)"):
+        fully_shard(model)
+    model[1].weight = nn.Parameter(model[1].weight.contiguous())
+    fully_shard(model)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_uninitialized_parameter_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.LazyLinear(3))
+    with pytest.raises(FSDPValueError, match=r"'1\.(weight|bias)' of Sequential.*not initialized.*forward"):
+        fully_shard(model)
+    model(torch.zeros(2, 5))
+    fully_shard(model)
+
+
+# ---- what a sharded module refuses ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard_root", [True, False], ids=["root", "child_only"])
+def test_deepcopy(shard_root: bool) -> None:
+    model = two_layers()
+    fully_shard(model[0])
+    if shard_root:
+        fully_shard(model)
+    with pytest.raises(FSDPNotImplementedError, match=r"(FSDPSequential|FSDPLinear).*deepcopy.*state_dict"):
+        copy.deepcopy(model)
+
+
+def test_share_memory() -> None:
+    """By other ways than these it would kill the process: see `test_misuse.py`, where a death is survived."""
+    model = nn.Sequential(two_layers(), nn.Linear(3, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    for module in (model, model[0]):
+        with pytest.raises(FSDPRuntimeError, match=r"share_memory.*before sharding"):
+            module.share_memory()
+
+
+def test_a_refused_call_leaves_a_model_that_can_still_be_sharded() -> None:
+    model = nn.Sequential(two_layers(), Scaled())
+    with pytest.raises(FSDPValueError):
+        fully_shard(model)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    fully_shard(model, ignored_params=[model[1].inner.temperature])
+    assert isinstance(model[0][0].weight, DTensor)
+
+
+def test_a_world_of_one_needs_no_special_case(simulate: FakeWorlds) -> None:
+    simulate(1)
+    model = fully_shard(two_layers())
+    model(torch.randn(2, 5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_worlds_do_not_leak_into_each_other(simulate: FakeWorlds) -> None:
+    for rank in range(2):
+        simulate(2, rank)
+        model = fully_shard(two_layers())
+        assert model[1].weight.to_local().shape == (2 - rank, 7)
+
+
+def test_a_mesh_that_is_one_dim_of_a_larger_one() -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("other", "shard"))
+    model = fully_shard(two_layers(), mesh=mesh["shard"])
+    assert model[0].weight.to_local().shape == (1, 5)  # 7 rows over 4 ranks, the last of them
