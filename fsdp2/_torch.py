@@ -81,9 +81,23 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+"""The number of the backward pass that the calling thread is inside of, -1 if of none."""
+
+
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
+
+
+def backward_will_execute(node: Any) -> bool:
+    """Whether ``node`` belongs to the graph of the running backward. (It may have been executed already.)"""
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The identity of the storage that ``tensor`` lies on, 0 if it has none (sparse tensors)."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0  # type: ignore[attr-defined]
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

@@ -118,6 +118,11 @@ class DtypeBuffers:
         return self.layout.unsharded_numel * self.shard.element_size()
 
     @property
+    def unsharded_storage(self) -> int:
+        """The identity of the storage that the unsharded parameters lie on."""
+        return _torch.storage_of(self._unsharded.flat)
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes that the unsharded and the staging buffer have at the moment."""
         return self._unsharded.storage.nbytes() + self._staging.storage.nbytes()

@@ -1,15 +1,45 @@
 """Hooks into autograd, and walking trees of tensors.
 
-Owns no state: callers pass what is to be called.
+Owns no state but that of one forward call; callers pass what is to be called.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from fsdp2 import _torch
+
+
+class ForwardCall:
+    """One forward call of a module whose backward may come, and the node in the graph that ends that backward."""
+
+    __slots__ = ("__weakref__", "_callback", "_node", "_task")
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+        self._node: weakref.ref[Any] | None = None
+        self._task = -1
+
+    def ends_at(self, node: Any) -> None:
+        """Its backward is over when ``node`` runs."""
+        self._node = weakref.ref(node)
+
+    def end_backward(self) -> None:
+        """Its backward is over."""
+        self._task = _torch.current_backward()
+        self._callback()
+
+    def is_pending(self) -> bool:
+        """Whether the running backward will still come to this call. The same on all ranks that run the same graph."""
+        node = self._node() if self._node is not None else None
+        return node is not None and self._task != _torch.current_backward() and _torch.backward_will_execute(node)
 
 
 class _PostBackward(torch.autograd.Function):
@@ -20,91 +50,103 @@ class _PostBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.callback = callback
+    def forward(ctx: Any, call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        call.ends_at(ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.callback()
+        ctx.call.end_backward()
         return (None, *gradients)
 
 
-def _differentiable(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+_REBUILT = (list, tuple, dict, UserDict)
+"""Containers that can be rebuilt with other items; dataclass instances too."""
 
 
-def collect_tensors(tree: object, keep: Callable[[object], bool] = _differentiable) -> list[torch.Tensor]:
-    """All tensors in ``tree`` that ``keep`` accepts, by default those that require a gradient, in order.
+def _items(tree: object) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a container; none for anything else."""
+    if isinstance(tree, (list, tuple)):
+        return enumerate(tree)
+    if isinstance(tree, Mapping):
+        return tree.items()
+    if _is_dataclass(tree):
+        names = (entry.name for entry in dataclasses.fields(tree))  # type: ignore[arg-type]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return ()
 
-    Looks into lists, tuples, mappings and dataclass instances.
-    """
-    found: list[torch.Tensor] = []
-    _collect(tree, keep, found)
-    return found
+
+def _is_dataclass(tree: object) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
 
 
-def _collect(tree: object, keep: Callable[[object], bool], found: list[torch.Tensor]) -> None:
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """All tensors in ``tree``, through lists, tuples, mappings and dataclass instances, in order."""
     if isinstance(tree, torch.Tensor):
-        if keep(tree):
-            found.append(tree)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _collect(item, keep, found)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            _collect(item, keep, found)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for entry in dataclasses.fields(tree):
-            _collect(getattr(tree, entry.name), keep, found)
+        yield tree
+    else:
+        for _, value in _items(tree):
+            yield from tensors_in(value)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor replaced by ``function`` of it; containers are rebuilt in their own type."""
+    """``tree`` with every tensor replaced by ``function`` of it.
+
+    Containers are copied, in their own type, only where something in them changes. Mappings other than ``dict`` and
+    ``UserDict`` are left alone.
+    """
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if not isinstance(tree, _REBUILT) and not _is_dataclass(tree):
+        return tree
+    changes = {}
+    for key, value in _items(tree):
+        replacement = map_tensors(function, value)
+        if replacement is not value:
+            changes[key] = replacement
+    return _with_changes(tree, changes) if changes else tree
+
+
+def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
     if isinstance(tree, tuple):
-        items = [map_tensors(function, item) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, list):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    if isinstance(tree, dict):
-        copy = tree.copy()
-        for key, item in tree.items():
-            copy[key] = map_tensors(function, item)
-        return copy
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        changes = {entry.name: map_tensors(function, getattr(tree, entry.name)) for entry in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **{key: value for key, value in changes.items() if _is_init(tree, key)})
-    return tree
-
-
-def _is_init(tree: Any, name: str) -> bool:
-    return any(entry.init for entry in dataclasses.fields(tree) if entry.name == name)
+        values = [changes.get(index, value) for index, value in enumerate(tree)]
+        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+    rebuilt = copy.copy(tree)
+    for key, value in changes.items():
+        if _is_dataclass(tree):
+            object.__setattr__(rebuilt, key, value)  # of frozen ones as well
+        else:
+            rebuilt[key] = value
+    return rebuilt
 
 
 def after_backward_of_inputs(
-    callback: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arrange that ``callback`` runs in backward once all that is computed from these inputs is differentiated.
+    """Arrange that ``call`` ends in backward once all that is computed from these inputs is differentiated.
 
     Returns:
         The inputs to use instead, or None if none of them requires a gradient (then nothing was arranged).
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most modules
-        return (_PostBackward.apply(callback, args[0]), kwargs) if args[0].requires_grad else None
-    inputs = collect_tensors((args, kwargs))
+        return (_PostBackward.apply(call, args[0]), kwargs) if args[0].requires_grad else None
+    inputs: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            inputs.append(tensor)
+        return tensor
+
+    map_tensors(collect, (args, kwargs))  # the same walk as below, so that each input meets its own output
     if not inputs:
         return None
-    outputs = iter(_PostBackward.apply(callback, *inputs))
+    outputs = iter(_PostBackward.apply(call, *inputs))
     return map_tensors(lambda tensor: next(outputs) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def before_backward_of_outputs(callback: Callable[[torch.Tensor], None], outputs: object) -> None:
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives."""
-    if isinstance(outputs, torch.Tensor):
-        if outputs.requires_grad:
-            outputs.register_hook(callback)
-        return
-    for tensor in collect_tensors(outputs):
-        tensor.register_hook(callback)
+    for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
+        if tensor.requires_grad:
+            tensor.register_hook(callback)

@@ -56,6 +56,7 @@ class FSDPParamGroup:
         self._buffers: tuple[DtypeBuffers, ...] = ()
         self._gradients: tuple[DtypeGradients, ...] = ()
         self._members: tuple[Member, ...] = ()
+        self._unsharded_storages: frozenset[int] = frozenset()
         self._swaps: tuple[_Swap, ...] = tuple(
             (mapping, name, param) for param in self.params for mapping, name in param.registrations
         )
@@ -97,6 +98,7 @@ class FSDPParamGroup:
             for buffers in self._buffers:
                 buffers.prepare()
         self._gradients = self._make_gradients()
+        self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
         self._members = tuple(member for buffers in self._buffers for member in buffers.members)
         self.plan = self._make_plan()
 
@@ -155,6 +157,10 @@ class FSDPParamGroup:
     def can_gather_ahead(self) -> bool:
         """Whether a gather for a backward that is only expected would get the values of its forward."""
         return not self._freshness.stale
+
+    def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is, or is a view of, an unsharded parameter."""
+        return _torch.storage_of(tensor) in self._unsharded_storages
 
     # -- replaced parameters
 

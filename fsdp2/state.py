@@ -5,6 +5,7 @@ Decides which operation of its group runs when; the operations are the group's, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from fsdp2 import _torch, collectives
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
-from fsdp2.hooks import after_backward_of_inputs, before_backward_of_outputs, map_tensors
+from fsdp2.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs, map_tensors, tensors_in
 from fsdp2.mesh import ShardMesh
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.plan import ModelPlan
@@ -36,30 +37,6 @@ def states_below(module: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
-class _Call:
-    """One forward call whose backward may come. Tells its state when that is over, or will never be."""
-
-    __slots__ = ("_over", "_state")
-
-    def __init__(self, state: FSDPState) -> None:
-        self._state = state
-        self._over = False
-        state.outstanding_calls += 1
-
-    def __call__(self) -> None:
-        """Its backward has been done."""
-        self._end()
-        self._state.post_backward()
-
-    def __del__(self) -> None:
-        self._end()  # the graph was freed without a backward, as after an evaluation with gradients on
-
-    def _end(self) -> None:
-        if not self._over:
-            self._over = True
-            self._state.outstanding_calls -= 1
-
-
 class FSDPState:
     """The hooks of one module, or of a list of modules that share a group.
 
@@ -70,7 +47,6 @@ class FSDPState:
         root: set at lazy initialization.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
-        outstanding_calls: forward calls whose backward has not been done and still may be.
     """
 
     def __init__(
@@ -91,7 +67,7 @@ class FSDPState:
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.is_last_backward = True
-        self.outstanding_calls = 0
+        self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._ignored_params = ignored_params
         self._to_run: set[nn.Module] = set()
@@ -137,6 +113,7 @@ class FSDPState:
                 for param in state.group.params:
                     param.prefix = f"{name}." if name else ""
         self._refuse_unowned()
+        self._refuse_meta_buffers()
         comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
             group.prepare(comm)
@@ -183,6 +160,14 @@ class FSDPState:
                     )
         self._structure = Structure(self.modules)
 
+    def _refuse_meta_buffers(self) -> None:
+        found = [name for module in self.modules for name, buffer in module.named_buffers() if buffer.is_meta]
+        if found:
+            raise FSDPRuntimeError(
+                f"buffers of {self.class_name} are still on the meta device: {', '.join(found)}. Materialize the model "
+                "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+            )
+
     def _refuse_disagreement(self, groups: Sequence[FSDPParamGroup]) -> None:
         plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None))
         difference = collectives.disagreement(plan.fingerprint(), str(plan), self.mesh.group, self.mesh.device)
@@ -217,7 +202,7 @@ class FSDPState:
         begins = self._begins_round(module)
         if begins and self.group is not None and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
-            return after_backward_of_inputs(_Call(self), args, kwargs) or inputs
+            return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
         return inputs
 
     def _enter_forward(
@@ -241,6 +226,13 @@ class FSDPState:
         if self._structure.has_changed():
             self._refuse_unowned()
 
+    def _new_call(self) -> ForwardCall:
+        call = ForwardCall(self._end_call)
+        # A call lives as long as its graph, and is forgotten with it.
+        self._calls = [each for each in self._calls if each() is not None]
+        self._calls.append(weakref.ref(call))
+        return call
+
     def _begins_round(self, module: nn.Module) -> bool:
         """Whether this call is the first of a round over the modules of the list; always, for a single module."""
         if len(self.modules) == 1:
@@ -250,7 +242,16 @@ class FSDPState:
             self._to_run.update(self.modules)
         return begins
 
-    def _end_round(self) -> None:
+    def _shows_parameters(self, output: Any) -> bool:
+        """Whether ``output`` holds a parameter, or a view of one: it then stays unsharded until the backward is over.
+
+        (Or, without gradients, until the next call.)
+        """
+        assert self.group is not None, "there are parameters"
+        return any(self.group.lies_on_unsharded(tensor) for tensor in tensors_in(output))
+
+    def _end_round_early(self) -> None:
+        """The root's forward is over, and not all modules of the list were called in it."""
         self._to_run.clear()
         if self.group is not None and self._reshards_now():
             self.group.reshard()
@@ -264,14 +265,15 @@ class FSDPState:
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
         self._to_run.discard(module)
-        if not self._to_run and recompute and self.group is not None and self._reshards_now():
-            root.keep(self.group)
-        elif not self._to_run and not recompute:
-            self._end_round()
+        if not self._to_run and self.group is not None and self._reshards_now() and not self._shows_parameters(output):
+            if recompute:
+                root.keep(self.group)
+            else:
+                self.group.reshard()
         if self.is_root and not recompute and root.iteration.in_forward:
             for state in self._states:
-                if state._to_run:  # of its list of modules only some were called
-                    state._end_round()
+                if state._to_run:
+                    state._end_round_early()
             root.end_forward()
 
     def _reshards_now(self) -> bool:
@@ -302,21 +304,28 @@ class FSDPState:
         if self.group is not None:
             root.gather_for_backward(self.group)
 
-    def post_backward(self, *, at_end: bool = False) -> None:
-        """This module's backward is done, or (``at_end``) the whole backward is."""
+    def _end_call(self) -> None:
+        """The backward of one forward call is done: reduce, unless the same backward comes to another call.
+
+        Autograd adds up the gradients of all calls before any of them shows.
+        """
+        calls = (reference() for reference in self._calls)
+        self._end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
+
+    def _end_module_backward(self, *, reduces: bool) -> None:
+        """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
+        self._in_backward = False
         group = self.group
-        was_in_backward, self._in_backward = self._in_backward, False
         if group is None:
             return
         if self.reshard_after_backward:
             group.reshard()
-        if not group.is_trainable:
+        if not reduces or not group.is_trainable:
             return
-        has_gradients = group.has_gradients()
-        if not group.requires_gradient_sync:
-            group.accumulated |= has_gradients
-        elif has_gradients or (was_in_backward and (at_end or not self.outstanding_calls)):
+        if group.requires_gradient_sync:
             group.reduce()
+        else:
+            group.accumulated = True
 
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
@@ -325,8 +334,10 @@ class FSDPState:
         """
         for state in self._states:
             group = state.group
-            if state._in_backward or (group is not None and (group.accumulated or group.phase is ParamPhase.UNSHARDED)):
-                state.post_backward(at_end=True)
+            if state._in_backward:
+                state._end_module_backward(reduces=True)
+            elif group is not None and (group.accumulated or group.phase is ParamPhase.UNSHARDED):
+                state._end_module_backward(reduces=group.accumulated or group.has_gradients())
 
     def _drop_iteration(self) -> None:
         for state in self._states:

@@ -293,3 +293,12 @@ def test_uneven_rows_with_ranks_that_hold_nothing() -> None:
 
 def _one_row() -> nn.Module:
     return nn.Sequential(nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 1, bias=False))
+
+
+@multi_rank(2)
+def test_a_buffer_on_meta_is_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].running_mean = model[1].running_mean.to("meta")
+    fully_shard(model)
+    with pytest.raises(FSDPRuntimeError, match=r"buffers of Sequential .*meta device: 1\.running_mean\."):
+        model(torch.ones(2, 3))

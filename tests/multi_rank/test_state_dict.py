@@ -665,6 +665,27 @@ def test_conversion_between_forward_and_backward_is_an_error_or_right() -> None:
     assert_trains_like(reference, model, optimizer_of(model), steps=1)
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("sync", [True, False], ids=["reduced", "not_reduced_yet"])
+@pytest.mark.parametrize("part", [root, plain_child], ids=lambda f: f.__name__)
+def test_conversion_between_two_backwards_keeps_the_gradients(
+    part: Callable[[nn.Module], nn.Module], sync: bool
+) -> None:
+    """As on a plain model, where `_apply` converts gradients too."""
+    model, plain = shard(LAYERS), LAYERS.build()
+    assert isinstance(model, FSDPModule)
+    same = torch.linspace(-1, 1, 4 * 13).view(4, 13)  # on every rank, so that one plain model is the reference
+    model.set_requires_gradient_sync(sync)
+    for each in (model, plain):
+        each(same).sum().backward()
+        part(each).double()
+    model.set_requires_gradient_sync(True)
+    for each in (model, plain):
+        each(same).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", {name: p.grad for name, p in model.named_parameters()}, expected)
+
+
 def back_and_forth(module: nn.Module) -> None:
     """Neither dtype nor values change in the end, but the memory does."""
     module.double().float()
