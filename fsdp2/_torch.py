@@ -55,6 +55,10 @@ local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_t
 spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 
 
+# Counts in-place writes, in most ways: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
 def set_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let ``dtensor`` lie on ``local`` (same shape, dtype and device): the one way that keeps its identity."""
     dtensor._local_tensor = local  # type: ignore[attr-defined]
@@ -111,6 +115,12 @@ def without_grad() -> AbstractContextManager[Any]:
 def profiler_is_running() -> bool:
     """Whether a profiler records, so that named ranges are worth 4 us each."""
     return profiler._is_profiler_enabled
+
+
+def tensor_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None:
+    """The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""
+    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None = parameter._backward_hooks
+    return hooks
 
 
 def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:

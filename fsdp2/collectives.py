@@ -7,7 +7,7 @@ group, in the same order, with members of the same sizes.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,35 +18,38 @@ from fsdp2 import _torch
 from fsdp2.buffers import Member
 
 
-def all_gather(members: Sequence[Member], group: dist.ProcessGroup, *, asynchronous: bool) -> tuple[dist.Work, ...]:
+def all_gather(members: Sequence[Member], group: dist.ProcessGroup, works: list[dist.Work] | None) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).
+
+    Asynchronous with a list of ``works``, to which each is added as soon as it is issued.
 
     Asynchronous (CPU): one work per member, all in flight together; on gloo that beats its coalesced form, which
     flattens inside. Otherwise on the current stream, coalesced into one launch if there are several members.
     """
-    if asynchronous:
-        return _works(_torch.all_gather_single(output, input, group, True) for output, input in members)
+    if works is not None:
+        for output, input in members:
+            _add(works, _torch.all_gather_single(output, input, group, True))
+        return
     with _one_launch(members, group):
         for output, input in members:
             _torch.all_gather_single(output, input, group, False)
-    return ()
 
 
-def reduce_scatter_mean(
-    members: Sequence[Member], group: dist.ProcessGroup, *, asynchronous: bool
-) -> tuple[dist.Work, ...]:
+def reduce_scatter_mean(members: Sequence[Member], group: dist.ProcessGroup, works: list[dist.Work] | None) -> None:
     """Average the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
     mean = dist.ReduceOp.AVG
-    if asynchronous:
-        return _works(_torch.reduce_scatter_single(output, input, mean, group, True) for output, input in members)
+    if works is not None:
+        for output, input in members:
+            _add(works, _torch.reduce_scatter_single(output, input, mean, group, True))
+        return
     with _one_launch(members, group):
         for output, input in members:
             _torch.reduce_scatter_single(output, input, mean, group, False)
-    return ()
 
 
-def _works(issued: Iterable[dist.Work | None]) -> tuple[dist.Work, ...]:
-    return tuple(work for work in issued if work is not None)
+def _add(works: list[dist.Work], work: dist.Work | None) -> None:
+    if work is not None:
+        works.append(work)
 
 
 def _one_launch(members: Sequence[Member], group: dist.ProcessGroup) -> AbstractContextManager[Any]:

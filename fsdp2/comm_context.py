@@ -128,8 +128,13 @@ def device_for(device: torch.device) -> Device:
 class Ticket:
     """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""
 
-    works: tuple[dist.Work, ...]
-    event: Any
+    works: list[dist.Work]
+    event: Any = None
+
+    def wait_for_works(self) -> None:
+        """Block the host until the works are done; on devices with streams there are none."""
+        for work in self.works:
+            work.wait()
 
 
 @dataclass(slots=True)
@@ -210,7 +215,6 @@ class FSDPCommContext:
             self._wait(pending.ticket, Wait.REDUCED)
 
     def _wait(self, ticket: Ticket, why: Wait) -> None:
-        for work in ticket.works:
-            work.wait()
+        ticket.wait_for_works()
         if ticket.event is not None:
             self.device.wait(self.device.current_stream(), ticket.event, why)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.buffers import Member, storage_alias
-from fsdp2.common import FSDPRuntimeError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.layout import GradientLayout
 from fsdp2.param import FSDPParam
 
@@ -118,11 +118,15 @@ class DtypeGradients:
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         packing: list[torch.Tensor] = []
         direct: list[Member] = []
-        for slot, gradient in zip(layout.slots, gradients, strict=True):
+        for param, slot, gradient in zip(self.params, layout.slots, gradients, strict=True):
             if slot.shard_numel == 0:
                 continue
             if gradient is None:
                 gradient = torch.zeros(slot.shape, dtype=self._dtype, device=self._device)
+            if gradient.is_sparse:
+                raise FSDPNotImplementedError(
+                    f"parameter '{param.path}' has a sparse gradient, which cannot be sharded; use sparse=False."
+                )
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
                 direct.append((destination, gradient.contiguous().view(-1)))
@@ -171,11 +175,14 @@ class DtypeGradients:
     def deliver(self, packed: PackedGradients) -> None:
         """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
 
-        A parameter that had no gradient on any rank is left as it is.
+        A parameter that had no gradient on any rank is left as it is. The users' hooks on parameters are called here,
+        with the reduced gradient: autograd never sees the sharded parameters.
         """
         absent = self._absent(packed)
         buffer = self._buffer
-        if buffer is not None and packed.output is buffer.flat:
+        if any(_torch.tensor_hooks(param.sharded) for param in self.params):
+            self._accumulate_each(packed.output, absent)
+        elif buffer is not None and packed.output is buffer.flat:
             for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
                 if index not in absent:
                     param.sharded.grad = gradient
@@ -199,14 +206,18 @@ class DtypeGradients:
         )
 
     def _accumulate_each(self, output: torch.Tensor, absent: set[int]) -> None:
-        for index, (param, gradient) in enumerate(zip(self.params, self._gradients_on(output), strict=True)):
+        for index, (param, reduced) in enumerate(zip(self.params, self._gradients_on(output), strict=True)):
             if index in absent:
                 continue
+            gradient: torch.Tensor = reduced
+            for hook in (_torch.tensor_hooks(param.sharded) or {}).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
             existing = param.sharded.grad
             if existing is None:
                 param.sharded.grad = gradient
-            elif isinstance(existing, DTensor) and existing.placements == gradient.placements:
-                _torch.local_of(existing).add_(_torch.local_of(gradient))
+            elif isinstance(existing, DTensor) and existing.placements == param.sharded.placements:  # type: ignore[attr-defined]
+                existing.add_(gradient)
             else:
                 raise FSDPRuntimeError(
                     f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not sharded like "
@@ -215,7 +226,7 @@ class DtypeGradients:
                 )
 
     def _call_hooks(self, absent: set[int]) -> None:
-        """Call the users' post-accumulate-grad hooks: autograd does not, as it never sees the sharded parameters."""
+        """Call the users' post-accumulate-grad hooks."""
         for index, param in enumerate(self.params):
             hooks = _torch.post_accumulate_grad_hooks(param.sharded)
             if hooks and index not in absent:

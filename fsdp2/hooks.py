@@ -51,6 +51,7 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
         ctx.call = call
         call.ends_at(ctx)
         return tensors

@@ -175,6 +175,7 @@ class FSDPParam:
         local = _torch.local_of(found)
         return (
             local.data_ptr() == self.local.data_ptr()
+            and (found is self.sharded or local.numel() > 0)  # empty ones all have the same address
             and local.dtype == self.local.dtype
             and local.device == self.local.device
             and found.requires_grad is self.requires_grad
@@ -184,7 +185,8 @@ class FSDPParam:
         """Take ``unsharded`` as the unsharded parameter."""
         succeed(unsharded, self.sharded)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
-            unsharded.grad = self.unsharded.grad
+            kept = self.unsharded.grad
+            unsharded.grad = None if kept is None else kept.to(unsharded.dtype)
         self.unsharded = unsharded
 
     def registered(self) -> nn.Parameter:
@@ -230,8 +232,8 @@ def describe(value: object) -> str:
 def shard_parameter(original: nn.Parameter, mesh: ShardMesh, rows: int) -> nn.Parameter:
     """The sharded parameter of ``original``: this rank's ``rows`` rows (fewer at the end) as a ``Shard(0)`` DTensor.
 
-    Its local tensor still lies in ``original``'s storage: the group moves it into its shard buffer. Python attributes
-    set on ``original`` are carried over. No communication: every rank cuts its own rows.
+    Its local tensor still lies in ``original``'s storage: the group moves it into its shard buffer. Hooks and
+    Python attributes set on ``original`` are carried over. No communication: every rank cuts its own rows.
     """
     data = original.detach()
     start = min(rows * mesh.rank, data.shape[0])
@@ -242,6 +244,10 @@ def shard_parameter(original: nn.Parameter, mesh: ShardMesh, rows: int) -> nn.Pa
     sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
     _torch.set_local(sharded, data[start : start + rows])
     sharded.__dict__.update(original.__dict__)
+    for hook in (_torch.post_accumulate_grad_hooks(original) or {}).values():
+        sharded.register_post_accumulate_grad_hook(hook)
+    for tensor_hook in (_torch.tensor_hooks(original) or {}).values():
+        sharded.register_hook(tensor_hook)
     succeed(original, sharded)
     return sharded
 

@@ -53,10 +53,13 @@ class FSDPParamGroup:
         self._param_phase = ParamPhase.SHARDED
         self._grad_phase = GradPhase.IDLE
         self._ticket: Ticket | None = None
+        self._issuing = False
         self._buffers: tuple[DtypeBuffers, ...] = ()
         self._gradients: tuple[DtypeGradients, ...] = ()
         self._members: tuple[Member, ...] = ()
         self._unsharded_storages: frozenset[int] = frozenset()
+        self._sharded = tuple(param.sharded for param in self.params)
+        self._gathered_version = 0
         self._swaps: tuple[_Swap, ...] = tuple(
             (mapping, name, param) for param in self.params for mapping, name in param.registrations
         )
@@ -121,7 +124,9 @@ class FSDPParamGroup:
         return tuple(gradients for gradients in made if gradients is not None)
 
     def _gradients_of(self, buffers: DtypeBuffers) -> DtypeGradients | None:
-        trainable = [index for index, param in enumerate(buffers.params) if param.requires_grad]
+        # Gradients that were accumulated before a parameter was frozen are still due.
+        due = {param for one in self._gradients for param in one.params} if self.accumulated else set()
+        trainable = [index for index, param in enumerate(buffers.params) if param.requires_grad or param in due]
         if not trainable:
             return None
         layout = GradientLayout.build(
@@ -156,7 +161,15 @@ class FSDPParamGroup:
     @property
     def can_gather_ahead(self) -> bool:
         """Whether a gather for a backward that is only expected would get the values of its forward."""
-        return not self._freshness.stale
+        return not self._is_stale()
+
+    def _version(self) -> int:
+        """Changes with writes to the sharded parameters, alike on all ranks."""
+        return sum(map(_torch.version_of, self._sharded))
+
+    def _is_stale(self) -> bool:
+        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
+        return self._freshness.stale or self._gathered_version != self._version()
 
     def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is, or is a view of, an unsharded parameter."""
@@ -196,9 +209,12 @@ class FSDPParamGroup:
             if found is not param.sharded:
                 succeed(param.sharded, found)
             param.adopt(found)
+        self._sharded = tuple(param.sharded for param in self.params)
         if in_place:  # converted to what they were, as by model.to(device): only the wrappers are new
+            self._gathered_version = self._version()
             self._gradients = self._make_gradients()
             return
+        self._freshness.stale = True
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:
@@ -228,13 +244,13 @@ class FSDPParamGroup:
         Stream: allocates, gathers and copies out on the all-gather stream.
         """
         if self._param_phase is not ParamPhase.SHARDED:
-            if for_backward or not self._freshness.stale:
+            if for_backward or not self._is_stale():
                 return
             self.reshard()
-        if for_backward and self._freshness.stale:
+        if for_backward and self._is_stale():
             raise FSDPRuntimeError(
-                f"an optimizer changed parameters of '{self.name}' between a forward and its backward, which needs "
-                "the values of before. Run all backwards before the optimizer's step."
+                f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
+                "values of before. Run all backwards before the optimizer steps, or anything else writes them."
             )
         if not self._is_as_planned():
             self.adopt_replaced()
@@ -243,6 +259,7 @@ class FSDPParamGroup:
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
         self._freshness.stale = False
+        self._gathered_version = self._version()
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()
@@ -255,10 +272,13 @@ class FSDPParamGroup:
         with device.use(stream):
             for buffers in self._buffers:
                 buffers.allocate()
-            works = collectives.all_gather(self._members, self.mesh.group, asynchronous=not device.has_streams)
+            self._ticket = Ticket([])
+            self._issuing = True
+            collectives.all_gather(self._members, self.mesh.group, None if device.has_streams else self._ticket.works)
+            self._issuing = False
             if device.has_streams:
                 self._copy_out()
-            self._ticket = Ticket(works, device.record(stream))
+            self._ticket.event = device.record(stream)
 
     def _copy_out(self) -> None:
         for buffers in self._buffers:
@@ -294,8 +314,11 @@ class FSDPParamGroup:
         if self._param_phase is ParamPhase.SHARDED:
             return
         assert self.comm is not None, "resharding follows unsharding"
-        if self._ticket is not None:
+        if self._ticket is not None and not self._issuing:
             self._finish_all_gather()
+        elif self._ticket is not None:
+            self._ticket.wait_for_works()
+        self._ticket = None
         replaced: FSDPParam | None = None
         if self._param_phase is ParamPhase.UNSHARDED:
             replaced = next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
@@ -309,8 +332,14 @@ class FSDPParamGroup:
                 replaced = param
                 mapping[name] = param.sharded
         self.comm.gathers_follow_readers()
-        for buffers in self._buffers:
-            buffers.free()
+        if self._issuing:
+            # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
+            # leave it the buffers, and lay out others.
+            self._issuing = False
+            self.plan = None
+        else:
+            for buffers in self._buffers:
+                buffers.free()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:
             self.plan = None  # the unsharded parameters are laid out anew
@@ -393,8 +422,10 @@ class FSDPParamGroup:
         with _torch.without_grad(), device.use(stream):
             packed = [gradients.pack(each) for gradients, each in zip(self._gradients, taken, strict=True)]
             members = [member for one in packed for member in one.members]
-            works = collectives.reduce_scatter_mean(members, self.mesh.group, asynchronous=not device.has_streams)
-            return packed, Ticket(works, device.record(stream))
+            ticket = Ticket([])
+            collectives.reduce_scatter_mean(members, self.mesh.group, None if device.has_streams else ticket.works)
+            ticket.event = device.record(stream)
+            return packed, ticket
 
     def _deliver(self, packed: list[PackedGradients]) -> None:
         self._enter_grad(GradPhase.IDLE)

@@ -44,6 +44,7 @@ class FSDPRoot:
     Attributes:
         name: class name of the root module, for messages.
         groups: all groups, in the order of the modules.
+        has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
         is_last_backward: whether the end of the next backward waits for all reductions.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_failure: called when an iteration that failed is dropped.
@@ -54,6 +55,7 @@ class FSDPRoot:
         self.comm = comm
         self.groups = tuple(groups)
         self.is_last_backward = True
+        self.has_run = False
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self.iteration = Iteration()
@@ -64,6 +66,7 @@ class FSDPRoot:
 
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
+        self.has_run = True
         self.iteration.in_forward = True
         for group in self.groups:
             group.release_gradients()
@@ -123,7 +126,9 @@ class FSDPRoot:
     def gather_for_recompute(self, group: FSDPParamGroup) -> None:
         """Gather ``group`` for a recompute in backward, which is no part of the learned orders. Collective."""
         self.iteration.ahead.discard(group)
-        if self.iteration.recomputed is not group:
+        if self.iteration.recomputed is group:
+            self.iteration.recomputed = None
+        else:
             self.keep(None)
         group.unshard(for_backward=True)
         group.wait_for_unshard()

@@ -105,6 +105,7 @@ class FSDPState:
                 if state is not None:
                     names.setdefault(state, name)
         self._refuse_other_roots(names)
+        self.take_over()
         states = tuple(names)
         groups = [state.group for state in states if state.group is not None]
         for state, name in names.items():
@@ -129,7 +130,7 @@ class FSDPState:
 
     def _refuse_other_roots(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
-            if state.root is not None:
+            if state.root is not None and state.root.has_run:
                 raise FSDPRuntimeError(
                     f"{self.class_name} runs as a root now, but its submodule '{name}' ({state.class_name}) ran before "
                     "it and became the root of its own part. Run the forward of the outermost sharded module first. To "

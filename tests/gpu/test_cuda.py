@@ -1,4 +1,4 @@
-"""One GPU, a world of one rank on NCCL: streams, events and allocations for real. The arithmetic equals the reference's."""
+"""One GPU, a world of one rank on NCCL: streams, events and allocations for real, beside the reference."""
 
 from __future__ import annotations
 

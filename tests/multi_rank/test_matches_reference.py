@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -143,6 +145,71 @@ def test_activation_checkpointing(nesting: str, reentrant: bool, world_size: int
         steps=4,
         tolerance=tolerance_for(world_size),
     )
+
+
+class Nested(nn.Module):
+    """A checkpoint around a checkpointed module, which uses its own parameter before and after its sharded child's."""
+
+    def __init__(self, outer_reentrant: bool, inner_reentrant: bool) -> None:
+        super().__init__()
+        self.child = nn.Linear(32, 32)
+        self.middle = _Middle(self.child)
+        self.last = nn.Linear(32, 16)
+        self.reentrant = outer_reentrant, inner_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            inner = checkpoint(self.middle, torch.tanh(x), use_reentrant=self.reentrant[1])
+            assert isinstance(inner, Tensor)
+            return inner
+
+        outer = checkpoint(body, x.requires_grad_(), use_reentrant=self.reentrant[0])
+        assert isinstance(outer, Tensor)
+        return self.last(outer)
+
+
+class _Middle(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        self.scale = nn.Parameter(torch.full((32,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x * self.scale) * self.scale
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("outer", [False, True], ids=["outer_non_reentrant", "outer_reentrant"])
+@pytest.mark.parametrize("inner", [False, True], ids=["inner_non_reentrant", "inner_reentrant"])
+def test_checkpoint_within_checkpoint(outer: bool, inner: bool, world_size: int) -> None:
+    case = ModelCase("nested", partial(Nested, outer, inner), MLP.make_batch, ("child", "middle", "last"), MLP.loss_of)
+    with warnings.catch_warnings():  # a reentrant checkpoint inside another runs without gradients at first
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+        train_custom(case, world_size, lambda model, step, rank: loss_on(case, model, step, rank), steps=3)
+
+
+@multi_rank(2)
+def test_a_gradient_that_is_none_stays_none(world_size: int) -> None:
+    class Ignoring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+            return self.linear(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.Linear(32, 32)
+            self.block = Ignoring()
+            self.last = nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.block(torch.tanh(x).requires_grad_(), self.encoder(x)))
+
+    case = ModelCase("ignoring", Model, MLP.make_batch, ("block",), MLP.loss_of)
+    train_custom(case, world_size, lambda model, step, rank: loss_on(case, model, step, rank), steps=3)
 
 
 def train_custom(

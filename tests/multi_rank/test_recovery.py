@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pkgutil
+import random
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -296,7 +298,7 @@ def test_a_step_between_a_forward_and_its_backward_is_an_error(world_size: int) 
     first, second = loss_of(model, 1), loss_of(model, 2)
     second.backward()
     optimizer.step()
-    with pytest.raises(FSDPRuntimeError, match="optimizer changed parameters of 'Transformer' between a forward and its"):
+    with pytest.raises(FSDPRuntimeError, match="parameters of 'Transformer' were changed between a forward and its"):
         first.backward()
     optimizer.zero_grad()
     del first, second
@@ -312,3 +314,73 @@ def test_a_manual_unshard_that_fails(world_size: int) -> None:
     with failing_call("fsdp2.buffers.DtypeBuffers.allocate", 0), pytest.raises(torch.OutOfMemoryError):
         model.blocks[0].unshard()
     assert_trains_on(model, world_size)
+
+
+def _multiply(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("write", [_multiply, _load], ids=["in_place", "load_state_dict"])
+def test_other_writes_between_a_forward_and_its_backward(write: Callable[[nn.Module], None], world_size: int) -> None:
+    model = sharded()
+    loss = loss_of(model)
+    model.reshard()
+    write(model)
+    with pytest.raises(FSDPRuntimeError, match="were changed between a forward and its backward"):
+        loss.backward()
+
+
+@multi_rank(2)
+def test_gradients_accumulated_before_freezing_are_still_reduced(world_size: int) -> None:
+    model, plain = sharded(), CASE.build()
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 1).backward()
+    model.set_requires_gradient_sync(True)
+    model.blocks[1].requires_grad_(False)
+    loss_of(model, 2).backward()
+    expected: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        plain.zero_grad()
+        plain.requires_grad_(True)
+        CASE.loss(plain, CASE.batch(0, 99, rank, 1)).backward()
+        plain.blocks[1].requires_grad_(False)
+        CASE.loss(plain, CASE.batch(0, 99, rank, 2)).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            expected[name] = expected[name] + parameter.grad if rank else parameter.grad
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), expected[name] / world_size), name  # type: ignore[union-attr]
+
+
+@multi_rank(1)
+def test_ctrl_c_at_random_moments(world_size: int) -> None:
+    """KeyboardInterrupt anywhere, also inside the engine and inside a collective's launch: the next step is clean."""
+    model = sharded()
+    optimizer = adamw(list(model.parameters()))
+    reference = Reference(CASE, world_size=1)
+    generator = random.Random(0)
+    interrupted = 0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for attempt in range(120):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(0.0005, 0.02))
+                for _ in range(10):
+                    loss_of(model).backward()
+            except KeyboardInterrupt:
+                interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            optimizer.zero_grad()
+            if attempt % 10 == 9:
+                assert_trains_like(reference, model, optimizer, steps=1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert interrupted > 100
