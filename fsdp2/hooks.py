@@ -148,6 +148,14 @@ def after_backward_of_inputs(
 
 def before_backward_of_outputs(callback: Callable[[torch.Tensor], None], outputs: object) -> None:
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives."""
-    for tensor in (outputs,) if isinstance(outputs, torch.Tensor) else tensors_in(outputs):
+    for tensor in _outputs(outputs):
         if tensor.requires_grad:
             tensor.register_hook(callback)
+
+
+def _outputs(outputs: object) -> Iterable[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return (outputs,)
+    found = list(tensors_in(outputs))
+    # An object of a class of the user's own: what it holds directly.
+    return found or list(tensors_in(getattr(outputs, "__dict__", None)))

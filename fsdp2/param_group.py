@@ -366,6 +366,19 @@ class FSDPParamGroup:
                 gradient.zero_()
         self.accumulated = self.accumulated and self.has_gradients()
 
+    def refuse_lost_gradients(self) -> None:
+        """Between iterations: raise if a backward left gradients that no hook noticed.
+
+        Raises:
+            FSDPRuntimeError: naming the group and the remedy.
+        """
+        if self.requires_gradient_sync and not self.accumulated and self.has_gradients():
+            raise FSDPRuntimeError(
+                f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
+                "noticed: no tensor was found in what the sharded modules returned. Return tensors, or tuples, lists, "
+                "dicts or dataclasses of them."
+            )
+
     def release_gradients(self) -> None:
         """Free the memory of sharded gradients that have been cleared."""
         for gradients in self._gradients:

@@ -69,6 +69,7 @@ class FSDPRoot:
         self.has_run = True
         self.iteration.in_forward = True
         for group in self.groups:
+            group.refuse_lost_gradients()
             group.release_gradients()
         self.comm.gathers_follow_compute()
 

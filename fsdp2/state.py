@@ -331,14 +331,17 @@ class FSDPState:
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
 
-        Such are modules whose inputs need no gradient, or that hold gradients from microbatches without communication.
+        Such are modules whose inputs need no gradient, that hold gradients from microbatches without communication, or
+        whose gradients came by another way than their outputs (a loss that a module keeps as an attribute).
         """
         for state in self._states:
             group = state.group
             if state._in_backward:
                 state._end_module_backward(reduces=True)
-            elif group is not None and (group.accumulated or group.phase is ParamPhase.UNSHARDED):
-                state._end_module_backward(reduces=group.accumulated or group.has_gradients())
+            elif group is not None:
+                has_gradients = group.accumulated or group.has_gradients()
+                if has_gradients or group.phase is ParamPhase.UNSHARDED:
+                    state._end_module_backward(reduces=has_gradients)
 
     def _drop_iteration(self) -> None:
         for state in self._states:

@@ -165,7 +165,7 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     """How it is trained."""
     group = parser.add_argument_group("training")
     group.add_argument(
-        "--steps", type=positive_integer, default=400, help="updates of the weights in all (default: %(default)s)"
+        "--steps", type=positive_integer, default=320, help="updates of the weights in all (default: %(default)s)"
     )
     group.add_argument(
         "--batch",

@@ -2,52 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
 from tests.harness import multi_rank
-from tests.harness.compare import (
-    SUM_ORDER,
-    assert_same,
-    assert_sharded_same,
-    gradients_of,
-    parameters_of,
-    tolerance_for,
-)
-from tests.harness.models import (
-    CONV,
-    FROZEN,
-    MLP,
-    MODEL_CASES,
-    PARTLY_USED,
-    TIED,
-    TRANSFORMER,
-    UNEVEN_MLP,
-    ModelCase,
-)
+from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, tolerance_for
+from tests.harness.models import CONV, FROZEN, MLP, MODEL_CASES, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.training import assert_trains_like
-
-STEPS = 10
-
-
-def shard(case: ModelCase, model: nn.Module, *, reshard_after_forward: bool | None = None) -> nn.Module:
-    """``model`` sharded bottom-up as ``case`` says."""
-    for unit in case.units(model):
-        fully_shard(unit, reshard_after_forward=reshard_after_forward)
-    return model
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+from tests.multi_rank.training import STEPS, loss_on, shard, train_custom, trainable
 
 
 @multi_rank(2, 4)
@@ -100,94 +66,6 @@ def test_three_microbatches(case: ModelCase, accumulation: Accumulation, world_s
     )
 
 
-class CheckpointInside(nn.Module):
-    """Checkpoints its inner module; `fully_shard` goes around this."""
-
-    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
-        super().__init__()
-        self._checkpoint_wrapped_module = inner
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self._checkpoint_wrapped_module
-        if not torch.is_grad_enabled():
-            return inner(x)
-        result = checkpoint(inner, x, use_reentrant=self.use_reentrant)
-        assert isinstance(result, Tensor)
-        return result
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("nesting", ["inside", "outside", "outside_two"])
-def test_activation_checkpointing(nesting: str, reentrant: bool, world_size: int) -> None:
-    case = TRANSFORMER
-    model = case.build()
-    blocks = model.blocks
-    if nesting == "inside":
-        for index in range(len(blocks)):
-            blocks[index] = fully_shard(CheckpointInside(blocks[index], reentrant))
-    elif nesting == "outside":
-        for index in range(len(blocks)):
-            blocks[index] = CheckpointInside(fully_shard(blocks[index]), reentrant)
-    else:  # one checkpoint around two sharded blocks
-        for index in range(len(blocks)):
-            fully_shard(blocks[index])
-        pair = CheckpointInside(nn.Sequential(blocks[1], blocks[2]), reentrant)
-        forward = model.forward
-        model.forward = lambda tokens: model.head(model.norm(pair(blocks[0](model.embedding(tokens)))))
-        assert forward is not model.forward
-    fully_shard(model)
-    assert_trains_like(
-        Reference(case, world_size=world_size),
-        model,
-        adamw(trainable(model)),
-        steps=4,
-        tolerance=tolerance_for(world_size),
-    )
-
-
-class Nested(nn.Module):
-    """A checkpoint around a checkpointed module, which uses its own parameter before and after its sharded child's."""
-
-    def __init__(self, outer_reentrant: bool, inner_reentrant: bool) -> None:
-        super().__init__()
-        self.child = nn.Linear(32, 32)
-        self.middle = _Middle(self.child)
-        self.last = nn.Linear(32, 16)
-        self.reentrant = outer_reentrant, inner_reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        def body(x: Tensor) -> Tensor:
-            inner = checkpoint(self.middle, torch.tanh(x), use_reentrant=self.reentrant[1])
-            assert isinstance(inner, Tensor)
-            return inner
-
-        outer = checkpoint(body, x.requires_grad_(), use_reentrant=self.reentrant[0])
-        assert isinstance(outer, Tensor)
-        return self.last(outer)
-
-
-class _Middle(nn.Module):
-    def __init__(self, child: nn.Module) -> None:
-        super().__init__()
-        self.child = child
-        self.scale = nn.Parameter(torch.full((32,), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.child(x * self.scale) * self.scale
-
-
-@multi_rank(2)
-@pytest.mark.parametrize("outer", [False, True], ids=["outer_non_reentrant", "outer_reentrant"])
-@pytest.mark.parametrize("inner", [False, True], ids=["inner_non_reentrant", "inner_reentrant"])
-def test_checkpoint_within_checkpoint(outer: bool, inner: bool, world_size: int) -> None:
-    case = ModelCase("nested", partial(Nested, outer, inner), MLP.make_batch, ("child", "middle", "last"), MLP.loss_of)
-    with warnings.catch_warnings():  # a reentrant checkpoint inside another runs without gradients at first
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
-        train_custom(case, world_size, lambda model, step, rank: loss_on(case, model, step, rank), steps=3)
-
-
 @multi_rank(2)
 def test_a_gradient_that_is_none_stays_none(world_size: int) -> None:
     class Ignoring(nn.Module):
@@ -210,49 +88,6 @@ def test_a_gradient_that_is_none_stays_none(world_size: int) -> None:
 
     case = ModelCase("ignoring", Model, MLP.make_batch, ("block",), MLP.loss_of)
     train_custom(case, world_size, lambda model, step, rank: loss_on(case, model, step, rank), steps=3)
-
-
-def train_custom(
-    case: ModelCase,
-    world_size: int,
-    loss_of: Callable[[nn.Module, int, int], Tensor],
-    *,
-    steps: int = STEPS,
-    wrap: Callable[[ModelCase, nn.Module], nn.Module] = shard,
-    exact: bool = True,
-) -> None:
-    """Compare with a reference whose loss is ``loss_of(model, step, rank)``; bitwise on 2 ranks if ``exact``."""
-    model, plain = wrap(case, case.build()), case.build()
-    optimizer, reference_optimizer = adamw(trainable(model)), adamw(trainable(plain))
-    tolerance = tolerance_for(world_size) if exact else SUM_ORDER
-    for step in range(steps):
-        loss_of(model, step, dist.get_rank()).backward()
-        parameters = dict(plain.named_parameters())
-        totals: dict[str, Tensor | None] = dict.fromkeys(parameters)
-        for rank in range(world_size):
-            plain.zero_grad()
-            loss_of(plain, step, rank).backward()
-            for name, parameter in parameters.items():
-                if parameter.grad is not None:
-                    total = totals[name]
-                    totals[name] = parameter.grad if total is None else total + parameter.grad
-        for name, total in totals.items():
-            parameters[name].grad = None if total is None else total / world_size
-        expected = {name: parameter.grad for name, parameter in parameters.items()}
-        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=tolerance)
-        for each in (optimizer, reference_optimizer):
-            each.step()
-            each.zero_grad()
-        assert_sharded_same(
-            f"parameters after step {step}",
-            parameters_of(model),
-            {name: parameter.detach() for name, parameter in parameters.items()},
-            tolerance=tolerance,
-        )
-
-
-def loss_on(case: ModelCase, model: nn.Module, step: int, rank: int, micro: int = 0) -> Tensor:
-    return case.loss(model, case.batch(0, step, rank, micro))
 
 
 @multi_rank(2, 4)

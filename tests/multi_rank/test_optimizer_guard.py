@@ -1,0 +1,109 @@
+"""The guard that re-keys optimizers: what it costs, that it can be removed, what it leaves alone."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fsdp2 import fully_shard
+from fsdp2.optimizer_guard import GUARD
+from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
+from tests.harness.compare import assert_same
+from tests.harness.models import MLP
+from tests.multi_rank.optimizers import loss_of, sgd
+from tests.multi_rank.training import CASE, shard, trainable
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """Calls of Python and C functions while ``function`` runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    function()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def guard_calls(layers: int, groups: int) -> int:
+    """What the guard adds to one step of an optimizer in steady state."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+    for index in range(groups - 1):
+        fully_shard(model[index])
+    fully_shard(model)
+    optimizer = sgd(list(model.parameters()))
+    model(torch.zeros(2, 4)).sum().backward()
+    with_guard = python_calls(optimizer.step)
+    GUARD.remove()
+    without = python_calls(optimizer.step)
+    return with_guard - without
+
+
+def test_the_guard_costs_nothing_per_parameter() -> None:
+    with fake_world(2):
+        few, many, more_groups = guard_calls(2, 2), guard_calls(40, 2), guard_calls(40, 10)
+    assert few == many, "the same work for 4 and for 80 parameters"
+    assert few <= 25
+    assert more_groups - many <= 2 * 8, "and next to none per group"
+
+
+@multi_rank(2)
+def test_the_guard_can_be_removed() -> None:
+    hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    model = CASE.build()
+    originals = trainable(model)
+    shard(CASE, model)
+    installed = [len(each) for each in hooks]
+    GUARD.remove()
+    GUARD.remove()
+    assert [len(each) for each in hooks] == [count - 1 for count in installed]
+    assert_trains_like(Reference(CASE, world_size=2), model, adamw(trainable(model)), steps=2)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    unguarded = sgd(originals)
+    loss_of(CASE, model).backward()
+    unguarded.step()  # steps on nothing, as it would have without the guard
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    fully_shard(nn.Linear(2, 2))
+    fully_shard(nn.Linear(2, 2))
+    assert [len(each) for each in hooks] == installed
+    unguarded.step()
+    assert not all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+
+
+@multi_rank(2)
+def test_the_guard_leaves_other_optimizers_alone() -> None:
+    shard()
+    plain = MLP.build()
+    optimizer = adamw(list(plain.parameters()))
+    reference = Reference(MLP, world_size=1)
+    record = reference.step()
+    MLP.loss(plain, MLP.batch(0, 0, 0)).backward()
+    optimizer.step()
+    assert_same("parameters", dict(plain.named_parameters()), record.parameters)
+
+
+@multi_rank(2)
+def test_the_guard_keeps_no_optimizer_and_no_model_alive() -> None:
+    model = shard()
+    optimizer = adamw(trainable(model))
+    loss_of(CASE, model).backward()
+    optimizer.step()
+    refs = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(model[4].weight)]
+    del optimizer, model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None, None]

@@ -1,0 +1,298 @@
+"""Optimizers built at any moment, before, while and after wrapping, against the same optimizer unsharded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from tests.harness import Reference, Tolerance, adamw, assert_trains_like, multi_rank
+from tests.harness.compare import assert_sharded_same, gradients_of, parameters_of
+from tests.harness.models import FROZEN, TIED, ModelCase
+from tests.multi_rank.optimizers import (
+    MakeOptimizer,
+    Parameters,
+    adagrad,
+    copy_values,
+    distributed_like,
+    loss_of,
+    sgd,
+    sgd_momentum,
+    tolerance_of,
+    two_groups,
+)
+from tests.multi_rank.training import CASE, shard, trainable
+
+# ---- built at any moment -------------------------------------------------------------------------
+# Each function brings a new model to the end of its first backward, and builds the optimizer on the way.
+
+Built = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def before_wrapping(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = case.build()
+    optimizer = make(trainable(model))
+    shard(case, model)
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def after_wrapping(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    optimizer = make(trainable(model))
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def while_wrapping(case: ModelCase, make: MakeOptimizer) -> Built:
+    """After the blocks, before the root."""
+    model = case.build()
+    *blocks, root = case.units(model)
+    for block in blocks:
+        fully_shard(block)
+    optimizer = make(trainable(model))
+    fully_shard(root)
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def after_evaluation_forward(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    with torch.no_grad():
+        loss_of(case, model, step=7)
+    optimizer = make(trainable(model))
+    optimizer.zero_grad()
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def after_inference_forward(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    with torch.inference_mode():
+        loss_of(case, model, step=7)
+    optimizer = make(trainable(model))
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def between_forward_and_backward(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    loss = loss_of(case, model)
+    optimizer = make(trainable(model))
+    optimizer.zero_grad()
+    loss.backward()
+    return model, optimizer
+
+
+def after_backward(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    loss_of(case, model).backward()
+    return model, make(trainable(model))
+
+
+def after_backward_that_keeps_parameters(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    loss_of(case, model).backward()
+    optimizer = make(trainable(model))
+    model.set_reshard_after_backward(True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model, optimizer
+
+
+def while_two_groups_are_unsharded(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case)
+    model.unshard()
+    model[0].unshard()
+    optimizer = make(trainable(model))
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def before_wrapping_on_meta(case: ModelCase, make: MakeOptimizer) -> Built:
+    with torch.device("meta"):
+        model = case.make_model()
+    optimizer = make(trainable(model))
+    shard(case, model)
+    model.to_empty(device="cpu")
+    copy_values(case.build(), model)
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+def before_assigning(case: ModelCase, make: MakeOptimizer) -> Built:
+    model = shard(case, case.build(seed=1))
+    optimizer = make(trainable(model))
+    model.load_state_dict(distributed_like(model, case.build()), assign=True)
+    loss_of(case, model).backward()
+    return model, optimizer
+
+
+MOMENTS = [
+    before_wrapping,
+    while_wrapping,
+    after_wrapping,
+    after_evaluation_forward,
+    after_inference_forward,
+    between_forward_and_backward,
+    after_backward,
+    after_backward_that_keeps_parameters,
+    while_two_groups_are_unsharded,
+    before_wrapping_on_meta,
+    before_assigning,
+]
+
+
+def finish_step(
+    reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer, tolerance: Tolerance | None
+) -> None:
+    """What `assert_trains_like` does after backward."""
+    record = reference.step()
+    at = f"in step {record.step}"
+    assert_sharded_same(f"gradients {at}", gradients_of(model), record.gradients, tolerance=tolerance)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_sharded_same(f"parameters {at}", parameters_of(model), record.parameters, tolerance=tolerance)
+
+
+def check_moment(moment: Callable[..., Built], case: ModelCase, make: MakeOptimizer) -> None:
+    world_size = dist.get_world_size()
+    model, optimizer = moment(case, make)
+    tolerance = tolerance_of(make, world_size)
+    reference = Reference(case, world_size=world_size, make_optimizer=make)
+    finish_step(reference, model, optimizer, tolerance)  # the optimizer is re-keyed here
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, trainable(model)))
+    for step in (1, 2):
+        loss_of(case, model, step).backward()
+        finish_step(reference, model, optimizer, tolerance)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda f: f.__name__)
+def test_built_at_any_moment(moment: Callable[..., Built]) -> None:
+    check_moment(moment, CASE, two_groups)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize(
+    "moment",
+    [moment for moment in MOMENTS if moment is not before_wrapping_on_meta],  # there its state would stay, plain or not
+    ids=lambda f: f.__name__,
+)
+def test_built_with_state_at_any_moment(moment: Callable[..., Built]) -> None:
+    check_moment(moment, CASE, adagrad)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize(
+    "moment",
+    [before_wrapping, between_forward_and_backward, after_backward_that_keeps_parameters, before_assigning],
+    ids=lambda f: f.__name__,
+)
+def test_built_at_any_moment_on_four_ranks(moment: Callable[..., Built]) -> None:
+    check_moment(moment, CASE, adamw)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("case", [TIED, FROZEN], ids=str)
+@pytest.mark.parametrize(
+    "moment", [before_wrapping, between_forward_and_backward, before_assigning], ids=lambda f: f.__name__
+)
+def test_built_at_any_moment_for_other_models(moment: Callable[..., Built], case: ModelCase) -> None:
+    check_moment(moment, case, sgd_momentum)
+
+
+@multi_rank(2)
+def test_an_optimizer_from_before_wrapping_lets_go_of_the_whole_parameters() -> None:
+    model = CASE.build()
+    optimizer = adamw(trainable(model))
+    originals = [weakref.ref(parameter) for parameter in model.parameters()]
+    shard(CASE, model)
+    loss_of(CASE, model).backward()
+    optimizer.step()
+    gc.collect()
+    assert [original() for original in originals] == [None] * len(originals)
+
+
+@multi_rank(2)
+def test_a_parameter_held_twice_is_an_error() -> None:
+    model = CASE.build()
+    before = trainable(model)
+    shard(CASE, model)
+    optimizer = sgd(before)
+    optimizer.add_param_group({"params": trainable(model)})
+    loss_of(CASE, model).backward()
+    with pytest.raises(FSDPRuntimeError, match=r"'0\.weight' twice.*after fully_shard"):
+        optimizer.step()
+
+
+@multi_rank(2)
+def test_parameters_added_to_the_optimizer_later() -> None:
+    """Unfreezing in the middle, from unsharded parameters: the guard looks again when a group is added."""
+
+    def unfreeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 1e-3})
+
+    model, plain = shard(), CASE.build()
+    optimizer = adamw([*model[0].parameters(), *model[2].parameters()])
+
+    def make(parameters: Parameters) -> torch.optim.Optimizer:
+        return adamw([*plain[0].parameters(), *plain[2].parameters()])
+
+    reference = Reference(CASE, world_size=2, model=plain, make_optimizer=make)
+    assert_trains_like(reference, model, optimizer, steps=1)
+    model.zero_grad()  # the optimizer did not, for parameters that it does not have
+    model.unshard()
+    assert not isinstance(model[4].weight, DTensor)
+    unfreeze(model, optimizer)
+    unfreeze(plain, reference.optimizer)
+    model.reshard()
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize(
+    "moment", [after_wrapping, before_wrapping, between_forward_and_backward], ids=lambda f: f.__name__
+)
+def test_learning_rate_schedules(moment: Callable[..., Built]) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.25, total_iters=2),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4),
+            ],
+            milestones=[2],
+        )
+
+    schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
+
+    def make(parameters: Parameters) -> torch.optim.Optimizer:
+        optimizer = two_groups(parameters)
+        schedules.append(schedule(optimizer))
+        return optimizer
+
+    model, optimizer = moment(CASE, make)
+    reference = Reference(CASE, world_size=2, make_optimizer=make)
+    finish_step(reference, model, optimizer, None)
+    rates = []
+    for _ in range(4):
+        for each in schedules:
+            each.step()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        assert_trains_like(reference, model, optimizer, steps=1)
+    assert len({tuple(rate) for rate in rates}) == 4, "the schedule moved"

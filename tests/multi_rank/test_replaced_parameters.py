@@ -1,0 +1,322 @@
+"""Parameters replaced, written or added after wrapping: adopted where that is possible, otherwise one clear error.
+
+As in `test_misuse.py`, each test applies the remedy that the message names and trains on beside the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp2 import FSDPRuntimeError, fully_shard
+from tests.harness import Reference, adamw, assert_trains_like, multi_rank
+from tests.multi_rank.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
+from tests.multi_rank.training import CASE, shard
+
+# ---- replaced parameters -------------------------------------------------------------------------
+
+
+def other_values(like: Tensor) -> Tensor:
+    return torch.linspace(-0.5, 0.5, like.numel()).view(like.shape)
+
+
+def plain_parameter(p: DTensor) -> object:
+    return nn.Parameter(other_values(p))
+
+
+def plain_local_parameter(p: DTensor) -> object:
+    return nn.Parameter(p.to_local().detach().clone())
+
+
+def another_shape(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(torch.zeros(98, 13), p.device_mesh, p.placements))
+
+
+def replicated(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Replicate()]))
+
+
+def another_dim(p: DTensor) -> object:
+    return nn.Parameter(distribute_tensor(other_values(p), p.device_mesh, [Shard(1)]))
+
+
+def nothing(p: DTensor) -> object:
+    return None
+
+
+CANNOT_BE_ADOPTED = {
+    plain_parameter: r"\(97, 13\).*not a DTensor",
+    plain_local_parameter: "not a DTensor",
+    another_shape: r"\(98, 13\)",
+    replicated: "Replicate",
+    another_dim: r"Shard\(dim=1\)",
+    nothing: "removed",
+}
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("replacement", list(CANNOT_BE_ADOPTED), ids=lambda each: each.__name__)
+def test_replacement_that_cannot_be_adopted(replacement: Callable[[DTensor], object], ran_before: bool) -> None:
+    model = prepared(ran_before)
+    before = model[0].weight
+    model[0].weight = replacement(before)
+    expected = CANNOT_BE_ADOPTED[replacement]
+    with pytest.raises(
+        FSDPRuntimeError, match=rf"'0\.weight'.*replaced.*{expected}.*Shard\(dim=0\).*distribute_tensor"
+    ):
+        model(INPUTS)
+    model[0].weight = before
+    train(model, steps=1)
+
+
+def distributed(p: DTensor, values: Tensor) -> nn.Parameter:
+    return nn.Parameter(distribute_tensor(values, p.device_mesh, p.placements))
+
+
+def by_assignment(model: nn.Module, values: Tensor) -> None:
+    model[0].weight = distributed(model[0].weight, values)
+
+
+def by_registration(model: nn.Module, values: Tensor) -> None:
+    model[0].register_parameter("weight", distributed(model[0].weight, values))
+
+
+def by_loading_with_assign(model: nn.Module, values: Tensor) -> None:
+    state = dict(model.state_dict())
+    state["0.weight"] = distributed(model[0].weight, values).detach()
+    model.load_state_dict(state, assign=True)
+
+
+def by_loading_a_part_with_assign(model: nn.Module, values: Tensor) -> None:
+    model[0].load_state_dict({"weight": distributed(model[0].weight, values).detach()}, assign=True, strict=False)
+
+
+def by_swap_tensors(model: nn.Module, values: Tensor) -> None:
+    torch.utils.swap_tensors(model[0].weight, distributed(model[0].weight, values))
+
+
+def by_loading_with_swap(model: nn.Module, values: Tensor) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        state = dict(model.state_dict())
+        state["0.weight"] = distributed(model[0].weight, values).detach()
+        model.load_state_dict(state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def in_place(model: nn.Module, values: Tensor) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(distributed(model[0].weight, values))
+
+
+WAYS_TO_REPLACE = [
+    by_assignment,
+    by_registration,
+    by_loading_with_assign,
+    by_loading_a_part_with_assign,
+    by_swap_tensors,
+    by_loading_with_swap,
+    in_place,
+]
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("replace", WAYS_TO_REPLACE, ids=lambda each: each.__name__)
+def test_replacement_is_adopted(replace: Callable[[nn.Module, Tensor], None], ran_before: bool) -> None:
+    """An optimizer from before keeps its state, as it would had the values been written in place."""
+    model, reference = shard(), Reference(CASE, world_size=2)
+    optimizer = adamw(list(model.parameters()))
+    if ran_before:
+        assert_trains_like(reference, model, optimizer, steps=2)
+    values = other_values(reference.model[0].weight)
+    with torch.no_grad():
+        reference.model[0].weight.copy_(values)
+    replace(model, values)
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+@multi_rank(2)
+def test_replacement_by_a_smaller_dtype_is_adopted() -> None:
+    """The group then has two buffers."""
+    model = prepared(True)
+    model[0].weight = distributed(model[0].weight, other_values(model[0].weight).bfloat16())
+    with pytest.raises(RuntimeError, match="same dtype"):  # torch's own complaint, from the linear layer
+        model(INPUTS)
+    model[0].bfloat16()
+    output = model[0](INPUTS.bfloat16())
+    plain = CASE.build()[0].bfloat16()
+    with torch.no_grad():
+        plain.weight.copy_(other_values(plain.weight))
+    assert torch.equal(output, plain(INPUTS.bfloat16()))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["reshard", "backward", "state_dict", "next_training_step"])
+def test_replaced_while_unsharded(then: str) -> None:
+    """The root's own parameters stay unsharded after forward: replacing one there has no effect that could last."""
+    model = shard()
+    loss = model(INPUTS).sum()
+    unsharded = model[4].weight
+    assert not isinstance(unsharded, DTensor)
+    model[4].weight = nn.Parameter(torch.zeros_like(unsharded))
+    act = {
+        "reshard": model.reshard,
+        "backward": loss.backward,
+        "state_dict": model.state_dict,
+        "next_training_step": lambda: model(INPUTS).sum().backward(),
+    }[then]
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.weight'.*replaced.*while it was unsharded.*reshard\(\)"):
+        act()
+    del loss
+    model.reshard()
+    model.zero_grad()
+    train(model)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["reshard", "state_dict", "train"])
+def test_written_in_place_while_unsharded(then: str) -> None:
+    """The write went to this rank's copy, which is about to be freed: it must not be lost without a word."""
+    model = shard()
+    model.unshard()
+    with torch.no_grad():
+        model[4].weight.zero_()
+    act = {
+        "reshard": model.reshard,
+        "state_dict": model.state_dict,
+        "train": lambda: model(INPUTS).sum().backward(),
+    }[then]
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.weight'.*while it was unsharded.*reshard\(\)"):
+        act()
+    model.reshard()
+    model.zero_grad()
+    train(model)
+
+
+# ---- parameters that no group owns ---------------------------------------------------------------
+
+
+class WithAdapter(nn.Module):
+    """What adapter libraries put in a layer's place."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter = nn.Linear(layer.in_features, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+def to_the_root(model: nn.Module) -> None:
+    model.register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_an_owning_module(model: nn.Module) -> None:
+    model[4].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_a_sharded_child(model: nn.Module) -> None:
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def to_a_module_without_parameters(model: nn.Module) -> None:
+    model[1].register_parameter("extra", nn.Parameter(torch.zeros(3)))
+
+
+def in_a_new_submodule(model: nn.Module) -> None:
+    model.append(nn.Linear(1, 1))
+
+
+def in_place_of_a_parameter_that_was_none(model: nn.Module) -> None:
+    model[1].register_parameter("optional", None)
+    with torch.no_grad():
+        model(INPUTS)
+    model[1].optional = nn.Parameter(torch.zeros(3))
+
+
+def in_a_module_put_in_anothers_place(model: nn.Module) -> None:
+    model[4] = nn.Linear(33, 1)
+
+
+def in_an_adapter_around_a_layer(model: nn.Module) -> None:
+    model[4] = WithAdapter(model[4])
+
+
+WAYS_TO_ADD = {
+    to_the_root: r"'extra'",
+    to_an_owning_module: r"'4\.extra'",
+    to_a_sharded_child: r"'0\.extra'",
+    to_a_module_without_parameters: r"'1\.extra'",
+    in_a_new_submodule: r"'5\.weight'",
+    in_place_of_a_parameter_that_was_none: r"'1\.optional'",
+    in_a_module_put_in_anothers_place: r"'4\.weight'",
+    in_an_adapter_around_a_layer: r"'4\.adapter\.weight'",
+}
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+@pytest.mark.parametrize("add", list(WAYS_TO_ADD), ids=lambda each: each.__name__)
+def test_parameter_added_after_wrapping(add: Callable[[nn.Module], None], ran_before: bool) -> None:
+    """It would train on each rank's own gradient, and the ranks would drift apart without a word."""
+    model = prepared(ran_before)
+    add(model)
+    with pytest.raises(FSDPRuntimeError, match=rf"{WAYS_TO_ADD[add]}.*Sequential.*fully_shard.*ignored_params"):
+        model(INPUTS)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_an_added_parameter_can_be_removed_again(ran_before: bool) -> None:
+    model = prepared(ran_before)
+    to_an_owning_module(model)
+    with pytest.raises(FSDPRuntimeError, match=r"'4\.extra'"):
+        model(INPUTS)
+    del model[4].extra
+    train(model)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_a_buffer_may_be_added(ran_before: bool) -> None:
+    model = prepared(ran_before)
+    model[0].register_buffer("statistics", torch.zeros(3))
+    train(model)
+
+
+@multi_rank(2)
+@BEFORE_AND_AFTER
+def test_a_sharded_submodule_may_be_added(ran_before: bool) -> None:
+    def longer() -> nn.Module:
+        return CASE.build().append(extra_layer())
+
+    def extra_layer() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Linear(1, 1)
+
+    model = prepared(ran_before)
+    model.append(fully_shard(extra_layer()))
+    reference = Reference(CASE, world_size=2, model=longer())
+    assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2)
+
+
+@multi_rank(2)
+def test_parametrizing_before_wrapping_is_fine_and_after_it_an_error() -> None:
+    model, plain = CASE.build(), CASE.build()
+    for each in (model, plain):
+        nn.utils.parametrizations.weight_norm(each[0])
+    for unit in CASE.units(model):
+        fully_shard(unit)
+    reference = Reference(CASE, world_size=2, model=plain)
+    assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2)
+    nn.utils.parametrizations.weight_norm(model[2])
+    with pytest.raises(FSDPRuntimeError, match=r"'2\.(parametrizations\.weight\.original0.*added|weight.*replaced)"):
+        model(INPUTS)

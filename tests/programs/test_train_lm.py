@@ -1,0 +1,100 @@
+"""The main job as a user runs it, under torchrun: killed, interrupted, resumed, compared with the unsharded training.
+
+All of it belongs to `make test-full`: each program imports torch and trains in new processes (the times stand beside).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = [
+    "--steps",
+    "30",
+    "--checkpoint-every",
+    "10",
+    "--log-every",
+    "1",
+    "--evaluate-every",
+    "0",
+    "--sample-bytes",
+    "0",
+]
+
+
+def command(run_dir: Path, *extra: str, ranks: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, str(ROOT / "examples" / "train_lm.py"), *ARGUMENTS, "--run-dir", str(run_dir), *extra]
+
+
+def train(run_dir: Path, *extra: str, ranks: int = 2) -> None:
+    done = subprocess.run(command(run_dir, *extra, ranks=ranks), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Training losses by step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def stop_after(run_dir: Path, step: int, how: signal.Signals) -> None:
+    """Start a run, and send ``how`` to all its processes once ``step`` is logged."""
+    process = subprocess.Popen(
+        command(run_dir), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and step in losses(run_dir):
+            break
+        time.sleep(0.05)
+    os.killpg(process.pid, how)
+    process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of 30 steps on 2 ranks. About 25 s."""
+    run_dir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    train(run_dir)
+    return losses(run_dir)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda each: each.name)
+def test_resuming_on_as_many_ranks_is_bitwise_the_same(
+    how: signal.Signals, uninterrupted: dict[int, float], tmp_path: Path
+) -> None:
+    """About 35 s each."""
+    stop_after(tmp_path / "run", 15, how)
+    train(tmp_path / "run", "--resume")
+    found = losses(tmp_path / "run")
+    assert sorted(found) == sorted(uninterrupted) == list(range(1, 31))
+    assert found == uninterrupted
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resuming_on_another_number_of_ranks(ranks: int, uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    """About 50 s each."""
+    stop_after(tmp_path / "run", 15, signal.SIGKILL)
+    train(tmp_path / "run", "--resume", ranks=ranks)
+    found = losses(tmp_path / "run")
+    # The same numbers are added up in another order, in fp32, over twenty steps.
+    assert found == pytest.approx(uninterrupted, rel=1e-4)
+
+
+def test_the_check_against_the_unsharded_training() -> None:
+    """`make train-check`. About 35 s."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "train_check.py")], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
