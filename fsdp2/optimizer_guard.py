@@ -124,6 +124,7 @@ def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter)
             "lose it. Build the optimizer after fully_shard, and step after a backward that reduces gradients."
         )
     successor.grad = _shard_value(gradient, successor)
+    parameter.grad = None
 
 
 def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
