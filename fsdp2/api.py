@@ -99,11 +99,11 @@ def fully_shard(
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         _move_to_device(managed, found, shard_mesh.device)
         group = _make_group(found, shard_mesh, type(modules[0]).__name__)
-    FSDPState(modules, group, shard_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+    state = FSDPState(modules, group, shard_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
     for each in modules:
         mix_in(each)
     if group is not None:
-        _handle_state_dicts(modules, managed, group)
+        _handle_state_dicts(managed, state, group)
     GUARD.install()
     return module
 
@@ -235,18 +235,18 @@ def _make_group(found: dict[nn.Parameter, list[_Use]], mesh: ShardMesh, name: st
     return FSDPParamGroup(params, mesh, freshness=freshness, name=name)
 
 
-def _handle_state_dicts(modules: Sequence[nn.Module], managed: Sequence[nn.Module], group: FSDPParamGroup) -> None:
+def _handle_state_dicts(managed: Sequence[nn.Module], state: FSDPState, group: FSDPParamGroup) -> None:
     """Reshard before state is saved or loaded, as unsharded parameters may be registered; adopt what was loaded."""
 
-    def reshard(*args: object) -> None:
-        group.reshard()
+    def settle(*args: object) -> None:
+        state.settle()
 
     def adopt(*args: object) -> None:
         group.adopt_replaced()
 
     for module in managed:
         if module._parameters:
-            module.register_state_dict_pre_hook(reshard)
-            module.register_load_state_dict_pre_hook(reshard)
-    for module in modules:
+            module.register_state_dict_pre_hook(settle)
+            module.register_load_state_dict_pre_hook(settle)
+    for module in state.modules:
         module.register_load_state_dict_post_hook(adopt)

@@ -160,9 +160,8 @@ class FSDPModule:
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
+        self._state().settle()
         group = self._state().group
-        if group is not None:
-            group.reshard()
         module = super()._apply(fn, recurse)  # type: ignore[misc]
         if group is not None:
             group.adopt_replaced()

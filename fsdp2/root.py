@@ -8,6 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
+import torch
+
 from fsdp2 import _torch
 from fsdp2.comm_context import FSDPCommContext
 from fsdp2.param_group import FSDPParamGroup
@@ -24,13 +26,17 @@ class Iteration:
         in_forward: the root's forward is running.
         in_backward: a backward has begun and has not come to its end.
         failed: an exception left a forward.
+        order: the order that the root's forward follows.
+        reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
         recomputed: the group that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
-    __slots__ = ("ahead", "failed", "in_backward", "in_forward", "recomputed")
+    __slots__ = ("ahead", "failed", "in_backward", "in_forward", "order", "recomputed", "reduced")
 
     def __init__(self) -> None:
+        self.order: ExecutionOrder[FSDPParamGroup] | None = None
+        self.reduced = False
         self.in_forward = False
         self.in_backward = False
         self.failed = False
@@ -60,6 +66,7 @@ class FSDPRoot:
         self.on_failure: Callable[[], None] = lambda: None
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
+        self._evaluation_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
         self._backward_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
 
     # -- forward
@@ -68,6 +75,7 @@ class FSDPRoot:
         """The root's forward begins, outside of any backward."""
         self.has_run = True
         self.iteration.in_forward = True
+        self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         for group in self.groups:
             group.refuse_lost_gradients()
             group.release_gradients()
@@ -84,8 +92,8 @@ class FSDPRoot:
         iteration.ahead.discard(group)
         # Its staging buffer is gone before the next one is allocated.
         group.wait_for_unshard()
-        if iteration.in_forward:
-            self._gather_ahead(self._forward_order.advance(group, depth=PREFETCH_DEPTH))
+        if iteration.in_forward and iteration.order is not None:
+            self._gather_ahead(iteration.order.advance(group, depth=PREFETCH_DEPTH))
 
     def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup], *, for_backward: bool = False) -> None:
         for group in upcoming:
@@ -94,9 +102,15 @@ class FSDPRoot:
                 self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
-        """The root's forward has ended: learn its order, drop what was gathered in vain."""
+        """The root's forward has ended: drop what was gathered in vain.
+
+        Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
+        learn it, and predict something else; after an evaluation, nothing later would tell.
+        """
         self.iteration.in_forward = False
         self._forward_order.end()
+        self._evaluation_order.end()
+        self._evaluation_order.commit()
         self._drop_ahead()
 
     def _drop_ahead(self) -> None:
@@ -144,6 +158,11 @@ class FSDPRoot:
             kept.reshard()
         self.iteration.recomputed = group
 
+    def reduce(self, group: FSDPParamGroup) -> None:
+        """Issue the reduction of ``group``'s gradients. Collective."""
+        group.reduce()
+        self.iteration.reduced = True
+
     def _end_backward(self) -> None:
         self.on_backward_end()
         if self.is_last_backward:
@@ -151,9 +170,12 @@ class FSDPRoot:
         self.keep(None)
         self._drop_ahead()
         self._backward_order.end()
-        in_forward = self.iteration.in_forward  # a backward inside the root's forward does not end that
-        self.iteration = Iteration()
-        self.iteration.in_forward = in_forward
+        if self.iteration.reduced:
+            self._forward_order.commit()
+            self._backward_order.commit()
+        ended, self.iteration = self.iteration, Iteration()
+        # A backward inside the root's forward does not end that.
+        self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
 
     # -- failure
 
@@ -170,8 +192,8 @@ class FSDPRoot:
         self.comm.drop_reduces()
         lost = [group.name for group in self.groups if group.abandon()]
         self.on_failure()
-        self._forward_order.abandon()
-        self._backward_order.abandon()
+        for order in (self._forward_order, self._evaluation_order, self._backward_order):
+            order.abandon()
         self.iteration = Iteration()
         if lost:
             warnings.warn(

@@ -12,33 +12,30 @@ class ExecutionOrder(Generic[Item]):
     """The order in which groups are needed in one kind of pass (forward, or backward), learned from the last pass.
 
     While a pass follows the learned order, `advance` predicts what comes next; at the first deviation it falls silent
-    until the pass is over and then learns the new order. An order that is the same on all ranks therefore gives the
-    same predictions on all ranks, even if it changes in every pass.
+    until the pass is over. What it was is learned when the pass is committed. Predictions depend only on the order of
+    this pass and of the last committed one: if these are the same on all ranks, so are the predictions, even if the
+    order changes in every pass. A pass may be committed only if all ranks are known to have come to its end.
 
         >>> order = ExecutionOrder()
-        >>> [order.advance(item, depth=1) for item in "abc"], order.end()
-        ([(), (), ()], None)
+        >>> [order.advance(item, depth=1) for item in "abc"], order.end(), order.commit()
+        ([(), (), ()], None, None)
         >>> [order.advance(item, depth=1) for item in "abc"]
         [('b',), ('c',), ()]
     """
 
     def __init__(self) -> None:
         self._learned: tuple[Item, ...] = ()
+        self._ended: tuple[Item, ...] = ()
         self._current: list[Item] = []
         self._follows = False
 
     @property
     def learned(self) -> tuple[Item, ...]:
-        """The order of the last whole pass."""
+        """The order of the last committed pass."""
         return self._learned
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a pass is under way."""
-        return bool(self._current)
-
     def expect(self, order: Sequence[Item]) -> None:
-        """Predict from ``order`` until a pass has been seen."""
+        """Predict from ``order`` until a pass has been committed."""
         if not self._learned:
             self._learned = tuple(order)
 
@@ -54,11 +51,17 @@ class ExecutionOrder(Generic[Item]):
         return self._learned[position + 1 : position + 1 + depth]
 
     def end(self) -> None:
-        """The pass is over: learn its order."""
-        if self._current and not (self._follows and len(self._current) == len(self._learned)):
-            self._learned = tuple(self._current)
-        self._current.clear()
+        """The pass is over."""
+        if self._current:
+            self._ended = tuple(self._current)
+            self._current.clear()
+
+    def commit(self) -> None:
+        """Learn the order of the pass that ended last."""
+        if self._ended:
+            self._learned = self._ended
 
     def abandon(self) -> None:
-        """The pass was cut short by an exception: forget it."""
+        """The pass was cut short by an exception: forget it, and one that ended but was not committed."""
         self._current.clear()
+        self._ended = ()

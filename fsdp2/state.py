@@ -178,6 +178,13 @@ class FSDPState:
                 f"model and shard it alike. Difference:\n{difference}"
             )
 
+    def settle(self) -> None:
+        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
+        if self.root is not None:
+            self.root.recover_if_failed()
+        if self.group is not None:
+            self.group.reshard()
+
     def take_over(self) -> None:
         """Make this state's module the root, in place of submodules that ran before it."""
         for state in states_below_all(self.modules):
@@ -324,7 +331,8 @@ class FSDPState:
         if not reduces or not group.is_trainable:
             return
         if group.requires_gradient_sync:
-            group.reduce()
+            assert self.root is not None, "a backward follows a forward"
+            self.root.reduce(group)
         else:
             group.accumulated = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pkgutil
 import random
@@ -384,3 +385,62 @@ def test_ctrl_c_at_random_moments(world_size: int) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     assert interrupted > 100
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("touch", ["to", "state_dict"])
+def test_the_model_is_touched_before_the_next_forward(touch: str, world_size: int) -> None:
+    """The reductions of the iteration that failed are not delivered after its gradients were cleared."""
+    model = sharded()
+    optimizer = adamw(list(model.parameters()))
+    with raising(model.blocks[0], Boom, where="backward"), pytest.raises(Boom):
+        loss_of(model).backward()
+    optimizer.zero_grad()
+    model.to("cpu") if touch == "to" else model.state_dict()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_trains_on(model, world_size, optimizer=optimizer)
+
+
+@multi_rank(2)
+def test_one_rank_fails_where_the_order_changes(world_size: int) -> None:
+    """One rank's forward raises at its end, all ranks skip the batch: they go on to predict the same gathers."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    model = nn.Module()
+    model.layers = nn.ModuleList(layers)
+    plain = copy.deepcopy(model)
+
+    def forward(model: nn.Module, order: list[int], rank: int) -> Tensor:
+        x = torch.ones(2, 8) * (rank + 1)
+        for index in order:
+            x = torch.tanh(model.layers[index](x))
+        return x
+
+    model.forward = lambda order: forward(model, order, dist.get_rank())  # type: ignore[method-assign]
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    generator = random.Random(0)
+    for step in range(12):
+        order = generator.sample(range(5), generator.randint(2, 5))
+        if step % 3 == 1:
+            output = model(order)
+            if dist.get_rank() == 1:  # as if it had failed after its last gather
+                model._fsdp_state.root.iteration.failed = True
+            del output
+            continue
+        model(order).sum().backward()
+        for name, parameter in model.named_parameters():
+            index = int(name.split(".")[1])
+            assert (parameter.grad is None) == (index not in order)
+        expected: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            plain.zero_grad()
+            forward(plain, order, rank).sum().backward()
+            for name, parameter in plain.named_parameters():
+                if parameter.grad is not None:
+                    expected[name] = expected.get(name, 0) + parameter.grad
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad.full_tensor(), expected[name] / world_size), (step, name)
+        model.zero_grad()

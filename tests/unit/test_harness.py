@@ -92,16 +92,12 @@ def test_raises_works_inside_a_body(message: str) -> None:
         raise ValueError(message)
 
 
-def test_skip_and_failure_become_those_of_pytest(
-    pools: WorkerPools, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skip_and_failure_become_those_of_pytest(pools: WorkerPools, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pytest.skip.Exception, match="skipped by every rank"):
         run_for_pytest(pools[2], skip, {}, timeout=60)
     with pytest.raises(pytest.fail.Exception, match="UserWarning: a test warning"):
         run_for_pytest(pools[2], warn, {}, timeout=60)
-    assert capsys.readouterr().out == "".join(
-        f"----- output of rank {r} -----\nabout to warn\n" for r in (0, 1)
-    )
+    assert capsys.readouterr().out == "".join(f"----- output of rank {r} -----\nabout to warn\n" for r in (0, 1))
 
 
 def test_results_come_back_by_rank(pools: WorkerPools) -> None:

@@ -10,6 +10,7 @@ from fsdp2.schedule import ExecutionOrder
 def run(order: ExecutionOrder[str], items: str, depth: int = 1) -> list[str]:
     predicted = ["".join(order.advance(item, depth=depth)) for item in items]
     order.end()
+    order.commit()
     return predicted
 
 
@@ -61,3 +62,14 @@ def test_predictions_depend_on_the_sequence_alone() -> None:
     for _ in range(50):
         items = "".join(generator.choices("abcd", k=generator.randint(0, 8)))
         assert run(ranks[0], items) == run(ranks[1], items)
+
+
+def test_a_pass_that_is_not_committed_teaches_nothing() -> None:
+    order: ExecutionOrder[str] = ExecutionOrder()
+    run(order, "abc")
+    assert [order.advance(item, depth=1) for item in "acb"] == [("b",), (), ()]
+    order.end()
+    assert order.learned == tuple("abc")
+    order.abandon()
+    order.commit()
+    assert run(order, "abc") == ["b", "c", ""]
