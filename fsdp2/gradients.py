@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.buffers import Member, storage_alias
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.layout import GradientLayout
+from fsdp2.layout import GradientLayout, row_range
 from fsdp2.param import FSDPParam
 
 
@@ -94,8 +94,8 @@ class DtypeGradients:
 
     def _local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         slot = self.layout.slots[index]
-        start = min(slot.rows * rank, slot.shape[0])
-        return (min(start + slot.rows, slot.shape[0]) - start, *slot.shape[1:])
+        start, stop = row_range(slot.shape[0], slot.rows, rank)
+        return (stop - start, *slot.shape[1:])
 
     def take(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
