@@ -8,16 +8,39 @@ from fsdp2.common import (
     FSDPTypeError,
     FSDPValueError,
 )
-from fsdp2.module import FSDPModule, UnshardHandle
+from fsdp2.custom_comm import AllGather, Comm, ReduceScatter
+from fsdp2.functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.handles import GradientReductionHandle, UnshardHandle
+from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from fsdp2.placement import ShardPlacementResult
+from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DataParallelMeshInfo",
     "FSDPError",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FSDPNotImplementedError",
     "FSDPRuntimeError",
     "FSDPTypeError",
     "FSDPValueError",
+    "GradientReductionHandle",
+    "HSDPMeshInfo",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "UnshardHandle",
+    "disable_fsdp_module_new_init",
     "fully_shard",
+    "get_cls_to_fsdp_cls",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 __version__ = "0.1.0"

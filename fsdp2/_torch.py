@@ -13,9 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch.autograd import profiler
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
 # up at every call, so that a program which patches or wraps the function sees the traffic.
@@ -100,7 +106,8 @@ def backward_will_execute(node: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of the storage that ``tensor`` lies on, 0 if it has none (sparse tensors)."""
+    """The identity of the storage that ``tensor`` (a DTensor's local tensor) lies on, 0 if it has none (sparse)."""
+    tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0  # type: ignore[attr-defined]
 
 
@@ -127,3 +134,111 @@ def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Callable[[t
     """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
     hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
     return hooks
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh of all dims of ``meshes``, which must be slices of one mesh (2.11 to 2.15; there is no public form)."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """``mesh`` as one dim called ``name``. Makes a process group: all ranks must call it."""
+    return mesh._flatten(name)
+
+
+def make_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """A DTensorSpec: what a DTensor knows of itself."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def spec_with_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    """``spec`` itself if it is of ``dtype``, else a copy that is."""
+    if spec.tensor_meta.dtype == dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, spec.tensor_meta.shape, spec.tensor_meta.stride, dtype)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Shards of ``dim`` by a mesh dim left of others that cut the same dim first, into ``split_factor`` parts."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether ``placement`` cuts a dim, strided or not."""
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or what it stands for if it is the result of a functional collective under way."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore[no-any-return]
+
+
+def grad_dtype_policy(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    """Whether the user set ``parameter.grad_dtype``, and to what. (Up to 2.14 only one that differs is noticed.)"""
+    dtype: torch.dtype | None = parameter.grad_dtype
+    explicit = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
+    return bool(explicit), dtype
+
+
+reduces_in_grad_dtype = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""Whether ``reduce_dtype=None`` means each parameter's ``grad_dtype`` (from 2.15 on) rather than ``param_dtype``."""
+
+
+def unobserved() -> AbstractContextManager[Any]:
+    """No dispatch mode (such as ``CommDebugMode``) sees what runs inside."""
+    return _disable_current_modes()
+
+
+def functorch_is_active() -> bool:
+    """Whether a functorch transform (``vmap``, ``jvp``, ``grad``) is being applied."""
+    return torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined,no-any-return]
+
+
+def without_functorch() -> AbstractContextManager[Any]:
+    """What runs inside is no part of the functorch transforms that are being applied."""
+    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined,no-any-return]
+
+
+def premultiplied_sum(factor: float) -> Any:
+    """The reduce op of NCCL that multiplies by ``factor`` before it sums."""
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ..."""
+    return group._get_backend(device).name().lower()
+
+
+def gather_unobserved(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """An all-gather that neither patched functions nor dispatch modes see: the engine's own business."""
+    with _disable_current_modes():
+        group._allgather_base(output, input).wait()
+
+
+def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory from the allocator of ``group``'s backend, or torch's where the backend has none."""
+    backend: Any = group._get_backend(device)
+    if backend.supports_tensor_alloc(device):
+        return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
+    """Choose the backend of symmetric memory, and make ``group``'s communicator exist. Collective."""
+    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    dist.barrier(group=group)
+
+
+def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer from the pool of symmetric memory, which keeps what was rendezvoused once."""
+    pool = symmetric_memory.get_mem_pool(device)
+    with torch.get_device_module(device).use_mem_pool(pool):
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+
+def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
+    symmetric_memory.rendezvous(tensor, group=group.group_name)

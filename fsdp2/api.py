@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -12,16 +13,30 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
-from fsdp2.layout import ceil_div
-from fsdp2.mesh import ShardMesh, default_mesh
+from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, owner_of, shard_parameter, successor_of
+from fsdp2.param import Freshness, FSDPParam, local_data, owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
+from fsdp2.placement import ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
+from fsdp2.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    mixed_precision,
+    offload,
+)
+from fsdp2.post_forward import PostForward
+from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
 
 Module = TypeVar("Module", bound=nn.Module)
+
+_MIXED_PRECISION = MixedPrecisionPolicy()
+_OFFLOAD = OffloadPolicy()
 
 
 @overload
@@ -29,23 +44,35 @@ def fully_shard(
     module: Module,
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> Module: ...
 @overload
 def fully_shard(
     module: list[Module],
     *,
     mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[Module]: ...
 def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = _MIXED_PRECISION,
+    offload_policy: OffloadPolicy = _OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -61,51 +88,150 @@ def fully_shard(
         >>> fully_shard(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
 
-    No communication takes place here; every rank must make the same calls. The first forward of the outermost module
-    makes it the root and compares the plans of all ranks.
+    A parameter that is a DTensor of tensor or expert parallelism keeps its placements, and is sharded over the
+    data-parallel mesh as well. Every rank must make the same calls. The first forward of the outermost module makes it
+    the root and compares the plans of all ranks.
 
     Args:
         module: the module, or a list of modules that form one group. ``ModuleList`` and ``ModuleDict`` have no forward
-            and cannot be sharded themselves. On the meta device nothing is allocated: call
-            ``model.to_empty(device=...)`` and initialize or load before the first forward.
-        mesh: one-dimensional; its device type is where parameters and buffers are moved. Default: all ranks, on the
-            accelerator if there is one, else on CPU.
-        reshard_after_forward: free the unsharded parameters after forward and gather again in backward. False
+            and cannot be sharded themselves. Of a list, those that lie inside others of it are left to these; forward
+            may call a part of the others, and the rest later in the iteration (chunked loss): then each of those calls
+            reduces on its own. On the meta device nothing is allocated: call ``model.to_empty(device=...)`` and
+            initialize or load before the first forward.
+        mesh: of one dim: parameters are sharded over it (FSDP). Of two named dims (replicate, shard): sharded over the
+            second, replicated over the first (HSDP). Its device type is where parameters and buffers are moved.
+            Default: all ranks, on the accelerator if there is one, else on CPU.
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers again in backward. False
             keeps them from forward to backward (more memory, less communication). None: True, but for the root False
-            where a backward can follow (with gradients enabled), which needs the root's parameters first.
+            where a backward can follow (with gradients enabled), which needs the root's parameters first. An int, a
+            divisor of the ranks sharded over: reshard to that many neighbours after forward, so that the gather in
+            backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
+            after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
+        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, which must be even unless
+            it is 0, a `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``.
+        mp_policy: see `MixedPrecisionPolicy`.
+        offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
+        dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
+            be DTensors on it, replicated in those dims.
 
     Returns:
         ``module`` itself (or the list), its class now also derived from `FSDPModule`.
 
     Raises:
-        FSDPTypeError: not a module, or not a mesh.
-        FSDPValueError: already sharded (the message names the owner), a container without forward, a wrong mesh, a
-            parameter of 0 dims.
-        FSDPNotImplementedError: a parameter that this version cannot shard (non-contiguous, a tensor subclass).
+        FSDPTypeError: not a module, not a mesh, not a policy.
+        FSDPValueError: already sharded (the message names the owner), a container without forward, a mesh, a dim name,
+            a placement or an int that does not fit, a parameter of 0 dims.
+        FSDPNotImplementedError: a parameter that this version cannot shard (non-contiguous, an uneven dim behind the
+            first), or an int with tensor parallelism or ``dp_mesh_dims``.
         FSDPRuntimeError: no process group.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
     """
     modules = _validated_modules(module)
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise FSDPTypeError(f"reshard_after_forward must be None or a bool, got {reshard_after_forward!r}.")
-    shard_mesh = ShardMesh.from_device_mesh(default_mesh() if mesh is None else mesh)
+    policy, offloading = mixed_precision(mp_policy), offload(offload_policy)
+    check_policy_callable(shard_placement_fn)
+    info = mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    data_parallel = DataParallelMesh.from_info(info)
+    resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = _validated_ignored(ignored_params)
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
     for parameter, uses in found.items():
         _check_parameter(parameter, uses[0][2], modules[0])
+    pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
+    home = Home(data_parallel.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
+    name = type(modules[0]).__name__
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
-        _move_to_device(managed, found, shard_mesh.device)
-        group = _make_group(found, shard_mesh, type(modules[0]).__name__)
-    state = FSDPState(modules, group, shard_mesh, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
-    for each in modules:
-        mix_in(each)
-    if group is not None:
-        _handle_state_dicts(managed, state, group)
+        shardings = [
+            sharding_of(
+                parameter,
+                *requested_placement(shard_placement_fn, parameter, uses[0][2], data_parallel),
+                f"parameter '{uses[0][2]}' of {name}",
+            )
+            for parameter, uses in found.items()
+        ]
+        policies = [policy.for_parameter(parameter, uses[0][2]) for parameter, uses in found.items()]
+        if neighbours is not None:
+            for sharding, uses in zip(shardings, found.values(), strict=True):
+                _check_neighbours(sharding, neighbours, uses[0][2], name)
+        _move_to_device(managed, found, data_parallel.device)
+        freshness = Freshness()
+        by_mesh: dict[Any, list[FSDPParam]] = {}
+        for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
+            param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
+            by_mesh.setdefault(sharding.mesh.key, []).append(param)
+        unit: Unit = tuple(
+            FSDPParamGroup(params, params[0].sharding.mesh, home, freshness=freshness, name=name)
+            for params in by_mesh.values()
+        )
+        for group in unit:
+            if neighbours is not None and neighbours < group.mesh.world_size:
+                group.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
+    state = FSDPState(
+        modules,
+        unit,
+        data_parallel,
+        reshard_after_forward=resharding,
+        policy=policy,
+        ignored_params=ignored,
+    )
+    for each_module in modules:
+        mix_in(each_module)
+    for each_module in managed:
+        # What torch.compile, and programs that ask whether a module is sharded, look for.
+        each_module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        each_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    if unit:
+        _handle_state_dicts(managed, state)
     GUARD.install()
     return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) -> tuple[bool | None, int | None]:
+    """Whether to reshard after forward, and to how many ranks if not to all."""
+    if mesh.group is None:  # nothing is sharded: gathering again would only copy
+        return False if reshard_after_forward is None else bool(reshard_after_forward), None
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    if not isinstance(reshard_after_forward, int):
+        raise FSDPValueError(
+            "reshard_after_forward must be None, a bool, or the number of ranks to reshard to, got "
+            f"{reshard_after_forward!r}."
+        )
+    if mesh.spmd_mesh is not None:
+        raise FSDPNotImplementedError(
+            "reshard_after_forward as an int is not supported with dp_mesh_dims; pass True or False."
+        )
+    size = mesh.world_size
+    if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
+        raise FSDPValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the {size} ranks that are sharded over; a "
+            "choice may be the number of devices in a node."
+        )
+    if reshard_after_forward == 1 and size > 1:
+        warnings.warn(
+            "reshard_after_forward=1 (an int) keeps whole parameters on one rank, like False; to reshard, pass True.",
+            stacklevel=3,
+        )
+        return False, None
+    return True, None if reshard_after_forward == size else reshard_after_forward
+
+
+def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
+    if sharding.unsharded_spec is not None:
+        raise FSDPNotImplementedError(
+            f"parameter '{fqn}' of {name} is a DTensor (tensor parallelism), for which reshard_after_forward as an int "
+            "is not supported; pass True or False."
+        )
+    if sharding.mesh.world_size % size:
+        raise FSDPValueError(
+            f"reshard_after_forward={size} must divide the {sharding.mesh.world_size} ranks that parameter '{fqn}' of "
+            f"{name} is sharded over."
+        )
 
 
 _Use = tuple[nn.Module, str, str]
@@ -128,7 +254,8 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
             )
     if len(set(map(id, modules))) != len(modules):
         raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
-    return modules  # type: ignore[return-value]
+    inside = {child for each in modules for child in each.modules() if child is not each}
+    return tuple(each for each in modules if each not in inside)
 
 
 def _validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
@@ -189,12 +316,7 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
             "bottom-up: on submodules before the module that contains them. (A parameter shared by two groups is not "
             "supported: shard the modules that share it in one call, as a list.)"
         )
-    if isinstance(parameter, DTensor):
-        raise FSDPNotImplementedError(
-            f"{where} is a DTensor on {parameter.device_mesh}; sharding what is already distributed (tensor "
-            "parallelism) is not supported yet."
-        )
-    if is_traceable_wrapper_subclass(parameter):
+    if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
         raise FSDPNotImplementedError(
             f"{where} is a tensor subclass, {type(parameter).__name__}, which is not supported."
         )
@@ -202,7 +324,7 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
         raise FSDPValueError(
             f"{where} has no dim to shard: it is 0-D. Make it 1-D, shape (1,), or pass it in ignored_params."
         )
-    if not parameter.is_contiguous():
+    if not local_data(parameter).is_contiguous():
         raise FSDPNotImplementedError(
             f"{where} is not contiguous (shape {tuple(parameter.shape)}, stride {parameter.stride()}); replace it by "
             "nn.Parameter(parameter.contiguous()) before fully_shard."
@@ -216,33 +338,29 @@ def _move_to_device(
 ) -> None:
     """Move what is not on meta to ``device``. Parameters keep their identity."""
     for parameter in found:
-        if parameter.device != device and not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
+        if parameter.device == device or parameter.is_meta:
+            continue
+        if isinstance(parameter, DTensor):
+            raise FSDPValueError(
+                f"a parameter is a DTensor on {parameter.device}, but fully_shard's mesh is on {device}: build both "
+                "meshes for the same device type."
+            )
+        parameter.data = parameter.data.to(device)
     for module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
 
 
-def _make_group(found: dict[nn.Parameter, list[_Use]], mesh: ShardMesh, name: str) -> FSDPParamGroup | None:
-    if not found:
-        return None
-    freshness = Freshness()
-    params = []
-    for original, uses in found.items():
-        sharded = shard_parameter(original, mesh, ceil_div(original.shape[0], mesh.world_size))
-        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], sharded, freshness, name))
-    return FSDPParamGroup(params, mesh, freshness=freshness, name=name)
-
-
-def _handle_state_dicts(managed: Sequence[nn.Module], state: FSDPState, group: FSDPParamGroup) -> None:
+def _handle_state_dicts(managed: Sequence[nn.Module], state: FSDPState) -> None:
     """Reshard before state is saved or loaded, as unsharded parameters may be registered; adopt what was loaded."""
 
     def settle(*args: object) -> None:
         state.settle()
 
     def adopt(*args: object) -> None:
-        group.adopt_replaced()
+        for group in state.unit:
+            group.adopt_replaced()
 
     for module in managed:
         if module._parameters:

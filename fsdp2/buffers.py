@@ -1,4 +1,4 @@
-"""The flat memory of one group in one dtype: shard buffer, unsharded buffer, staging.
+"""The flat memory of one group in one dtype: shard buffer and unsharded buffer.
 
 Owns allocations and the views on them; decides nothing about when. Storage operations are per buffer, never per
 parameter.
@@ -58,112 +58,8 @@ def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
 
 
-class DtypeBuffers:
-    """The shard buffer of a group's parameters of one dtype and, once prepared, their unsharded buffer.
-
-    Attributes:
-        members: what an all-gather of these buffers sends, packed part first.
-    """
-
-    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int) -> None:
-        """Allocate the shard buffer, (layout.shard_numel,), and move the sharded parameters into it."""
-        self.params = tuple(params)
-        self.layout = layout
-        first = params[0].local
-        # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
-        self.shard = torch.zeros(layout.shard_numel, dtype=first.dtype, device=first.device)
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            param.lie_on(storage_slice(self.shard, slot.shard_offset, slot.local_shape(rank)))
-        self.members: tuple[Member, ...] = ()
-        self._unsharded = self._staging = _Resizable(self.shard.new_empty(0))
-        self._copy_sources: list[torch.Tensor] = []
-        self._copy_destinations: list[torch.Tensor] = []
-        self._is_packed = not any(slot.direct for slot in layout.slots)
-        self._expected: list[tuple[nn.Parameter, int, int]] = []
-
-    def prepare(self) -> None:
-        """Lay out the unsharded buffer and the staging buffer, both left without memory, and all views on them."""
-        layout, world_size = self.layout, self.layout.world_size
-        unsharded = self.shard.new_empty(layout.unsharded_numel)
-        staging = self.shard.new_empty(world_size * layout.packed_numel)
-        start = unsharded.data_ptr()
-        members: list[Member] = []
-        if layout.packed_numel:
-            members.append((on_the_wire(staging), on_the_wire(self.shard[: layout.packed_numel])))
-        staged = staging.view(world_size, layout.packed_numel)
-        self._copy_sources, self._copy_destinations = [], []
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape)
-            param.take_unsharded(nn.Parameter(alias, requires_grad=param.requires_grad))
-            if slot.shard_numel == 0:
-                continue
-            whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
-            if slot.direct:
-                shard = self.shard.narrow(0, slot.shard_offset, slot.shard_numel)
-                members.append((on_the_wire(whole), on_the_wire(shard)))
-            else:
-                self._copy_sources.append(staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel])
-                self._copy_destinations.append(whole.view(world_size, slot.shard_numel))
-        self.members = tuple(members)
-        self._expected = [
-            (param.unsharded, param.unsharded.data_ptr() - start, param.unsharded._version)
-            for param in self.params
-            if param.unsharded is not None and param.unsharded.numel()
-        ]
-        self._unsharded, self._staging = _Resizable(unsharded), _Resizable(staging)
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Size of the unsharded buffer while it has memory."""
-        return self.layout.unsharded_numel * self.shard.element_size()
-
-    @property
-    def unsharded_storage(self) -> int:
-        """The identity of the storage that the unsharded parameters lie on."""
-        return _torch.storage_of(self._unsharded.flat)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that the unsharded and the staging buffer have at the moment."""
-        return self._unsharded.storage.nbytes() + self._staging.storage.nbytes()
-
-    def allocate(self) -> None:
-        """Give memory to what is gathered into. On the stream that writes it first."""
-        self._staging.allocate()
-        if not self._is_packed:
-            self._unsharded.allocate()
-
-    def copy_out(self) -> None:
-        """Move packed parameters from the staging buffer to their slots, and free the staging buffer.
-
-        On the stream that gathered into it, so that freeing it needs no wait.
-        """
-        if self._is_packed:  # not before: while it is in flight, a gather holds its staging buffer only
-            self._unsharded.allocate()
-        if self._copy_sources:
-            _torch.foreach_copy(self._copy_destinations, self._copy_sources)
-            self._staging.free()
-
-    def free(self) -> None:
-        """Free all memory but the shard buffer's; every unsharded parameter loses its values with it."""
-        self._unsharded.free()
-        self._staging.free()
-
-    def changed(self) -> FSDPParam | None:
-        """A parameter whose unsharded form was written, or moved off its slot by setting ``.data``, if there is one.
-
-        Only while the unsharded buffer has memory. The engine itself writes through the buffer, which does not count in
-        any parameter's version.
-        """
-        start = self._unsharded.flat.data_ptr()
-        for parameter, offset, version in self._expected:
-            if parameter.data_ptr() - start != offset or parameter._version != version:
-                return next(param for param in self.params if param.unsharded is parameter)
-        return None
-
-
-class _Resizable:
-    """A flat buffer that has memory only while it is needed; made without."""
+class Resizable:
+    """A flat buffer that has memory only while it is needed. Made with it, to be viewed; then `free`."""
 
     __slots__ = ("flat", "nbytes", "storage")
 
@@ -171,10 +67,105 @@ class _Resizable:
         self.flat = flat
         self.storage = flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        self.free()
 
     def allocate(self) -> None:
+        """Give it memory, of undefined contents unless it had some."""
         self.storage.resize_(self.nbytes)
 
     def free(self) -> None:
+        """Take its memory."""
         self.storage.resize_(0)
+
+
+class DtypeBuffers:
+    """The shard buffer of a group's parameters of one dtype and, once prepared, their unsharded buffer.
+
+    Attributes:
+        params: those that lie here: all of one original dtype and one ``param_dtype``.
+        layout: where.
+        shard: (layout.shard_numel,), in the original dtype, on the host under CPU offload.
+        unsharded: (layout.unsharded_numel,), in ``param_dtype``, on the mesh's device.
+        keeps_memory: whether `free` leaves the unsharded buffer its memory, so that addresses repeat.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int, home: Home) -> None:
+        """Allocate the shard buffer and move the sharded parameters into it."""
+        self.params = tuple(params)
+        self.layout = layout
+        self.param_dtype = params[0].param_dtype
+        # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
+        self.shard = home.zeros(layout.shard_numel, params[0].local)
+        for param, slot in zip(self.params, layout.slots, strict=True):
+            param.lie_on(storage_slice(self.shard, slot.shard_offset, slot.local_shape(rank)))
+        self.unsharded = Resizable(self.shard.new_empty(0))
+        self.keeps_memory = False
+        self._expected: list[tuple[nn.Parameter, torch.Tensor, int, int]] = []
+
+    def prepare(self, device: torch.device) -> None:
+        """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed."""
+        unsharded = torch.empty(self.layout.unsharded_numel, dtype=self.param_dtype, device=device)
+        start = unsharded.data_ptr()
+        self._expected = []
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape)
+            param.take_unsharded(alias)
+            if param.unsharded is not None and alias.numel():
+                local = param.unsharded if param.sharding.unsharded_spec is None else alias
+                self._expected.append((param.unsharded, local, local.data_ptr() - start, local._version))
+        self.unsharded = Resizable(unsharded)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Size of the unsharded buffer while it has memory."""
+        return self.unsharded.nbytes
+
+    @property
+    def unsharded_storage(self) -> int:
+        """The identity of the storage that the unsharded parameters lie on."""
+        return _torch.storage_of(self.unsharded.flat)
+
+    def free(self) -> None:
+        """Free the unsharded buffer, unless it keeps its memory; every unsharded parameter loses its values."""
+        if not self.keeps_memory:
+            self.unsharded.free()
+
+    def changed(self) -> FSDPParam | None:
+        """A parameter whose unsharded form was written, or moved off its slot by setting ``.data``, if there is one.
+
+        Only while the unsharded buffer has memory. The engine itself writes through the buffer, which does not count in
+        any parameter's version.
+        """
+        start = self.unsharded.flat.data_ptr()
+        for parameter, local, offset, version in self._expected:
+            if local.data_ptr() - start != offset or local._version != version:
+                return next(param for param in self.params if param.unsharded is parameter)
+        return None
+
+
+class Home:
+    """Where shards and their gradients live: on the device that computes, or (offloaded) in host memory.
+
+    Attributes:
+        device: that place.
+        is_host: offloaded.
+    """
+
+    def __init__(self, device: torch.device, *, offloaded: bool = False, pinned: bool = False) -> None:
+        self.device = torch.device("cpu") if offloaded else device
+        self.is_host = offloaded
+        self._pinned = pinned and offloaded and device.type != "cpu"
+
+    def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat buffer of zeros in the dtype of ``like``: in host memory if offloaded, else where ``like`` is."""
+        if self.is_host:
+            return torch.zeros(numel, dtype=like.dtype, pin_memory=self._pinned)
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer in this place."""
+        return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Home) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]

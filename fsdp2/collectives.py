@@ -7,64 +7,142 @@ group, in the same order, with members of the same sizes.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.buffers import Member
+from fsdp2.custom_comm import AllGather, ReduceScatter
+from fsdp2.gather import Member
+
+Works = list[dist.Work] | None
+"""Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
+
+Group = dist.ProcessGroup | None
+"""Who communicates; None, or a group of one rank: nobody, and values are copied."""
 
 
-def all_gather(members: Sequence[Member], group: dist.ProcessGroup, works: list[dist.Work] | None) -> None:
+def is_alone(group: Group) -> bool:
+    """Whether there is nobody to communicate with."""
+    return group is None or group.size() == 1
+
+
+def all_gather(members: Sequence[Member], group: Group, works: Works, custom: AllGather | None = None) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).
-
-    Asynchronous with a list of ``works``, to which each is added as soon as it is issued.
 
     Asynchronous (CPU): one work per member, all in flight together; on gloo that beats its coalesced form, which
     flattens inside. Otherwise on the current stream, coalesced into one launch if there are several members.
     """
-    if works is not None:
+    if group is None or is_alone(group):
         for output, input in members:
-            _add(works, _torch.all_gather_single(output, input, group, True))
+            if output.data_ptr() != input.data_ptr():
+                output.copy_(input)
         return
-    with _one_launch(members, group):
+    if custom is not None:
         for output, input in members:
-            _torch.all_gather_single(output, input, group, False)
-
-
-def reduce_scatter_mean(members: Sequence[Member], group: dist.ProcessGroup, works: list[dist.Work] | None) -> None:
-    """Average the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
-    mean = dist.ReduceOp.AVG
-    if works is not None:
-        for output, input in members:
-            _add(works, _torch.reduce_scatter_single(output, input, mean, group, True))
+            _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=works is not None))
         return
-    with _one_launch(members, group):
+    with _one_launch(members, group, works):
         for output, input in members:
-            _torch.reduce_scatter_single(output, input, mean, group, False)
+            _add(works, _torch.all_gather_single(output, input, group, works is not None))
 
 
-def _add(works: list[dist.Work], work: dist.Work | None) -> None:
-    if work is not None:
+def reduce_scatter(
+    members: Sequence[Member], group: Group, op: Any, works: Works, custom: ReduceScatter | None = None
+) -> None:
+    """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
+    if group is None or is_alone(group):
+        for output, input in members:
+            output.copy_(input)
+        return
+    if custom is not None:
+        for output, input in members:
+            work = custom(output_tensor=output, input_tensor=input, group=group, op=op, async_op=works is not None)
+            _add(works, work)
+        return
+    with _one_launch(members, group, works):
+        for output, input in members:
+            _add(works, _torch.reduce_scatter_single(output, input, op, group, works is not None))
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, works: Works) -> None:
+    """Reduce ``tensor`` over the ranks, in place."""
+    _add(works, dist.all_reduce(tensor, op=op, group=group, async_op=works is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a mean comes about: by the collectives' own operations, and by divisions before and after them.
+
+    Attributes:
+        before: divides what the reduce-scatter sends.
+        scatter_op: of the reduce-scatter.
+        replicate_op: of the all-reduce over replicas.
+        after: divides the result.
+    """
+
+    before: float
+    scatter_op: Any
+    replicate_op: Any
+    after: float
+
+    @classmethod
+    def choose(
+        cls,
+        dtype: torch.dtype,
+        world_size: int,
+        replicate_size: int,
+        *,
+        factor: float | None = None,
+        only_sums: bool = False,
+        premultiplies: bool = False,
+    ) -> Scaling:
+        """The mean over all ranks, or the sum divided by ``factor``.
+
+        In dtypes of small range the division is shared out before and after the sum, so that neither overflows nor
+        underflows. ``premultiplies``: the backend has an operation that scales and sums.
+        """
+        total, mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        is_narrow = dtype not in (torch.float64, torch.float32, torch.bfloat16)
+        if not is_narrow and not only_sums:
+            if factor is None:
+                op = total if world_size * replicate_size == 1 else mean
+                return cls(1.0, op, op, 1.0)
+            if factor == world_size and world_size > 1:
+                return cls(1.0, mean, total, 1.0)
+            if premultiplies and world_size > 1:
+                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0)
+        divisor = float(world_size * replicate_size) if factor is None else float(factor)
+        before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
+        return cls(before, total, total, divisor / before)
+
+
+def _add(works: Works, work: dist.Work | None) -> None:
+    if works is not None and work is not None:
         works.append(work)
 
 
-def _one_launch(members: Sequence[Member], group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    return nullcontext() if len(members) < 2 else _torch.coalescing(group)
+def _one_launch(members: Sequence[Member], group: dist.ProcessGroup, works: Works) -> AbstractContextManager[Any]:
+    return nullcontext() if works is not None or len(members) < 2 else _torch.coalescing(group)
 
 
-def disagreement(fingerprint: int, description: str, group: dist.ProcessGroup, device: torch.device) -> str | None:
+def disagreement(fingerprint: int, description: str, group: Group, device: torch.device) -> str | None:
     """None if every rank of ``group`` passes the same ``fingerprint``, else how the descriptions differ.
 
-    Collective; the second exchange takes place only on disagreement, and then on all ranks.
+    Collective, and seen by no patched function or dispatch mode; the second exchange takes place only on disagreement,
+    and then on all ranks.
     """
+    if group is None or is_alone(group):
+        return None
     mine = torch.tensor([fingerprint], dtype=torch.int64, device=device)
     world_size = dist.get_world_size(group)
     everyone = mine.new_empty(world_size)
-    _torch.all_gather_single(everyone, mine, group, False)
+    _torch.gather_unobserved(everyone, mine, group)
     if len(set(everyone.tolist())) == 1:
         return None
     descriptions: list[str] = [""] * world_size

@@ -4,7 +4,8 @@ Reaches the device through the `Device` protocol only, so that a recording fake 
 and check the order of everything.
 
 [Note: streams and lifetimes]
-Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another. A
+Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another,
+all-reduces over replicas on a third. A
 buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
 once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream`` and no host
 synchronization.
@@ -15,7 +16,8 @@ synchronization.
   on the device, however far the host runs ahead.
 * Gradients belong to compute. The reduce-scatter stream waits for GRADIENTS_READY, packs and reduces; the gradients
   are held until compute waits for REDUCED. Reduced gradients belong to the reduce-scatter stream, whose next
-  GRADIENTS_READY also follows everything that read the previous ones.
+  GRADIENTS_READY also follows everything that read the previous ones. With replicas the all-reduce stream takes over:
+  it waits for REDUCE_SCATTERED, and compute waits for it.
 
 On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
 """
@@ -33,6 +35,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2.common import FSDPRuntimeError
+
 
 class Wait(enum.Enum):
     """Why one stream waits for another. Removing any of these is a race, as a test shows for each."""
@@ -43,6 +47,7 @@ class Wait(enum.Enum):
     GRADIENTS_READY = (
         "the reduce-scatter stream reads gradients, and reuses reduced ones, after compute is done with them"
     )
+    REDUCE_SCATTERED = "the all-reduce stream reads gradients after the reduce-scatter stream has written them"
     REDUCED = "compute reads reduced gradients, and frees unsharded ones, after the reduce-scatter stream is done"
 
 
@@ -67,6 +72,9 @@ class Device(Protocol):
     def wait(self, stream: Any, event: Any, why: Wait) -> None:
         """Let whatever is issued to ``stream`` from now on run after ``event``."""
 
+    def block_host(self, event: Any) -> None:
+        """Block the host until ``event``: what was copied to host memory is read by the host."""
+
 
 class HostDevice:
     """CPU: works instead of streams."""
@@ -88,6 +96,9 @@ class HostDevice:
 
     def wait(self, stream: None, event: None, why: Wait) -> None:
         """Nothing to wait for: works are waited for on the host."""
+
+    def block_host(self, event: None) -> None:
+        """Nothing to wait for."""
 
 
 class StreamDevice:
@@ -118,6 +129,10 @@ class StreamDevice:
         """Wait on the device, not on the host."""
         stream.wait_event(event)
 
+    def block_host(self, event: Any) -> None:
+        """Wait on the host."""
+        event.synchronize()
+
 
 def device_for(device: torch.device) -> Device:
     """How the engine talks to ``device``."""
@@ -144,15 +159,20 @@ class PendingReduce:
     Attributes:
         deliver: sets the sharded gradients.
         held: tensors handed to the collective.
+        then: issues what follows, the all-reduce over replicas, and returns its ticket. On devices without streams
+            only, where it must be preceded by waiting on the host.
+        to_host: the gradients were copied to host memory, and the host must wait.
     """
 
     ticket: Ticket
     deliver: Callable[[], None]
     held: object
+    then: Callable[[], Ticket] | None = None
+    to_host: bool = False
 
 
 class FSDPCommContext:
-    """The streams of one root and the reductions in flight on them.
+    """The streams of one root and the reductions in flight on them. Several roots may share one.
 
     Attributes:
         max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
@@ -163,8 +183,52 @@ class FSDPCommContext:
         self.device = device
         self.all_gather_stream = device.new_stream()
         self.reduce_scatter_stream = device.new_stream()
+        self.all_reduce_stream = device.new_stream()
         self.max_pending_reduces = 1
         self._pending: deque[PendingReduce] = deque()
+        self._all_reducing: deque[PendingReduce] = deque()
+        self._unfinished: object = None
+
+    def begin_handle(self, owner: object) -> None:
+        """``owner`` has begun what must be waited for before anything else on this context."""
+        self._unfinished = owner
+
+    def end_handle(self) -> None:
+        """It was waited for."""
+        self._unfinished = None
+
+    def is_unfinished(self, owner: object) -> bool:
+        """Whether what ``owner`` has begun is still to be waited for."""
+        return self._unfinished is owner
+
+    def refuse_unfinished_handle(self, what: str) -> None:
+        """Refuse to begin ``what`` while a handle is outstanding.
+
+        Raises:
+            FSDPRuntimeError: naming the remedy.
+        """
+        if self._unfinished is not None:
+            raise FSDPRuntimeError(
+                f"{what} was begun before the previous gradient reduction was waited for: call wait() on the handle "
+                "that finalize_backward(async_op=True) returned first."
+            )
+
+    def invalidate_handle(self, owner: object) -> None:
+        """``owner`` starts clean: forget its handle.
+
+        Raises:
+            FSDPRuntimeError: the handle outstanding is another root's.
+        """
+        if self._unfinished is not None and self._unfinished is not owner:
+            raise FSDPRuntimeError(
+                "reset_iter_state() was called while another root that shares the communication context has a gradient "
+                "reduction outstanding; wait for its handle, or reset that root."
+            )
+        self._unfinished = None
+
+    def gathers_follow(self, event: Any) -> None:
+        """Let all-gathers from now on run after ``event``, which the user recorded after the optimizer's step."""
+        self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
 
     def gathers_follow_compute(self) -> None:
         """Let all-gathers from now on see what compute has written so far: parameters after an optimizer step."""
@@ -173,7 +237,7 @@ class FSDPCommContext:
 
     def compute_follows_gather(self, ticket: Ticket) -> None:
         """Let compute see the gathered parameters. Blocks the host on CPU."""
-        self._wait(ticket, Wait.GATHERED)
+        self._wait_for(ticket, Wait.GATHERED)
 
     def gathers_follow_readers(self) -> None:
         """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
@@ -190,31 +254,57 @@ class FSDPCommContext:
         event = self.device.record(self.reduce_scatter_stream)
         self.device.wait(self.device.current_stream(), event, Wait.REDUCED)
 
+    def all_reduces_follow(self, stream: Any) -> None:
+        """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far."""
+        event = self.device.record(self.reduce_scatter_stream)
+        self.device.wait(stream, event, Wait.REDUCE_SCATTERED)
+
     def __del__(self) -> None:
         """The groups go too: compute frees shards and gradients only after communication has read them."""
         if self.device.has_streams and not sys.is_finalizing():
             self.compute_follows_reduces()
-            event = self.device.record(self.all_gather_stream)
-            self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
+            for stream, why in ((self.all_reduce_stream, Wait.REDUCED), (self.all_gather_stream, Wait.GATHERED)):
+                self.device.wait(self.device.current_stream(), self.device.record(stream), why)
 
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""
         self._pending.append(pending)
 
     def retire_reduces(self, keep: int) -> None:
-        """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight."""
+        """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight.
+
+        With replicas, one more may be in its second stage, the all-reduce, unless ``keep`` is 0.
+        """
         while len(self._pending) > keep:
             pending = self._pending.popleft()
-            self._wait(pending.ticket, Wait.REDUCED)
+            self._wait(pending)
+            if pending.then is None:
+                pending.deliver()
+            else:
+                self._finish_all_reduces()
+                pending.ticket, pending.then, pending.held = pending.then(), None, None
+                self._all_reducing.append(pending)
+        if keep == 0:
+            self._finish_all_reduces()
+
+    def _finish_all_reduces(self) -> None:
+        while self._all_reducing:
+            pending = self._all_reducing.popleft()
+            self._wait(pending)
             pending.deliver()
 
     def drop_reduces(self) -> None:
         """Wait for all reductions in flight and throw their gradients away."""
-        while self._pending:
-            pending = self._pending.popleft()
-            self._wait(pending.ticket, Wait.REDUCED)
+        for queue in (self._all_reducing, self._pending):
+            while queue:
+                self._wait(queue.popleft())
 
-    def _wait(self, ticket: Ticket, why: Wait) -> None:
+    def _wait(self, pending: PendingReduce) -> None:
+        self._wait_for(pending.ticket, Wait.REDUCED)
+        if pending.to_host and pending.ticket.event is not None:
+            self.device.block_host(pending.ticket.event)
+
+    def _wait_for(self, ticket: Ticket, why: Wait) -> None:
         ticket.wait_for_works()
         if ticket.event is not None:
             self.device.wait(self.device.current_stream(), ticket.event, why)

@@ -35,18 +35,20 @@ class FSDPNotImplementedError(FSDPError, NotImplementedError):
 class ParamPhase(enum.Enum):
     """Where the parameters of a group stand.
 
-    ========== ============================ =====================================
-    phase      registered in the modules    unsharded buffer
-    ========== ============================ =====================================
-    SHARDED    sharded parameters           free
-    UNSHARDING sharded parameters           allocated, being gathered into
-    UNSHARDED  unsharded parameters         holds the full parameters
-    ========== ============================ =====================================
+    ==================== ============================ =====================================
+    phase                registered in the modules    unsharded buffer
+    ==================== ============================ =====================================
+    SHARDED              sharded parameters           free
+    UNSHARDING           sharded (or post-forward)    allocated, being gathered into
+    UNSHARDED            unsharded parameters         holds the full parameters
+    SHARDED_POST_FORWARD post-forward parameters      free; larger parts rest on fewer ranks
+    ==================== ============================ =====================================
     """
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
+    SHARDED_POST_FORWARD = "sharded post forward"
 
 
 class GradPhase(enum.Enum):
@@ -66,6 +68,9 @@ PARAM_TRANSITIONS = frozenset(
         (ParamPhase.UNSHARDING, ParamPhase.UNSHARDED),
         (ParamPhase.UNSHARDED, ParamPhase.SHARDED),
         (ParamPhase.UNSHARDING, ParamPhase.SHARDED),  # a prefetch that nobody used
+        (ParamPhase.UNSHARDED, ParamPhase.SHARDED_POST_FORWARD),
+        (ParamPhase.SHARDED_POST_FORWARD, ParamPhase.UNSHARDING),
+        (ParamPhase.SHARDED_POST_FORWARD, ParamPhase.SHARDED),
     }
 )
 GRAD_TRANSITIONS = frozenset(

@@ -1,4 +1,4 @@
-"""The reduce-scatter of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
+"""The reduction of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
 
 Owns the sharded-gradient buffer and the DTensors over it; issues no collective.
 
@@ -9,6 +9,9 @@ lies on it: the Python references of every gradient and of its local tensor, and
 at the counts they had when they were built. Otherwise a new buffer is built, so a gradient (or a view of one) that the
 user keeps never changes. From the first forward after gradients were cleared until they are reduced again the buffer
 has no memory, as if it did not exist.
+
+Where gradients are delivered in another dtype or place than they are reduced in, the reduction arrives in a temporary,
+and one copy of it goes to the buffer.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.buffers import Member, storage_alias
+from fsdp2.buffers import Home, storage_alias
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.layout import GradientLayout, row_range
+from fsdp2.custom_comm import ReduceScatter
+from fsdp2.gather import Member
+from fsdp2.layout import GradientLayout
 from fsdp2.param import FSDPParam
 
 
@@ -66,93 +71,187 @@ class _GradientBuffer:
 
 @dataclass(slots=True)
 class PackedGradients:
-    """One reduction under way: what it sends, where it arrives, and what must stay alive until it has."""
+    """One reduction under way: what it sends, where it arrives, and what must stay alive until it has.
+
+    Attributes:
+        members: of the reduce-scatter.
+        output: flat, where it arrives, in the reduce dtype.
+        delivered: flat, what the gradients lie on; None until `DtypeGradients.arrive`.
+        missing: indices of parameters without a gradient on this rank.
+        inputs: the gradients themselves.
+    """
 
     members: list[Member]
     output: torch.Tensor
+    delivered: torch.Tensor | None
     missing: list[int]
     inputs: list[torch.Tensor | None]
 
+    def release_inputs(self) -> None:
+        """Let go of what was sent, once it has been."""
+        self.members = []
+        self.inputs = []
+
 
 class DtypeGradients:
-    """Packs the unsharded gradients of a group's trainable parameters of one dtype, and delivers the reduced ones."""
+    """Packs the unsharded gradients of a group's trainable parameters that are reduced in one dtype, and delivers them.
 
-    def __init__(self, params: Sequence[FSDPParam], layout: GradientLayout, *, world_size: int, rank: int) -> None:
+    Attributes:
+        params: the parameters, in the order of the group.
+        dtype: in which gradients are reduced.
+        layout: of the reduce-scatter.
+        partial: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: GradientLayout,
+        dtype: torch.dtype,
+        *,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        home: Home,
+    ) -> None:
         self.params = tuple(params)
         self.layout = layout
+        self.dtype = dtype
+        self.partial: torch.Tensor | None = None
+        self._presence_scale = 1.0
         self._world_size = world_size
-        self._local_shapes = [self._local_shape(index, rank) for index in range(len(self.params))]
+        self._device = device
+        self._home = home
+        self._local_shapes = [slot.local_shape(rank) for slot in layout.slots]
+        dtypes = {param.delivery_dtype(dtype) for param in self.params}
+        self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        self._arrives_in_place = self._delivery_dtype is dtype and home.device == device
         self._buffer: _GradientBuffer | None = None
-        first = params[0].local
-        self._dtype, self._device = first.dtype, first.device
-        self._presence = torch.ones(world_size, len(self.params), dtype=self._dtype, device=self._device)
-        self._pads = {
-            slot.pad_numel: torch.zeros(world_size, slot.pad_numel, dtype=self._dtype, device=self._device)
-            for slot in layout.slots
-            if slot.pad_numel
-        }
+        self._constants: dict[torch.dtype, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
-    def _local_shape(self, index: int, rank: int) -> tuple[int, ...]:
-        slot = self.layout.slots[index]
-        start, stop = row_range(slot.shape[0], slot.rows, rank)
-        return (stop - start, *slot.shape[1:])
+    def _constants_of(self, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Presence (world_size, params) and, by size, alignment, in the dtype of the gradients that they go with."""
+        if dtype not in self._constants:
+            shape = (self._world_size, len(self.params))
+            presence = torch.full(shape, self._presence_scale, dtype=dtype, device=self._device)
+            sizes = {slot.pad_numel for slot in self.layout.slots if slot.pad_numel}
+            pads = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
+            self._constants[dtype] = presence, pads
+        return self._constants[dtype]
+
+    def expect_divisor(self, divisor: float) -> None:
+        """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
+        self._presence_scale = min(max(1.0, divisor), 1024.0)
+        self._constants.clear()
 
     def take(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
-        gradients: list[torch.Tensor | None] = []
-        for param in self.params:
-            unsharded = param.unsharded
-            assert unsharded is not None, "gradients are taken after lazy initialization"
-            gradients.append(unsharded.grad)
-            unsharded.grad = None
-        return gradients
+        return [param.take_gradient() for param in self.params]
 
-    def pack(self, gradients: list[torch.Tensor | None]) -> PackedGradients:
+    def pack(
+        self, gradients: list[torch.Tensor | None], *, in_place: bool, custom: ReduceScatter | None
+    ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
         On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
-        written: the mean over ranks is the collective's.
+        written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
         """
         layout, world_size = self.layout, self._world_size
-        output = self._output()
+        numel = layout.numel
+        if custom is not None:
+            output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
+        elif in_place and self._arrives_in_place:
+            output = self._delivery_flat()
+        else:
+            output = torch.empty(numel, dtype=self.dtype, device=self._device)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        dtype = self._common_dtype(gradients)
+        presence, pads = self._constants_of(dtype)
         packing: list[torch.Tensor] = []
         direct: list[Member] = []
-        for param, slot, gradient in zip(self.params, layout.slots, gradients, strict=True):
+        for index, (slot, gradient) in enumerate(zip(layout.slots, gradients, strict=True)):
             if slot.shard_numel == 0:
                 continue
             if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=self._dtype, device=self._device)
+                gradient = torch.zeros(slot.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
             if gradient.is_sparse:
                 raise FSDPNotImplementedError(
-                    f"parameter '{param.path}' has a sparse gradient, which cannot be sharded; use sparse=False."
+                    f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use "
+                    "sparse=False."
                 )
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
-                direct.append((destination, gradient.contiguous().view(-1)))
+                direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
                 continue
+            gradient = gradient.to(dtype)
+            if slot.outer > 1:  # to (world_size, ...), rank-major
+                pieces = gradient.reshape(slot.outer, world_size, slot.rows * slot.row_numel)
+                gradient = pieces.transpose(0, 1)
             packing.append(gradient)
             if slot.pad_numel:
-                packing.append(self._pads[slot.pad_numel])
-        packing.append(self._presence_of(missing))
-        packed = torch.empty(world_size, layout.packed_numel, dtype=self._dtype, device=self._device)
+                packing.append(pads[slot.pad_numel])
+        packing.append(self._without(presence, missing))
+        size = world_size * layout.packed_numel
+        if custom is not None:
+            packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+        else:
+            packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
         _torch.chunk_cat(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
-        return PackedGradients(members, output, missing, gradients)
+        return PackedGradients(members, output, output if self._owns(output) else None, missing, gradients)
 
-    def _presence_of(self, missing: list[int]) -> torch.Tensor:
+    def _common_dtype(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
+        """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        return dtypes.pop() if len(dtypes) == 1 else self.dtype
+
+    def _owns(self, output: torch.Tensor) -> bool:
+        """Whether gradients may be delivered where they arrived."""
+        return self._buffer is not None and output is self._buffer.flat
+
+    @staticmethod
+    def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
         if not missing:
-            return self._presence
-        presence = self._presence.clone()
+            return presence
+        presence = presence.clone()
         presence[:, missing] = 0
         return presence
 
-    def _output(self) -> torch.Tensor:
-        """Where the reduction arrives: the gradients' own buffer, or a temporary if some ``.grad`` is set."""
+    def accumulate_partial(self, packed: PackedGradients) -> None:
+        """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
+        if self.partial is None:
+            self.partial = packed.output
+        else:
+            self.partial.add_(packed.output)
+
+    def add_partial(self, packed: PackedGradients) -> None:
+        """Add what `accumulate_partial` kept. On the reduce-scatter stream."""
+        if self.partial is not None:
+            packed.output.add_(self.partial)
+            packed.missing = list(range(len(self.params)))  # it may have had gradients that this backward has not
+            self.partial = None
+
+    def arrive(self, packed: PackedGradients, divisor: float) -> None:
+        """Finish the reduction, and bring it to the dtype and place of the gradients.
+
+        On the stream that reduced last; the current stream where there are none.
+        """
+        if divisor != 1.0:
+            packed.output.div_(divisor)
+        if packed.delivered is None and self._delivery_dtype is not None:
+            if self._arrives_in_place:
+                packed.delivered = packed.output
+            else:
+                packed.delivered = self._delivery_flat()
+                packed.delivered.copy_(packed.output, non_blocking=True)
+
+    def _delivery_flat(self) -> torch.Tensor:
+        """Where gradients are delivered: their own buffer, or a temporary if some ``.grad`` is set."""
+        assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
         if any(param.sharded.grad is not None for param in self.params):
-            return torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+            return self._home.empty(self.layout.numel, self._delivery_dtype)
         if self._buffer is None or not self._buffer.is_free():
-            flat = torch.empty(self.layout.numel, dtype=self._dtype, device=self._device)
+            flat = self._home.empty(self.layout.numel, self._delivery_dtype)
             self._buffer = _GradientBuffer(flat, self._gradients_on(flat))
         self._buffer.allocate()
         return self._buffer.flat
@@ -163,33 +262,36 @@ class DtypeGradients:
             self._buffer.release()
 
     def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
-        # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-        placeholder = flat.new_empty(0)
-        gradients = []
-        for param, slot, shape in zip(self.params, self.layout.slots, self._local_shapes, strict=True):
-            gradient = _torch.make_dtensor(placeholder, _torch.spec_of(param.sharded))
-            _torch.set_local(gradient, storage_alias(flat, slot.offset, shape))
-            gradients.append(gradient)
-        return gradients
+        return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
 
-    def deliver(self, packed: PackedGradients) -> None:
+    def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
+        """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
+        local = storage_alias(flat, self.layout.slots[index].offset, self._local_shapes[index])
+        local = local.to(device=self._home.device, dtype=dtype)
+        spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
+        # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+        gradient = _torch.make_dtensor(flat.new_empty(0), spec)
+        _torch.set_local(gradient, local)
+        return gradient
+
+    def deliver(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
         """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
 
-        A parameter that had no gradient on any rank is left as it is. The users' hooks on parameters are called here,
-        with the reduced gradient: autograd never sees the sharded parameters.
+        A parameter that had no gradient on any rank is left as it is, unless ``zeros_for_unused``. The users' hooks on
+        parameters are called here, with the reduced gradient: autograd never sees the sharded parameters.
         """
-        absent = self._absent(packed)
-        buffer = self._buffer
-        if any(_torch.tensor_hooks(param.sharded) for param in self.params):
-            self._accumulate_each(packed.output, absent)
-        elif buffer is not None and packed.output is buffer.flat:
+        absent = set() if zeros_for_unused else self._absent(packed)
+        buffer, delivered = self._buffer, packed.delivered
+        if delivered is None or any(_torch.tensor_hooks(param.sharded) for param in self.params):
+            self._accumulate_each(packed.output if delivered is None else delivered, absent)
+        elif buffer is not None and delivered is buffer.flat:
             for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
                 if index not in absent:
                     param.sharded.grad = gradient
         elif buffer is not None and not absent and self._accumulates_in(buffer):
-            buffer.flat.add_(packed.output)
+            buffer.flat.add_(delivered)
         else:
-            self._accumulate_each(packed.output, absent)
+            self._accumulate_each(delivered, absent)
         self._call_hooks(absent)
 
     def _absent(self, packed: PackedGradients) -> set[int]:
@@ -205,11 +307,11 @@ class DtypeGradients:
             param.sharded.grad is gradient for param, gradient in zip(self.params, buffer.gradients, strict=True)
         )
 
-    def _accumulate_each(self, output: torch.Tensor, absent: set[int]) -> None:
-        for index, (param, reduced) in enumerate(zip(self.params, self._gradients_on(output), strict=True)):
+    def _accumulate_each(self, flat: torch.Tensor, absent: set[int]) -> None:
+        for index, param in enumerate(self.params):
             if index in absent:
                 continue
-            gradient: torch.Tensor = reduced
+            gradient: torch.Tensor = self._gradient_on(flat, index, param.delivery_dtype(self.dtype))
             for hook in (_torch.tensor_hooks(param.sharded) or {}).values():
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed

@@ -49,12 +49,21 @@ class _PostBackward(torch.autograd.Function):
     the gradients of a module that was called on these inputs have been accumulated.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
-        ctx.call = call
-        call.ends_at(ctx)
+    def forward(call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
         return tensors
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
+        ctx.call = inputs[0]
+        ctx.call.ends_at(ctx)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tangents[1:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -120,6 +129,15 @@ def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
         else:
             rebuilt[key] = value
     return rebuilt
+
+
+def cast_floating_point(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with every floating-point tensor of another dtype cast to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree)
 
 
 def after_backward_of_inputs(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DIRECT_ALIGNMENT_BYTES = 128
 """Direct slots start at multiples of this, as collectives like it."""
@@ -51,14 +51,18 @@ class Slot:
 
     Attributes:
         shape: the unsharded shape.
-        rows: rows (of dim 0) that every rank keeps room for, ceil(shape[0] / world_size).
-        row_numel: elements of one row.
+        dim: the dim that is cut.
+        outer: product of the sizes before ``dim``.
+        rows: entries of ``dim`` that every rank keeps room for, ceil(shape[dim] / world_size).
+        row_numel: elements of one of them, counted behind ``dim`` only.
         shard_offset: first element in the shard buffer.
         unsharded_offset: first element in the unsharded buffer.
         direct: gathered straight into the unsharded buffer; else through the staging buffer.
     """
 
     shape: tuple[int, ...]
+    dim: int
+    outer: int
     rows: int
     row_numel: int
     shard_offset: int
@@ -68,16 +72,21 @@ class Slot:
     @property
     def shard_numel(self) -> int:
         """Elements that every rank keeps room for."""
-        return self.rows * self.row_numel
+        return self.outer * self.rows * self.row_numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unsharded parameter."""
+        return math.prod(self.shape)
 
     def row_range(self, rank: int) -> tuple[int, int]:
-        """The rows [start, stop) of the parameter that ``rank`` holds; empty on the last ranks of short ones."""
-        return row_range(self.shape[0], self.rows, rank)
+        """The entries [start, stop) of ``dim`` that ``rank`` holds; empty on the last ranks of short ones."""
+        return row_range(self.shape[self.dim], self.rows, rank)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the sharded parameter's local tensor on ``rank``."""
         start, stop = self.row_range(rank)
-        return (stop - start, *self.shape[1:])
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
 def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
@@ -108,42 +117,70 @@ class BufferLayout:
     def build(
         cls,
         shapes: Sequence[tuple[int, ...]],
+        dims: Sequence[int] | None = None,
         *,
         world_size: int,
         itemsize: int,
-        direct_threshold_bytes: int = DIRECT_THRESHOLD_BYTES,
+        direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
     ) -> BufferLayout:
-        """Lay out parameters of the given unsharded ``shapes`` (each of at least one dim)."""
+        """Lay out parameters of the given unsharded ``shapes`` (each of at least one dim), cut in ``dims`` (0)."""
+        dims = [0] * len(shapes) if dims is None else dims
         slots: list[Slot | None] = [None] * len(shapes)
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, shape in enumerate(shapes):
-                rows, row_numel = ceil_div(shape[0], world_size), math.prod(shape[1:])
-                numel = world_size * rows * row_numel
-                if (numel * itemsize >= direct_threshold_bytes) is not wanted:
+            for index, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+                outer, row_numel = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+                rows = ceil_div(shape[dim], world_size)
+                numel = world_size * outer * rows * row_numel
+                # Only in dim 0 is rank order the order of the parameter.
+                if (outer == 1 and numel * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
                 shard_offset, unsharded_offset = align(shard_offset, alignment), align(unsharded_offset, alignment)
-                slots[index] = Slot(shape, rows, row_numel, shard_offset, unsharded_offset, wanted)
-                shard_offset, unsharded_offset = shard_offset + rows * row_numel, unsharded_offset + numel
+                slots[index] = Slot(shape, dim, outer, rows, row_numel, shard_offset, unsharded_offset, wanted)
+                shard_offset, unsharded_offset = shard_offset + numel // world_size, unsharded_offset + numel
             if not wanted:
                 packed_numel = shard_offset
         placed = tuple(slot for slot in slots if slot is not None)
         assert len(placed) == len(shapes), "every parameter is either packed or direct"
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset)
 
+    def over(self, world_size: int, itemsize: int) -> BufferLayout:
+        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``."""
+        slots: list[Slot | None] = [None] * len(self.slots)
+        offset = packed_numel = 0
+        for wanted in (False, True):
+            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
+            for index, slot in enumerate(self.slots):
+                if slot.direct is wanted:
+                    offset = align(offset, alignment)
+                    rows = ceil_div(slot.shape[slot.dim], world_size)
+                    slots[index] = replace(slot, rows=rows, shard_offset=offset)
+                    offset += slot.outer * rows * slot.row_numel
+            if not wanted:
+                packed_numel = offset
+        placed = tuple(slot for slot in slots if slot is not None)
+        return BufferLayout(world_size, placed, packed_numel, offset, self.unsharded_numel)
+
 
 @dataclass(frozen=True, slots=True)
 class GradientSlot:
-    """One trainable parameter's place in the sharded-gradient buffer.
+    """One trainable parameter's place in the output of a reduce-scatter.
 
     Attributes:
-        offset: first element in that buffer.
+        shape: the unsharded shape.
+        dim: the dim that is cut.
+        outer: product of the sizes before ``dim``.
+        rows: entries of ``dim`` that every rank receives, ceil(shape[dim] / world_size).
+        row_numel: elements of one of them, counted behind ``dim`` only.
+        offset: first element in the output.
         direct: its gradient is itself the input of the reduce-scatter; else it is packed.
         pad_numel: alignment after a packed slot.
     """
 
     shape: tuple[int, ...]
+    dim: int
+    outer: int
     rows: int
     row_numel: int
     offset: int
@@ -153,12 +190,17 @@ class GradientSlot:
     @property
     def shard_numel(self) -> int:
         """Elements that every rank receives, padding of short ranks included."""
-        return self.rows * self.row_numel
+        return self.outer * self.rows * self.row_numel
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that ``rank`` receives."""
+        start, stop = row_range(self.shape[self.dim], self.rows, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
 class GradientLayout:
-    """The layout of the reduce-scatter of one group's trainable parameters of one dtype.
+    """The layout of the reduce-scatter of one group's trainable parameters in one dtype.
 
     Two trainable parameters, one packed, one direct::
 
@@ -175,24 +217,39 @@ class GradientLayout:
     numel: int
 
     @classmethod
-    def build(cls, slots: Sequence[Slot], *, world_size: int, itemsize: int) -> GradientLayout:
-        """Lay out the gradients of parameters that lie in ``slots`` (the trainable ones of a `BufferLayout`)."""
-        fine, coarse = (alignment_numel(direct=direct, itemsize=itemsize) for direct in (False, True))
-        # Only an evenly divisible gradient is what the collective wants; the others need the packing's padding.
-        direct = [slot.direct and slot.shape[0] % world_size == 0 for slot in slots]
+    def build(
+        cls,
+        shapes: Sequence[tuple[int, ...]],
+        dims: Sequence[int],
+        direct: Sequence[bool],
+        *,
+        world_size: int,
+        itemsize: int,
+    ) -> GradientLayout:
+        """Lay out gradients of the given unsharded ``shapes``, cut in ``dims``.
+
+        ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
+        padding all the same.
+        """
+        fine, coarse = (alignment_numel(direct=each, itemsize=itemsize) for each in (False, True))
+        alone = [may and shape[0] % world_size == 0 for may, shape in zip(direct, shapes, strict=True)]
         placed: dict[int, GradientSlot] = {}
         offset = 0
-        for index, slot in enumerate(slots):
-            if not direct[index]:
-                pad_numel = align(slot.shard_numel, fine) - slot.shard_numel
-                placed[index] = GradientSlot(slot.shape, slot.rows, slot.row_numel, offset, False, pad_numel)
-                offset += slot.shard_numel + pad_numel
-        presence_offset = offset
-        packed_numel = offset + len(slots)
-        offset = align(packed_numel, coarse) if any(direct) else packed_numel
-        for index, slot in enumerate(slots):
-            if direct[index]:
-                placed[index] = GradientSlot(slot.shape, slot.rows, slot.row_numel, offset, True, 0)
-                offset += align(slot.shard_numel, coarse)
-        ordered = tuple(placed[index] for index in range(len(slots)))
+        presence_offset = packed_numel = 0
+        for wanted in (False, True):
+            for index, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+                if alone[index] is not wanted:
+                    continue
+                outer, row_numel = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+                rows = ceil_div(shape[dim], world_size)
+                numel = outer * rows * row_numel
+                step = align(numel, coarse if wanted else fine)
+                pad_numel = 0 if wanted else step - numel
+                placed[index] = GradientSlot(shape, dim, outer, rows, row_numel, offset, wanted, pad_numel)
+                offset += step
+            if not wanted:
+                presence_offset = offset
+                packed_numel = offset + len(shapes)
+                offset = align(packed_numel, coarse) if any(alone) else packed_numel
+        ordered = tuple(placed[index] for index in range(len(shapes)))
         return cls(ordered, presence_offset, packed_numel, offset)

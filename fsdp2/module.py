@@ -1,80 +1,95 @@
-"""`FSDPModule`: the methods that `fully_shard` mixes into a module's class, and `UnshardHandle`."""
+"""`FSDPModule`: the methods that `fully_shard` mixes into a module's class."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
 
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, ParamPhase
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, ParamPhase
+from fsdp2.custom_comm import AllGather, ReduceScatter
+from fsdp2.handles import GradientReductionHandle, UnshardHandle
+from fsdp2.module_comm import CommunicationSettings
 from fsdp2.param import refuse_share_memory
-from fsdp2.param_group import FSDPParamGroup
+from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of, states_below
 
 _ORIGINAL_CLASS_INDEX = 2
 """In the MRO of a sharded module's class: FSDP<Name>, FSDPModule, Name."""
 
+_CLASSES: dict[type, type] = {}
+_initializes_new_modules = True
 
-class UnshardHandle:
-    """What `FSDPModule.unshard(async_op=True)` returns."""
 
-    def __init__(self, group: FSDPParamGroup | None) -> None:
-        self._group = group
+def get_cls_to_fsdp_cls() -> dict[type, type]:
+    """The classes of sharded modules by their original classes."""
+    return _CLASSES
 
-    def wait(self) -> None:
-        """Wait for the all-gather and register the unsharded parameters. Calling it again does nothing.
 
-        Streams: the current stream waits; on CPU the host does.
-        """
-        if self._group is not None:
-            self._group.wait_for_unshard()
-            self._group = None
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, making an instance of a sharded module's class does not run ``__init__``, as unpickling must not."""
+    global _initializes_new_modules
+    before, _initializes_new_modules = _initializes_new_modules, False
+    try:
+        yield
+    finally:
+        _initializes_new_modules = before
 
 
 class FSDPModule:
     """Mixed in front of the class of every module that `fully_shard` was called on.
 
-    ``isinstance(module, OriginalClass)`` keeps holding, and so do the names of parameters and submodules.
+    ``isinstance(module, OriginalClass)`` keeps holding, and so do the names of parameters and submodules. Settings
+    apply to the module's own groups; those with ``recurse`` to all sharded modules below as well. Every rank must set
+    the same.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
         original = cls.__mro__[_ORIGINAL_CLASS_INDEX]
         plain: Any = original.__new__(original)  # type: ignore[call-overload]
-        plain.__init__(*args, **kwargs)
+        if _initializes_new_modules:
+            plain.__init__(*args, **kwargs)
         return plain
 
-    def _state(self) -> FSDPState:
+    def _get_fsdp_state(self) -> FSDPState:
         state = state_of(self)  # type: ignore[arg-type]
         assert state is not None, "an FSDPModule has a state"
         return state
 
     def _states(self, recurse: bool) -> list[FSDPState]:
-        return states_below(self) if recurse else [self._state()]  # type: ignore[arg-type]
+        return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
+
+    def _communication(self, *, recurse: bool) -> CommunicationSettings:
+        return CommunicationSettings([group for state in self._states(recurse) for group in state.unit])
 
     # -- parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather and register this module's own group of parameters, not those of sharded submodules.
+        """Gather and register this module's own parameters, not those of sharded submodules.
 
         They stay unsharded until `reshard`, or until the end of the module's next forward or backward that reshards.
         Collective: all ranks of the mesh must call it. Initializes lazily, like a forward.
 
         Args:
-            async_op: return at once, with a handle whose ``wait()`` completes it.
+            async_op: return at once, with a handle whose ``wait()`` completes it; the module's next forward does too.
 
         Returns:
             The handle if ``async_op``, else None.
         """
-        state = self._state()
+        state = self._get_fsdp_state()
         root = state.ensure_root()
         root.recover_if_failed()
-        handle = UnshardHandle(state.group)
+        handle = UnshardHandle(state.unit)
         try:
-            if state.group is not None:
+            if state.unit:
                 root.join()
-                state.group.unshard()
+                for group in state.unit:
+                    group.unshard()
             if not async_op:
                 handle.wait()
         except BaseException:
@@ -83,39 +98,27 @@ class FSDPModule:
         return handle if async_op else None
 
     def reshard(self) -> None:
-        """Register the sharded parameters of this module's own group and free the unsharded ones.
+        """Register the sharded parameters of this module and free the unsharded ones; not of sharded submodules.
 
-        No communication. Nothing to do if they are sharded.
+        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`.
         """
-        group = self._state().group
-        if group is not None:
+        for group in self._get_fsdp_state().unit:
             group.reshard()
 
-    # -- gradients
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; False accumulates them unsharded, without communication.
-
-        The next backward with True reduces the sum. Every rank must set the same.
-        """
-        for state in self._states(recurse):
-            if state.group is not None:
-                state.group.requires_gradient_sync = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward waits for all gradient reductions at its end (default True).
-
-        With False the last ones stay in flight; before gradients are used, a backward must have run with True.
-        """
-        state = self._state()
-        state.is_last_backward = is_last_backward
-        if state.root is not None:
-            state.root.is_last_backward = is_last_backward
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether the end of forward frees the unsharded parameters (else backward finds them in place)."""
+        """Whether the end of forward frees the unsharded parameters (else backward finds them in place).
+
+        Takes the place of the argument of `fully_shard`, also of an int, and of the root's default.
+
+        Raises:
+            FSDPValueError: not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise FSDPValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}.")
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
+            for group in state.unit:
+                group.rest_on_all_ranks()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of backward frees the unsharded parameters.
@@ -126,19 +129,258 @@ class FSDPModule:
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the unsharded parameters their memory.
+
+        Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
+        """
+        for state in self._states(recurse):
+            for group in state.unit:
+                group.keep_unsharded_storage(keep)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters. False where it needs none of them (an embedding)."""
+        for group in self._get_fsdp_state().unit:
+            group.unshards_in_backward = unshard_in_backward
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether the gathers before forward and backward run as asynchronous works of the current stream.
+
+        Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
+        explicit prefetching overlaps, and casts before the gather do not.
+        """
+        for state in self._states(recurse=True):
+            for group in state.unit:
+                group.set_gathers_on_compute(async_op)
+
+    # -- prefetching
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather the parameters of ``modules`` in forward as soon as this module's have been.
+
+        Takes the place of what is learned and gathered ahead by itself. With two or more the gathers run further
+        ahead, for more memory. An empty list goes back to what is learned.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        self._get_fsdp_state().forward_prefetch = _units(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same as `set_modules_to_forward_prefetch`, in backward.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        units = _units(modules, "set_modules_to_backward_prefetch")
+        # The groups of a module are needed in reverse in backward.
+        self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
+
+    # -- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, over shards and replicas; False accumulates them, without communication.
+
+        They accumulate unsharded, in ``reduce_dtype`` if the policy has one, else as the parameter's ``grad_dtype``
+        says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad`` clears only
+        gradients of the parameters that are registered at the time.
+        """
+        for state in self._states(recurse):
+            for group in state.unit:
+                group.reducer.requires_gradient_sync = requires_gradient_sync
+                group.reducer.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over replicas too (HSDP); False adds them up after the reduce-scatter.
+
+        The next backward with True all-reduces the sum.
+        """
+        for state in self._states(recurse):
+            for group in state.unit:
+                group.reducer.requires_all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for all gradient reductions at its end (default True).
+
+        With False the last ones stay in flight; before gradients are used, a backward must have run with True.
+        """
+        state = self._get_fsdp_state()
+        settings = state.settings if state.root is None else state.root.settings
+        settings.is_last_backward = is_last_backward
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for ``event`` only, recorded after the optimizer's step.
+
+        By default they wait for everything that the current stream has been given. To be set for each iteration.
+        """
+        state = self._get_fsdp_state()
+        settings = state.settings if state.root is None else state.root.settings
+        settings.post_optim_event = event
+
+    # -- communication: see `CommunicationSettings`
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        self._communication(recurse=False).custom_all_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        self._communication(recurse=False).custom_reduce_scatter(comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the flat reduced gradients before they are delivered: for an all-reduce of one's own.
+
+        The flat tensor also holds one element per parameter that says whether any rank had a gradient: reduce or scale
+        it as a whole.
+
+        Args:
+            hook: called after the reduce-scatter, or after the all-reduce over replicas if there is one.
+            stream: where it is called; by default on the all-reduce stream. Not with replicas.
+
+        Raises:
+            FSDPTypeError: ``hook`` cannot be called.
+            FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
+        """
+        self._communication(recurse=False).all_reduce_hook(hook, stream)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``, instead of by the number of ranks.
+
+        NCCL multiplies before it sums, where it can; elsewhere the sum is divided.
+
+        Raises:
+            FSDPValueError: not a positive number.
+        """
+        self._communication(recurse=False).gradient_divide_factor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated: `set_gradient_divide_factor`."""
+        _warn_of_old_name("set_reduce_scatter_divide_factor", "set_gradient_divide_factor")
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
+        self._communication(recurse=False).only_sums(enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient on any rank get one of zeros; else their ``.grad`` stays as it is.
+
+        Parameters that are used on some ranks only are reduced in any case.
+        """
+        self._communication(recurse=recurse).zeros_for_unused(reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight while backward goes on (default 1); each keeps its input alive.
+
+        The largest number set on any group counts.
+
+        Raises:
+            FSDPTypeError: not an int.
+            FSDPValueError: less than 1.
+        """
+        self._communication(recurse=recurse).max_input_buffers(max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters have a process group of their own, so that they run beside all-gathers.
+
+        Makes process groups, one for each set of ranks: all ranks must call this.
+        """
+        self._communication(recurse=recurse).separate_reduce_scatter_group(enable)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether communication buffers come from the process group's own allocator, if it has one.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+        """
+        self._communication(recurse=False).memory_from_process_group(enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Put the buffers of all-gathers into symmetric memory, and those of reduce-scatters if they only sum.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+            FSDPValueError: another backend than "NCCL".
+        """
+        self._communication(recurse=False).symmetric_memory(backend)
+
     # -- iterations
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the user says when backward has ended, with `finalize_backward`; else each backward's end is its own.
+
+        Several backwards can then be one. Takes the place of `set_is_last_backward`. Set it before backward.
+
+        Raises:
+            FSDPRuntimeError: this module is not the root, or a backward is running or not finalized.
+        """
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is not None and not state.is_root:
+            raise FSDPRuntimeError(
+                f"set_manual_backward_finalization() must be called on the root, {root.name}, not on '{state.name}'."
+            )
+        changes = enabled is not state.settings.finalizes_manually
+        if root is not None and changes and (root.iteration.in_backward or root.iteration.unfinalized):
+            raise FSDPRuntimeError(
+                "set_manual_backward_finalization() cannot change while a backward is running or not finalized; call "
+                "it before backward, or after finalize_backward()."
+            )
+        state.settings.finalizes_manually = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Say that backward has ended: reduce the gradients that are left and reshard, as the settings say. Collective.
+
+        After all backwards of the iteration, on the root, with `set_manual_backward_finalization`. Before the first
+        forward there is nothing to do. With several backwards, disable gradient synchronization for them, and enable it
+        before this.
+
+        Args:
+            async_op: return a handle at once; call its ``wait()`` before the gradients are used, or anything else is
+                begun on a root that shares the communication context.
+
+        Returns:
+            The handle if ``async_op``, else None.
+
+        Raises:
+            FSDPRuntimeError: not the root, not enabled, during a backward, a handle is outstanding, or gradients would
+                stop between reduce-scatter and all-reduce.
+        """
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is None:
+            return GradientReductionHandle() if async_op else None
+        state.refuse_finalization()
+        root.finalize()
+        if not async_op:
+            root.wait_for_finalization()
+            return None
+        root.comm.begin_handle(root)
+        return GradientReductionHandle(root)
 
     def reset_iter_state(self) -> None:
         """Drop the running iteration: wait for what is in flight, discard its gradients, reshard everything.
 
         Call it on the root. Not needed after an exception in forward or backward: the next forward does the same. On a
         module whose submodules ran before it (and so became roots of their own), it makes this module their root.
-        Reduced gradients stay: clear them with ``optimizer.zero_grad()``.
+        Reduced gradients stay: clear them with ``optimizer.zero_grad()``. An outstanding handle of `finalize_backward`
+        is invalidated.
 
         Raises:
-            FSDPRuntimeError: this module is not the root.
+            FSDPRuntimeError: this module is not the root, or a root that shares its communication context has a handle
+                outstanding.
         """
-        state = self._state()
+        state = self._get_fsdp_state()
         if state.root is None:
             state.take_over()
         elif state.is_root:
@@ -155,15 +397,15 @@ class FSDPModule:
         try:
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._state().forward_failed()
+            self._get_fsdp_state().forward_failed()
             raise
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
-        self._state().settle()
-        group = self._state().group
+        state = self._get_fsdp_state()
+        state.settle()
         module = super()._apply(fn, recurse)  # type: ignore[misc]
-        if group is not None:
+        for group in state.unit:
             group.adopt_replaced()
         return module
 
@@ -175,8 +417,9 @@ class FSDPModule:
         """
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
-            if state.group is not None and state.group.phase is not ParamPhase.SHARDED:
-                state.group.zero_grad(set_to_none)
+            for group in state.unit:
+                if group.phase is not ParamPhase.SHARDED:
+                    group.zero_grad(set_to_none)
 
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
@@ -190,7 +433,30 @@ class FSDPModule:
         )
 
 
+def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | None:
+    """The units of ``modules``; None of an empty list.
+
+    Raises:
+        FSDPValueError: one of them is not sharded.
+    """
+    if isinstance(modules, nn.Module):
+        raise FSDPValueError(f"{method} takes a list of sharded modules, got one {type(modules).__name__}.")
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise FSDPValueError(
+                f"{method} takes modules that fully_shard was called on, got a {type(module).__name__}."
+            )
+    return tuple(module._get_fsdp_state().unit for module in modules) or None
+
+
+def _warn_of_old_name(old: str, new: str) -> None:
+    warnings.warn(f"{old} is deprecated; use {new}.", FutureWarning, stacklevel=3)
+
+
 def mix_in(module: nn.Module) -> None:
-    """Change ``module``'s class to one that also derives from `FSDPModule`, in place."""
+    """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
     original = type(module)
-    module.__class__ = type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
+    if original not in _CLASSES:
+        namespace = {"__module__": original.__module__}
+        _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+    module.__class__ = _CLASSES[original]

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.layout import ceil_div, row_range
 from fsdp2.param import Freshness, FSDPParam, owner_of, successor_of
 
 
@@ -134,10 +134,11 @@ def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
 
 
 def _shard_value(value: Any, sharded: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.shape != sharded.shape:
+    owner = owner_of(sharded)
+    if owner is None or not isinstance(value, torch.Tensor) or value.shape != sharded.shape:
         return value
-    mesh = sharded.device_mesh
-    size = value.shape[0]
-    start, stop = row_range(size, ceil_div(size, mesh.size()), mesh.get_local_rank())
-    local = value[start:stop].to(sharded.device).clone()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
+    if isinstance(value, DTensor):
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            return value
+        value = _torch.local_of(value)  # of tensor parallelism
+    return owner.shard_of(value)

@@ -6,16 +6,19 @@ of buffers beyond the tensor it is given to lie on, and nothing of communication
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.mesh import ShardMesh
+from fsdp2.layout import ceil_div
+from fsdp2.placement import Sharding, local_shard
+from fsdp2.policies import MixedPrecisionPolicy
 
 Target = TypeVar("Target")
 
@@ -97,13 +100,17 @@ class FSDPParam:
         group_name: that module's class.
         uses: the modules that hold it, and under which names.
         registrations: how to write there; all hold the same object at any time.
-        shape: unsharded shape.
-        sharded: the `nn.Parameter` over a ``Shard(0)`` DTensor, which optimizers and state dicts see. Its identity
+        sharding: which dim is cut, over which ranks; what the DTensors look like.
+        policy: its own mixed precision policy.
+        shape: of the unsharded parameter on this rank: the whole, or its part under tensor parallelism.
+        sharded: the `nn.Parameter` over a sharded DTensor, which optimizers and state dicts see. Its identity
             changes only when the user replaces it.
         local: the local tensor of ``sharded`` when it was last looked at, to notice when it is replaced.
-        unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer; None before lazy
-            initialization.
+        unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer (a DTensor under tensor
+            parallelism); None before lazy initialization.
+        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks.
         requires_grad: what the plan was made for.
+        grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
         freshness: of the group.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
@@ -111,13 +118,17 @@ class FSDPParam:
     __slots__ = (
         "fqn",
         "freshness",
+        "grad_dtype",
         "group_name",
         "local",
+        "policy",
+        "post_forward",
         "prefix",
         "registrations",
         "requires_grad",
         "shape",
         "sharded",
+        "sharding",
         "unsharded",
         "uses",
     )
@@ -127,7 +138,9 @@ class FSDPParam:
         self,
         fqn: str,
         uses: Sequence[tuple[nn.Module, str]],
-        sharded: nn.Parameter,
+        original: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
         freshness: Freshness,
         group_name: str,
     ) -> None:
@@ -137,9 +150,13 @@ class FSDPParam:
         self.freshness = freshness
         self.uses = tuple(uses)
         self.registrations = tuple(registration(module, name) for module, name in self.uses)
-        self.shape = tuple(sharded.shape)
+        self.sharding = sharding
+        self.policy = policy
+        self.shape = tuple(local_data(original).shape)
         self.unsharded: nn.Parameter | None = None
-        self.adopt(sharded)
+        self.post_forward: nn.Parameter | None = None
+        self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
+        self.adopt(shard_parameter(original, sharding))
 
     def adopt(self, sharded: nn.Parameter) -> None:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
@@ -147,6 +164,11 @@ class FSDPParam:
         self.sharded = sharded
         self.local = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad
+        explicit, dtype = _torch.grad_dtype_policy(sharded)
+        if explicit:
+            self.grad_dtype = (True, dtype)
+        elif self.grad_dtype[0]:  # conversions make parameters without it
+            sharded.grad_dtype = self.grad_dtype[1]
         sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
@@ -161,6 +183,38 @@ class FSDPParam:
     def dtype(self) -> torch.dtype:
         """The original dtype, in which the sharded parameter is kept."""
         return self.local.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        dtype = self.policy.param_dtype
+        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype | None:
+        """The dtype in which unsharded gradients add up while reduction is disabled; None: as they arrive."""
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        explicit, dtype = self.grad_dtype
+        return dtype if explicit else self.dtype
+
+    @property
+    def default_reduce_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient is reduced if the policy says nothing: a matter of the torch version."""
+        if not _torch.reduces_in_grad_dtype:
+            return self.param_dtype
+        explicit, dtype = self.grad_dtype
+        return (dtype or self.param_dtype) if explicit else self.dtype
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the unsharded parameter on this rank."""
+        return math.prod(self.shape)
+
+    def delivery_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient, reduced in ``reduce_dtype``."""
+        explicit, dtype = self.grad_dtype
+        return (dtype or reduce_dtype) if explicit else self.dtype
 
     def lie_on(self, local: torch.Tensor) -> None:
         """Move the sharded parameter's values onto ``local`` (its local shape and dtype) and keep it there."""
@@ -181,13 +235,61 @@ class FSDPParam:
             and found.requires_grad is self.requires_grad
         )
 
-    def take_unsharded(self, unsharded: nn.Parameter) -> None:
-        """Take ``unsharded`` as the unsharded parameter."""
+    def take_unsharded(self, alias: torch.Tensor) -> None:
+        """Make the unsharded parameter over ``alias``, this parameter's slot of the unsharded buffer."""
+        data = alias
+        spec = self.sharding.unsharded_spec
+        if spec is not None:
+            data = _torch.make_dtensor(alias.new_empty(0), _torch.spec_with_dtype(spec, alias.dtype))
+        unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
+        if spec is not None:
+            _torch.set_local(unsharded, alias)
+        if self.requires_grad:
+            unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
         succeed(unsharded, self.sharded)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
-            kept = self.unsharded.grad
-            unsharded.grad = None if kept is None else kept.to(unsharded.dtype)
+            unsharded.grad = self.unsharded.grad
         self.unsharded = unsharded
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.
+
+        Under tensor parallelism it is first brought to the parameter's own placements, which may communicate.
+        """
+        unsharded = self.unsharded
+        if unsharded is None or unsharded.grad is None:
+            return None
+        gradient: torch.Tensor = unsharded.grad
+        unsharded.grad = None
+        if self.sharding.unsharded_spec is None:
+            return gradient
+        return _torch.wait_for_tensor(_torch.local_of(self._placed(gradient)))
+
+    def _placed(self, gradient: torch.Tensor) -> DTensor:
+        spec = self.sharding.unsharded_spec
+        if not isinstance(gradient, DTensor):
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' is a DTensor on {spec.mesh}, but autograd left it a plain gradient; compute "
+                "with the parameter as a DTensor (parallelize_module does), or take it with to_local()."
+            )
+        mesh, wanted = self.sharding.mesh, list(spec.placements)
+        if mesh.spmd_mesh is not None and mesh.dims is not None:  # our own reduction handles the data-parallel dims
+            names = spec.mesh.mesh_dim_names
+            for name in mesh.dims.shard_names + mesh.dims.replicate_names:
+                wanted[names.index(name)] = gradient.placements[names.index(name)]
+        if tuple(wanted) == tuple(gradient.placements):
+            return gradient
+        return gradient.redistribute(placements=wanted)
+
+    def shard_of(self, whole: torch.Tensor) -> DTensor:
+        """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
+        mesh, dim = self.sharding.mesh, self.sharding.dim
+        if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
+            spec = self.sharding.unsharded_spec
+            whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+        size = ceil_div(whole.shape[dim], mesh.world_size)
+        local = local_shard(whole, dim, size, mesh.rank).to(self.local.device).clone()
+        return _torch.make_dtensor(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.
@@ -205,14 +307,15 @@ class FSDPParam:
         if (
             isinstance(found, nn.Parameter)
             and isinstance(found, DTensor)
-            and tuple(found.shape) == self.shape
+            and found.shape == self.sharded.shape
             and found.device_mesh == spec.mesh
             and tuple(found.placements) == tuple(spec.placements)
         ):
             return found
         raise FSDPRuntimeError(
             f"parameter '{self.path}' was replaced after fully_shard by {describe(found)}, which cannot be adopted; "
-            f"expected a nn.Parameter over a DTensor of shape {self.shape} with placements {list(spec.placements)} on "
+            f"expected a nn.Parameter over a DTensor of shape {tuple(self.sharded.shape)} with placements "
+            f"{list(spec.placements)} on "
             f"{spec.mesh}. Write into the parameter in place, load with load_state_dict(), or replace it by "
             "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
         )
@@ -229,21 +332,28 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def shard_parameter(original: nn.Parameter, mesh: ShardMesh, rows: int) -> nn.Parameter:
-    """The sharded parameter of ``original``: this rank's ``rows`` rows (fewer at the end) as a ``Shard(0)`` DTensor.
+def local_data(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of an original parameter: all of it, or its part under tensor parallelism."""
+    data = parameter.detach()
+    return _torch.local_of(data) if isinstance(data, DTensor) else data
 
-    Its local tensor still lies in ``original``'s storage: the group moves it into its shard buffer. Hooks and
-    Python attributes set on ``original`` are carried over. No communication: every rank cuts its own rows.
+
+def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+    """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
+
+    Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
+    into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
+    rank cuts its own part.
     """
-    data = original.detach()
-    start = min(rows * mesh.rank, data.shape[0])
+    data, mesh = local_data(original), sharding.mesh
+    size = ceil_div(data.shape[sharding.dim], mesh.world_size)
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-    dtensor = DTensor.from_local(
-        data.new_empty(0), mesh.device_mesh, [Shard(0)], run_check=False, shape=data.shape, stride=data.stride()
-    )
-    sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
-    _torch.set_local(sharded, data[start : start + rows])
+    sharded = nn.Parameter(_torch.make_dtensor(data.new_empty(0), sharding.spec), requires_grad=original.requires_grad)
+    _torch.set_local(sharded, local_shard(data, sharding.dim, size, mesh.rank).contiguous())
     sharded.__dict__.update(original.__dict__)
+    explicit, dtype = _torch.grad_dtype_policy(original)
+    if explicit:
+        sharded.grad_dtype = dtype
     for hook in (_torch.post_accumulate_grad_hooks(original) or {}).values():
         sharded.register_post_accumulate_grad_hook(hook)
     for tensor_hook in (_torch.tensor_hooks(original) or {}).values():

@@ -1,4 +1,4 @@
-"""`FSDPParamGroup`: the parameters of one `fully_shard` call, and the three operations on them.
+"""`FSDPParamGroup`: the parameters of one `fully_shard` call on one mesh, and the three operations on them.
 
 Unshard, reshard and reduce, as a phase machine over the group's flat buffers. Knows streams and collectives through
 the layers below; does not know modules' hooks, order or prefetch.
@@ -7,27 +7,24 @@ the layers below; does not know modules' hooks, order or prefetch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import record_function
 
 from fsdp2 import _torch, collectives
-from fsdp2.buffers import DtypeBuffers, Member
-from fsdp2.comm_context import FSDPCommContext, PendingReduce, Ticket
-from fsdp2.common import (
-    GRAD_TRANSITIONS,
-    PARAM_TRANSITIONS,
-    FSDPRuntimeError,
-    GradPhase,
-    ParamPhase,
-)
-from fsdp2.gradients import DtypeGradients, PackedGradients
-from fsdp2.layout import BufferLayout, GradientLayout
-from fsdp2.mesh import ShardMesh
+from fsdp2.buffers import DtypeBuffers, Home
+from fsdp2.comm_context import FSDPCommContext, Ticket
+from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, ParamPhase
+from fsdp2.custom_comm import AllGather, ReduceScatter
+from fsdp2.gather import Gather, Source
+from fsdp2.layout import DIRECT_THRESHOLD_BYTES, BufferLayout
+from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import Freshness, FSDPParam, succeed
-from fsdp2.plan import BuffersPlan, GroupPlan, ParamPlan
+from fsdp2.plan import BuffersPlan, GradientsPlan, GroupPlan, ParamPlan
+from fsdp2.post_forward import PostForward
+from fsdp2.reducer import GradientReducer
 
 _Swap = tuple[Any, str, FSDPParam]
 
@@ -37,26 +34,37 @@ class FSDPParamGroup:
 
     Attributes:
         name: of the module, below the root once that is known.
-        requires_gradient_sync: whether the end of this group's backward reduces gradients; else they stay unsharded.
-        accumulated: unsharded gradients of earlier backwards wait for a reduction.
+        params: all of one mesh.
+        mesh: over which they are sharded and replicated.
+        reducer: the gradient side.
+        post_forward: where the parameters rest between forward and backward, if on fewer ranks.
+        custom_all_gather: takes the place of the all-gather.
+        gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
+        unshards_in_backward: whether backward needs the parameters.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], mesh: ShardMesh, *, freshness: Freshness, name: str) -> None:
+    def __init__(
+        self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home, *, freshness: Freshness, name: str
+    ) -> None:
         self.name = name
         self.params = tuple(params)
         self.mesh = mesh
-        self.requires_gradient_sync = True
-        self.accumulated = False
-        self._freshness = freshness
+        self.reducer = GradientReducer(mesh, home)
+        self.post_forward: PostForward | None = None
+        self.custom_all_gather: AllGather | None = None
+        self.gathers_on_compute = False
+        self.unshards_in_backward = True
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
-        self._param_phase = ParamPhase.SHARDED
-        self._grad_phase = GradPhase.IDLE
+        self._home = home
+        self._freshness = freshness
+        self._phase = ParamPhase.SHARDED
         self._ticket: Ticket | None = None
         self._issuing = False
+        self._gather: Gather | None = None  # the one under way
         self._buffers: tuple[DtypeBuffers, ...] = ()
-        self._gradients: tuple[DtypeGradients, ...] = ()
-        self._members: tuple[Member, ...] = ()
+        self._gather_shards: Gather | None = None
+        self._keeps_unsharded_storage = False
         self._unsharded_storages: frozenset[int] = frozenset()
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
@@ -73,25 +81,31 @@ class FSDPParamGroup:
         self.plan = None
         if any(param.local.is_meta for param in self.params):
             return
-        by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
         for param in self.params:
-            by_dtype.setdefault(param.dtype, []).append(param)
+            by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
+        threshold = DIRECT_THRESHOLD_BYTES if self.custom_all_gather is None else float("inf")
         self._buffers = tuple(
             DtypeBuffers(
                 params,
                 BufferLayout.build(
-                    [param.shape for param in params], world_size=self.mesh.world_size, itemsize=dtype.itemsize
+                    [param.shape for param in params],
+                    [param.sharding.dim for param in params],
+                    world_size=self.mesh.world_size,
+                    itemsize=min(dtype.itemsize for dtype in dtypes),
+                    direct_threshold_bytes=threshold,
                 ),
                 rank=self.mesh.rank,
+                home=self._home,
             )
-            for dtype, params in by_dtype.items()
+            for dtypes, params in by_dtype.items()
         )
 
     def prepare(self, comm: FSDPCommContext) -> None:
         """Freeze the plan and build everything that the hot path uses. Nothing is communicated.
 
         Raises:
-            FSDPRuntimeError: a parameter is still on meta, or not on the mesh's device.
+            FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
         """
         self.adopt_replaced()
         self._check_devices()
@@ -99,10 +113,18 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             for buffers in self._buffers:
-                buffers.prepare()
-        self._gradients = self._make_gradients()
+                buffers.prepare(self.mesh.device)
+                buffers.keeps_memory = self._keeps_unsharded_storage
+            sources = [Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers]
+            mesh = self.mesh
+            self._gather_shards = Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom_all_gather)
+            if self.post_forward is not None:
+                self.post_forward.prepare(self._buffers, mesh.device)
+            self._gather_shards.free()
+            for buffers in self._buffers:
+                buffers.unsharded.free()
+        self.reducer.lay_out(self.params)
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
-        self._members = tuple(member for buffers in self._buffers for member in buffers.members)
         self.plan = self._make_plan()
 
     def _check_devices(self) -> None:
@@ -112,46 +134,69 @@ class FSDPParamGroup:
                 f"parameters of '{self.name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
                 "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
             )
+        home = self._home.device
         for param in self.params:
-            if param.local.device != self.mesh.device:
+            if param.local.device != home:
+                why = "with CPU offload it must be on" if self._home.is_host else "its mesh is on"
                 raise FSDPRuntimeError(
-                    f"parameter '{param.path}' is on {param.local.device}, but its mesh is on "
-                    f"{self.mesh.device}: move the model back with model.to('{self.mesh.device}')."
+                    f"parameter '{param.path}' is on {param.local.device}, but {why} {home}: move the model back with "
+                    f"model.to('{home}')."
                 )
 
-    def _make_gradients(self) -> tuple[DtypeGradients, ...]:
-        made = map(self._gradients_of, self._buffers)
-        return tuple(gradients for gradients in made if gradients is not None)
-
-    def _gradients_of(self, buffers: DtypeBuffers) -> DtypeGradients | None:
-        # Gradients that were accumulated before a parameter was frozen are still due.
-        due = {param for one in self._gradients for param in one.params} if self.accumulated else set()
-        trainable = [index for index, param in enumerate(buffers.params) if param.requires_grad or param in due]
-        if not trainable:
-            return None
-        layout = GradientLayout.build(
-            [buffers.layout.slots[index] for index in trainable],
-            world_size=self.mesh.world_size,
-            itemsize=buffers.shard.element_size(),
-        )
-        params = [buffers.params[index] for index in trainable]
-        return DtypeGradients(params, layout, world_size=self.mesh.world_size, rank=self.mesh.rank)
-
     def _make_plan(self) -> GroupPlan:
-        layouts = {gradients.params[0].dtype: gradients.layout for gradients in self._gradients}
         return GroupPlan(
             self.name,
-            self.mesh.world_size,
+            str(self.mesh),
             tuple(
                 BuffersPlan(
                     buffers.shard.dtype,
+                    buffers.param_dtype,
                     tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in buffers.params),
                     buffers.layout,
-                    layouts.get(buffers.shard.dtype),
                 )
                 for buffers in self._buffers
             ),
+            tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes),
         )
+
+    def _lay_out_anew(self) -> None:
+        """After a setting that changes how parameters travel: move the shards accordingly."""
+        self.reshard()
+        self.adopt_replaced()
+        with torch.inference_mode(False):
+            self._lay_out()
+        if self.comm is not None:
+            self.comm.gathers_follow_compute()
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
+        self.custom_all_gather = comm
+        self._lay_out_anew()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce with ``comm``; None: with torch.distributed's. Everything then travels packed."""
+        self.reducer.custom = comm
+        self.reducer.settings_changed()
+
+    def set_gathers_on_compute(self, enable: bool) -> None:
+        """Whether all-gathers are issued from the current stream, as asynchronous works."""
+        self.reshard()
+        self.gathers_on_compute = enable
+
+    def rest_on_all_ranks(self) -> None:
+        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
+        if self.post_forward is not None:
+            if self._phase is ParamPhase.SHARDED_POST_FORWARD:
+                self.reshard()
+            self.post_forward = None
+
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Whether resharding leaves the unsharded buffers their memory, so that addresses repeat."""
+        self._keeps_unsharded_storage = keep
+        for buffers in self._buffers:
+            buffers.keeps_memory = keep
+        if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
+            self._free_unsharded()
 
     @property
     def unsharded_bytes(self) -> int:
@@ -198,10 +243,10 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._param_phase is not ParamPhase.SHARDED or self._is_as_planned():
+        if self._phase is not ParamPhase.SHARDED or self._is_as_planned():
             return
-        if self._grad_phase is GradPhase.REDUCING and self.comm is not None:
-            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight may have been packed by the old plan
         # Look at all of them before changing any.
         replacements = [param.registered() for param in self.params]
         in_place = all(param.lies_under(found) for param, found in zip(self.params, replacements, strict=True))
@@ -212,26 +257,27 @@ class FSDPParamGroup:
         self._sharded = tuple(param.sharded for param in self.params)
         if in_place:  # converted to what they were, as by model.to(device): only the wrappers are new
             self._gathered_version = self._version()
-            self._gradients = self._make_gradients()
+            if self.plan is not None:
+                self.reducer.lay_out(self.params)
             return
         self._freshness.stale = True
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:
             self.comm.gathers_follow_compute()  # which has just written the new shard buffers
-        if self.comm is not None and all(param.local.device == self.mesh.device for param in self.params):
+        if self.comm is not None and all(param.local.device == self._home.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
-    # -- unshard and reshard
+    # -- unshard
 
     @property
     def phase(self) -> ParamPhase:
         """Where the parameters stand."""
-        return self._param_phase
+        return self._phase
 
     def _enter(self, phase: ParamPhase) -> None:
-        assert (self._param_phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._param_phase} -> {phase}"
-        self._param_phase = phase
+        assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
+        self._phase = phase
 
     def unshard(self, *, for_backward: bool = False) -> None:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
@@ -241,10 +287,12 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
 
-        Stream: allocates, gathers and copies out on the all-gather stream.
+        Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
-        if self._param_phase is not ParamPhase.SHARDED:
+        if self._phase is not ParamPhase.SHARDED:
             if for_backward or not self._is_stale():
+                if self._phase is ParamPhase.SHARDED_POST_FORWARD:
+                    self._start()
                 return
             self.reshard()
         if for_backward and self._is_stale():
@@ -256,52 +304,81 @@ class FSDPParamGroup:
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
+        self._start()
+
+    def _start(self) -> None:
+        resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
-        self._freshness.stale = False
-        self._gathered_version = self._version()
+        if not resumes:
+            self._freshness.stale = False
+            self._gathered_version = self._version()
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
-                self._issue_all_gather()
+                self._issue_all_gather(resumes)
         else:
-            self._issue_all_gather()
+            self._issue_all_gather(resumes)
 
-    def _issue_all_gather(self) -> None:
-        assert self.comm is not None, "unshard follows lazy initialization"
-        device, stream = self.comm.device, self.comm.all_gather_stream
-        with device.use(stream):
-            for buffers in self._buffers:
-                buffers.allocate()
+    def _issue_all_gather(self, resumes: bool) -> None:
+        assert self.comm is not None and self._gather_shards is not None, "unshard follows lazy initialization"
+        device = self.comm.device
+        if resumes:
+            assert self.post_forward is not None, "the parameters rest there"
+            gather, group = self.post_forward.gather, self.post_forward.mesh.group
+            self.comm.gathers_follow_compute()  # which has written what is gathered
+        else:
+            gather, group = self._gather_shards, self.mesh.group
+        self._gather = gather
+        as_works = not device.has_streams or self.gathers_on_compute
+        stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
+        with device.use(stream), _torch.without_grad():
+            gather.allocate()
             self._ticket = Ticket([])
             self._issuing = True
-            collectives.all_gather(self._members, self.mesh.group, None if device.has_streams else self._ticket.works)
+            gather.copy_in()
+            works = self._ticket.works if as_works else None
+            collectives.all_gather(gather.members, group, works, self.custom_all_gather)
             self._issuing = False
-            if device.has_streams:
-                self._copy_out()
-            self._ticket.event = device.record(stream)
-
-    def _copy_out(self) -> None:
-        for buffers in self._buffers:
-            buffers.copy_out()
+            if not as_works:
+                gather.copy_out()
+                self._gather = None
+                self._ticket.event = device.record(stream)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
 
         Stream: the current stream waits; on CPU the host does.
         """
-        if self._param_phase is not ParamPhase.UNSHARDING:
+        if self._phase is not ParamPhase.UNSHARDING:
             return
         self._finish_all_gather()
         for mapping, name, param in self._swaps:
             mapping[name] = param.unsharded
+        if self.post_forward is not None:
+            self.post_forward.free()
         self._enter(ParamPhase.UNSHARDED)
 
     def _finish_all_gather(self) -> None:
         assert self.comm is not None and self._ticket is not None, "an all-gather is under way"
         self.comm.compute_follows_gather(self._ticket)
         self._ticket = None
-        if not self.comm.device.has_streams:
-            self._copy_out()
+        if self._gather is not None:
+            with _torch.without_grad():
+                self._gather.copy_out()
+            self._gather = None
+
+    # -- reshard
+
+    def reshard_after_forward(self) -> None:
+        """Reshard to where the parameters rest until backward: all ranks, or fewer of them."""
+        if self.post_forward is None or self._phase is not ParamPhase.UNSHARDED or self._changed() is not None:
+            self.reshard()
+            return
+        self.post_forward.take()
+        for mapping, name, param in self._swaps:
+            mapping[name] = param.post_forward
+        self._enter(ParamPhase.SHARDED_POST_FORWARD)
+        self._free_unsharded()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
@@ -311,7 +388,7 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
-        if self._param_phase is ParamPhase.SHARDED:
+        if self._phase is ParamPhase.SHARDED:
             return
         assert self.comm is not None, "resharding follows unsharding"
         if self._ticket is not None and not self._issuing:
@@ -319,42 +396,60 @@ class FSDPParamGroup:
         elif self._ticket is not None:
             self._ticket.wait_for_works()
         self._ticket = None
-        replaced: FSDPParam | None = None
-        if self._param_phase is ParamPhase.UNSHARDED:
-            replaced = next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
+        replaced = self._changed() if self._phase is ParamPhase.UNSHARDED else None
         for mapping, name, param in self._swaps:
-            found, unsharded = mapping.get(name), param.unsharded
-            if unsharded is not None and found is unsharded:
-                if unsharded.requires_grad is not param.requires_grad:
-                    param.sharded.requires_grad_(unsharded.requires_grad)
+            found: nn.Parameter | None = mapping.get(name)
+            if found is not None and (found is param.unsharded or found is param.post_forward):
+                if found.requires_grad is not param.requires_grad:
+                    param.sharded.requires_grad_(found.requires_grad)
                 mapping[name] = param.sharded
             elif found is not param.sharded:
                 replaced = param
                 mapping[name] = param.sharded
-        self.comm.gathers_follow_readers()
+        if self.post_forward is not None:
+            self.post_forward.free()
         if self._issuing:
             # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
             # leave it the buffers, and lay out others.
+            self.comm.gathers_follow_readers()
             self._issuing = False
+            self._gather = None
             self.plan = None
         else:
-            for buffers in self._buffers:
-                buffers.free()
+            self._free_unsharded()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:
-            self.plan = None  # the unsharded parameters are laid out anew
-            raise FSDPRuntimeError(
-                f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
-                "value is lost, the sharded parameter is registered again. Change parameters only while they are "
-                "sharded: call reshard() on the module that fully_shard was called on first."
-            )
+            self._refuse(replaced)
 
-    # -- reduce
+    def _free_unsharded(self) -> None:
+        if self.comm is not None:
+            self.comm.gathers_follow_readers()
+        if self._gather_shards is not None:
+            self._gather_shards.free()
+        for buffers in self._buffers:
+            buffers.free()
 
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter is reduced."""
-        return bool(self._gradients)
+    def _changed(self) -> FSDPParam | None:
+        return next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
+
+    def _refuse(self, replaced: FSDPParam) -> None:
+        self.plan = None  # the unsharded parameters are laid out anew
+        raise FSDPRuntimeError(
+            f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
+            "value is lost, the sharded parameter is registered again. Change parameters only while they are "
+            "sharded: call reshard() on the module that fully_shard was called on first."
+        )
+
+    # -- gradients
+
+    def reduce(self) -> None:
+        """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
+        assert self.comm is not None, "reducing follows lazy initialization"
+        if _torch.profiler_is_running():
+            with record_function(f"fsdp2::reduce_scatter {self.name}"):
+                self.reducer.reduce(self.comm)
+        else:
+            self.reducer.reduce(self.comm)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the sharded parameters' gradients, which `nn.Module.zero_grad` misses while they are not registered."""
@@ -364,7 +459,8 @@ class FSDPParamGroup:
                 param.sharded.grad = None
             elif gradient is not None:
                 gradient.zero_()
-        self.accumulated = self.accumulated and self.has_gradients()
+        reducer = self.reducer
+        reducer.accumulated = reducer.accumulated and reducer.holds_back()
 
     def refuse_lost_gradients(self) -> None:
         """Between iterations: raise if a backward left gradients that no hook noticed.
@@ -372,79 +468,13 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: naming the group and the remedy.
         """
-        if self.requires_gradient_sync and not self.accumulated and self.has_gradients():
+        reducer = self.reducer
+        if reducer.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
             raise FSDPRuntimeError(
                 f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
                 "noticed: no tensor was found in what the sharded modules returned. Return tensors, or tuples, lists, "
                 "dicts or dataclasses of them."
             )
-
-    def release_gradients(self) -> None:
-        """Free the memory of sharded gradients that have been cleared."""
-        for gradients in self._gradients:
-            gradients.release()
-
-    def has_gradients(self) -> bool:
-        """Whether autograd has left a gradient on any unsharded parameter."""
-        return any(
-            param.unsharded is not None and param.unsharded.grad is not None
-            for gradients in self._gradients
-            for param in gradients.params
-        )
-
-    def reduce(self) -> None:
-        """Issue the mean of the gradients over all ranks. Collective, asynchronous; `.grad` is set when it is retired.
-
-        What travels is fixed by the plan: parameters without a gradient on this rank contribute zeros.
-
-        Stream: packs and reduces on the reduce-scatter stream.
-        """
-        if not self._gradients:
-            return
-        assert self.comm is not None, "reducing follows lazy initialization"
-        self.comm.retire_reduces(self.comm.max_pending_reduces - 1)
-        if self._grad_phase is GradPhase.REDUCING:
-            self.comm.retire_reduces(0)
-        if _torch.profiler_is_running():
-            with record_function(f"fsdp2::reduce_scatter {self.name}"):
-                self._issue_reduce()
-        else:
-            self._issue_reduce()
-        self.accumulated = False
-
-    def _enter_grad(self, phase: GradPhase) -> None:
-        assert (self._grad_phase, phase) in GRAD_TRANSITIONS, f"{self.name}: {self._grad_phase} -> {phase}"
-        self._grad_phase = phase
-
-    def _issue_reduce(self) -> None:
-        assert self.comm is not None, "reducing follows lazy initialization"
-        self.comm.reduces_follow_compute()
-        taken = [gradients.take() for gradients in self._gradients]
-        try:
-            packed, ticket = self._pack_and_reduce(taken, self.comm)
-        except BaseException:
-            self.comm.compute_follows_reduces()  # which may be reading what is freed now
-            raise
-        self._enter_grad(GradPhase.REDUCING)
-        self.comm.add_pending(PendingReduce(ticket, partial(self._deliver, packed), packed))
-
-    def _pack_and_reduce(
-        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext
-    ) -> tuple[list[PackedGradients], Ticket]:
-        device, stream = comm.device, comm.reduce_scatter_stream
-        with _torch.without_grad(), device.use(stream):
-            packed = [gradients.pack(each) for gradients, each in zip(self._gradients, taken, strict=True)]
-            members = [member for one in packed for member in one.members]
-            ticket = Ticket([])
-            collectives.reduce_scatter_mean(members, self.mesh.group, None if device.has_streams else ticket.works)
-            ticket.event = device.record(stream)
-            return packed, ticket
-
-    def _deliver(self, packed: list[PackedGradients]) -> None:
-        self._enter_grad(GradPhase.IDLE)
-        with _torch.without_grad():
-            for gradients, one in zip(self._gradients, packed, strict=True):
-                gradients.deliver(one)
 
     # -- after an exception
 
@@ -456,10 +486,6 @@ class FSDPParamGroup:
         Returns:
             Whether gradients of earlier microbatches, accumulated without communication, were lost.
         """
-        lost = self.accumulated
-        self.accumulated = False
-        self._grad_phase = GradPhase.IDLE  # whatever the interrupted one was
-        for gradients in self._gradients:
-            gradients.take()
+        lost = self.reducer.abandon()
         self.reshard()
         return lost

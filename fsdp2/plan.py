@@ -25,33 +25,44 @@ class ParamPlan:
 
 @dataclass(frozen=True, slots=True)
 class BuffersPlan:
-    """The parameters of one dtype in a group, with the layouts of their values and of their gradients.
-
-    ``gradients`` is None when none of them is trainable.
-    """
+    """The parameters of one original and one unsharded dtype in a group, and where they lie."""
 
     dtype: torch.dtype
+    param_dtype: torch.dtype
     params: tuple[ParamPlan, ...]
     values: BufferLayout
-    gradients: GradientLayout | None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsPlan:
+    """The gradients of a group that are reduced in one dtype, and how they travel."""
+
+    dtype: torch.dtype
+    layout: GradientLayout
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group: the module it belongs to and its buffers, one per dtype."""
+    """One group: the module it belongs to, the size of its mesh, its buffers and its reductions."""
 
     name: str
-    world_size: int
+    mesh: str
     buffers: tuple[BuffersPlan, ...]
+    gradients: tuple[GradientsPlan, ...]
 
     def __str__(self) -> str:
-        lines = [f"group '{self.name}' over {self.world_size} ranks"]
+        lines = [f"group '{self.name}' over {self.mesh}"]
         for buffers in self.buffers:
-            lines.append(f"  {buffers.dtype}: {buffers.values.shard_numel} elements per rank")
+            cast = "" if buffers.param_dtype == buffers.dtype else f", gathered as {buffers.param_dtype}"
+            lines.append(f"  {buffers.dtype}{cast}: {buffers.values.shard_numel} elements per rank")
             for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
                 way = "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"
-                lines.append(f"    {param.fqn} {list(param.shape)}: {slot.rows} rows per rank, {way}{training}")
+                cut = "" if slot.dim == 0 else f" of dim {slot.dim}"
+                lines.append(f"    {param.fqn} {list(param.shape)}: {slot.rows} rows{cut} per rank, {way}{training}")
+        for gradients in self.gradients:
+            ways = ["direct" if slot.direct else "packed" for slot in gradients.layout.slots]
+            lines.append(f"  gradients in {gradients.dtype}: {gradients.layout.numel} elements, {', '.join(ways)}")
         return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,42 @@ from fsdp2.param_group import FSDPParamGroup
 from fsdp2.schedule import ExecutionOrder
 
 PREFETCH_DEPTH = 1
-"""How many groups are gathered ahead of the one that computes."""
+"""How many units are gathered ahead of the one that computes."""
+
+Unit = tuple[FSDPParamGroup, ...]
+"""The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
+
+
+class RootSettings:
+    """What is set on a root, before or after it is one.
+
+    Attributes:
+        is_last_backward: whether the end of the next backward waits for all reductions.
+        finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
+        post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
+        comm: the communication context, if it is shared with other roots.
+    """
+
+    __slots__ = ("comm", "finalizes_manually", "is_last_backward", "post_optim_event")
+
+    def __init__(self) -> None:
+        self.is_last_backward = True
+        self.finalizes_manually = False
+        self.post_optim_event: Any = None
+        self.comm: SharedComm | None = None
+
+
+class SharedComm:
+    """One communication context for several roots, made by the first of them that runs.
+
+    Attributes:
+        comm: None until then.
+    """
+
+    __slots__ = ("comm",)
+
+    def __init__(self) -> None:
+        self.comm: FSDPCommContext | None = None
 
 
 class Iteration:
@@ -25,23 +61,25 @@ class Iteration:
     Attributes:
         in_forward: the root's forward is running.
         in_backward: a backward has begun and has not come to its end.
+        unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
         order: the order that the root's forward follows.
         reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
-        recomputed: the group that a recompute in backward has left unsharded for its own backward, see `keep`.
+        recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
-    __slots__ = ("ahead", "failed", "in_backward", "in_forward", "order", "recomputed", "reduced")
+    __slots__ = ("ahead", "failed", "in_backward", "in_forward", "order", "recomputed", "reduced", "unfinalized")
 
     def __init__(self) -> None:
-        self.order: ExecutionOrder[FSDPParamGroup] | None = None
+        self.order: ExecutionOrder[Unit] | None = None
         self.reduced = False
         self.in_forward = False
         self.in_backward = False
+        self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
-        self.recomputed: FSDPParamGroup | None = None
+        self.recomputed: Unit | None = None
 
 
 class FSDPRoot:
@@ -50,56 +88,74 @@ class FSDPRoot:
     Attributes:
         name: class name of the root module, for messages.
         groups: all groups, in the order of the modules.
+        settings: what the user has set on it.
         has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
-        is_last_backward: whether the end of the next backward waits for all reductions.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_failure: called when an iteration that failed is dropped.
     """
 
-    def __init__(self, name: str, comm: FSDPCommContext, groups: Sequence[FSDPParamGroup]) -> None:
+    def __init__(
+        self, name: str, comm: FSDPCommContext, groups: Sequence[FSDPParamGroup], settings: RootSettings
+    ) -> None:
         self.name = name
         self.comm = comm
         self.groups = tuple(groups)
-        self.is_last_backward = True
+        self.settings = settings
         self.has_run = False
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self.iteration = Iteration()
-        self._forward_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
-        self._evaluation_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
-        self._backward_order: ExecutionOrder[FSDPParamGroup] = ExecutionOrder()
+        self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
 
     # -- forward
 
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
+        self.comm.refuse_unfinished_handle("a forward")
         self.has_run = True
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         for group in self.groups:
-            group.refuse_lost_gradients()
-            group.release_gradients()
-        self.comm.gathers_follow_compute()
+            if not self.settings.finalizes_manually:
+                group.refuse_lost_gradients()
+            group.reducer.release()
+        if self.groups:
+            self.comm.max_pending_reduces = max(group.reducer.max_pending for group in self.groups)
+        event, self.settings.post_optim_event = self.settings.post_optim_event, None
+        if event is None:
+            self.comm.gathers_follow_compute()
+        else:
+            self.comm.gathers_follow(event)
 
     def join(self) -> None:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
+        self.comm.refuse_unfinished_handle("a forward")
         self.comm.gathers_follow_compute()
 
-    def gather_for_forward(self, group: FSDPParamGroup) -> None:
-        """Gather ``group``, and ahead of its compute the groups that are expected next. Collective."""
+    def gather_for_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
+        """Gather ``unit``, and ahead of its compute the units that come ``then``, or are expected to. Collective."""
         iteration = self.iteration
-        group.unshard()
-        iteration.ahead.discard(group)
-        # Its staging buffer is gone before the next one is allocated.
-        group.wait_for_unshard()
+        self._gather(unit)
         if iteration.in_forward and iteration.order is not None:
-            self._gather_ahead(iteration.order.advance(group, depth=PREFETCH_DEPTH))
+            expected = iteration.order.advance(unit, depth=PREFETCH_DEPTH)
+            self._gather_ahead(expected if then is None else then)
 
-    def _gather_ahead(self, upcoming: Sequence[FSDPParamGroup], *, for_backward: bool = False) -> None:
-        for group in upcoming:
-            if not for_backward or group.can_gather_ahead:
-                group.unshard(for_backward=for_backward)
-                self.iteration.ahead.add(group)
+    def _gather(self, unit: Unit, *, for_backward: bool = False) -> None:
+        ahead = self.iteration.ahead
+        for group in unit:
+            group.unshard(for_backward=for_backward)
+            ahead.discard(group)
+        for group in unit:  # their staging buffers are gone before the next one is allocated
+            group.wait_for_unshard()
+
+    def _gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
+        for unit in upcoming:
+            for group in unit:
+                if not for_backward or (group.can_gather_ahead and group.unshards_in_backward):
+                    group.unshard(for_backward=for_backward)
+                    self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
         """The root's forward has ended: drop what was gathered in vain.
@@ -124,39 +180,41 @@ class FSDPRoot:
     def begin_backward(self) -> None:
         """Some backward hook runs: arrange for the end of this backward, once."""
         if not self.iteration.in_backward:
+            self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
             self._backward_order.expect(self._forward_order.learned[::-1])
             _torch.queue_backward_callback(self._end_backward)
 
-    def gather_for_backward(self, group: FSDPParamGroup) -> None:
-        """Gather ``group`` and, ahead of its backward, the groups that are expected next. Collective."""
+    def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
+        """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
         iteration = self.iteration
-        if iteration.recomputed is group:
+        if iteration.recomputed is unit:
             iteration.recomputed = None
-        group.unshard(for_backward=True)
-        iteration.ahead.discard(group)
-        group.wait_for_unshard()
-        self._gather_ahead(self._backward_order.advance(group, depth=PREFETCH_DEPTH), for_backward=True)
+        if all(group.unshards_in_backward for group in unit):
+            self._gather(unit, for_backward=True)
+        else:
+            self._gather(tuple(group for group in unit if group.unshards_in_backward), for_backward=True)
+        expected = self._backward_order.advance(unit, depth=PREFETCH_DEPTH)
+        self._gather_ahead(expected if then is None else then, for_backward=True)
 
-    def gather_for_recompute(self, group: FSDPParamGroup) -> None:
-        """Gather ``group`` for a recompute in backward, which is no part of the learned orders. Collective."""
-        self.iteration.ahead.discard(group)
-        if self.iteration.recomputed is group:
+    def gather_for_recompute(self, unit: Unit) -> None:
+        """Gather ``unit`` for a recompute in backward, which is no part of the learned orders. Collective."""
+        if self.iteration.recomputed is unit:
             self.iteration.recomputed = None
         else:
             self.keep(None)
-        group.unshard(for_backward=True)
-        group.wait_for_unshard()
+        self._gather(unit, for_backward=True)
 
-    def keep(self, group: FSDPParamGroup | None) -> None:
-        """Leave ``group`` unsharded after its recompute, instead of the one before.
+    def keep(self, unit: Unit | None) -> None:
+        """Leave ``unit`` unsharded after its recompute, instead of the one before.
 
-        The last group that is recomputed is the first whose backward follows; the others are resharded.
+        The last unit that is recomputed is the first whose backward follows; the others are resharded.
         """
         kept = self.iteration.recomputed
-        if kept is not None and kept is not group:
-            kept.reshard()
-        self.iteration.recomputed = group
+        if kept is not None and kept is not unit:
+            for group in kept:
+                group.reshard()
+        self.iteration.recomputed = unit
 
     def reduce(self, group: FSDPParamGroup) -> None:
         """Issue the reduction of ``group``'s gradients. Collective."""
@@ -164,9 +222,17 @@ class FSDPRoot:
         self.iteration.reduced = True
 
     def _end_backward(self) -> None:
+        if self.settings.finalizes_manually:
+            self.iteration.in_backward = False
+            self.iteration.unfinalized = True
+            self.keep(None)
+            return
         self.on_backward_end()
-        if self.is_last_backward:
+        if self.settings.is_last_backward:
             self.comm.retire_reduces(0)
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
         self.keep(None)
         self._drop_ahead()
         self._backward_order.end()
@@ -176,6 +242,17 @@ class FSDPRoot:
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
+
+    # -- finalization by the user
+
+    def finalize(self) -> None:
+        """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
+        self.on_backward_end()
+
+    def wait_for_finalization(self) -> None:
+        """Wait for the reductions of a finalized backward, and end the iteration."""
+        self.comm.retire_reduces(0)
+        self._end_iteration()
 
     # -- failure
 
@@ -189,6 +266,7 @@ class FSDPRoot:
 
     def reset(self) -> None:
         """Wait for what is in flight, drop it, and forget the iteration."""
+        self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         lost = [group.name for group in self.groups if group.abandon()]
         self.on_failure()

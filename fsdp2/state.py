@@ -1,28 +1,41 @@
 """`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward.
 
-Decides which operation of its group runs when; the operations are the group's, the order across groups is the root's.
+Decides which operation of its groups runs when; the operations are the groups', the order across groups is the root's.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from fsdp2 import _torch, collectives
+from fsdp2 import _torch
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
-from fsdp2.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs, map_tensors, tensors_in
-from fsdp2.mesh import ShardMesh
-from fsdp2.param_group import FSDPParamGroup
-from fsdp2.plan import ModelPlan
-from fsdp2.root import FSDPRoot
+from fsdp2.hooks import (
+    ForwardCall,
+    after_backward_of_inputs,
+    before_backward_of_outputs,
+    cast_floating_point,
+    map_tensors,
+    tensors_in,
+)
+from fsdp2.mesh import DataParallelMesh
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.root import FSDPRoot, RootSettings, SharedComm, Unit
+from fsdp2.root_checks import (
+    refuse_disagreement,
+    refuse_meta_buffers,
+    refuse_unowned_parameters,
+)
 from fsdp2.structure import Structure
 
 _STATE = "_fsdp_state"
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -37,51 +50,79 @@ def states_below(module: nn.Module) -> list[FSDPState]:
     return list(dict.fromkeys(state for state in states if state is not None))
 
 
+def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
+    """`states_below` for several modules, each state once."""
+    return list(dict.fromkeys(state for module in modules for state in states_below(module)))
+
+
+def _outside_functorch(hook: _Hook) -> _Hook:
+    """Let ``hook`` gather real parameters although functorch transforms the forward around it."""
+
+    @functools.wraps(hook)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not _torch.functorch_is_active():
+            return hook(*args, **kwargs)
+        with _torch.without_functorch():
+            return hook(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
 class FSDPState:
-    """The hooks of one module, or of a list of modules that share a group.
+    """The hooks of one module, or of a list of modules that share their groups.
 
     Attributes:
         modules: those that `fully_shard` was called on.
         class_name: of the first of them, as the user calls it.
-        group: None if they have no parameters of their own.
+        unit: their groups, one per mesh; empty if they have no parameters of their own.
+        mesh: of the modules; a parameter may have been given another.
+        policy: for what forward takes and returns.
         root: set at lazy initialization.
+        settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
+        forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
+        backward_prefetch: the same in backward.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        group: FSDPParamGroup | None,
-        mesh: ShardMesh,
+        unit: Unit,
+        mesh: DataParallelMesh,
         *,
         reshard_after_forward: bool | None,
+        policy: MixedPrecisionPolicy,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
-        self.group = group
+        self.unit = unit
         self.mesh = mesh
+        self.policy = policy
         self.root: FSDPRoot | None = None
         self.is_root = False
+        self.settings = RootSettings()
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.is_last_backward = True
+        self.forward_prefetch: tuple[Unit, ...] | None = None
+        self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.ignored_params = ignored_params
+        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
-        self._ignored_params = ignored_params
         self._to_run: set[nn.Module] = set()
         self._states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
         for module in self.modules:
             module.__dict__[_STATE] = self
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward, prepend=False)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, prepend=False)
 
     @property
     def name(self) -> str:
         """For messages: the group's name once the root is known, else the class of the (first) module."""
-        return self.group.name if self.group is not None else self.class_name
+        return self.unit[0].name if self.unit else self.class_name
 
     # -- lazy initialization
 
@@ -107,26 +148,39 @@ class FSDPState:
         self._refuse_other_roots(names)
         self.take_over()
         states = tuple(names)
-        groups = [state.group for state in states if state.group is not None]
+        groups = [group for state in states for group in state.unit]
         for state, name in names.items():
-            if state.group is not None:
-                state.group.name = name or self.class_name
-                for param in state.group.params:
+            for group in state.unit:
+                group.name = name or self.class_name
+                for param in group.params:
                     param.prefix = f"{name}." if name else ""
         self._refuse_unowned()
-        self._refuse_meta_buffers()
-        comm = FSDPCommContext(device_for(self.mesh.device))
+        refuse_meta_buffers(self.modules, self.class_name)
+        comm = self._comm_context()
         for group in groups:
             group.prepare(comm)
-        self._refuse_disagreement(groups)
-        root = FSDPRoot(self.class_name, comm, groups)
-        root.is_last_backward = self.is_last_backward
+        refuse_disagreement(groups, self.mesh)
+        root = FSDPRoot(self.class_name, comm, groups, self.settings)
         root.on_backward_end = self._end_backward
         root.on_failure = self._drop_iteration
         for state in states:
             state.root = root
         self.is_root = True
         self._states = states
+
+    def _comm_context(self) -> FSDPCommContext:
+        shared = self._comm_ctx
+        if shared.comm is None:
+            shared.comm = FSDPCommContext(device_for(self.mesh.device))
+        return shared.comm
+
+    @property
+    def _comm_ctx(self) -> SharedComm:
+        """What roots that share a communication context have in common (torch's pipelining compares it)."""
+        settings = self.settings if self.root is None else self.root.settings
+        if settings.comm is None:
+            settings.comm = SharedComm()
+        return settings.comm
 
     def _refuse_other_roots(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
@@ -136,54 +190,26 @@ class FSDPState:
                     "it and became the root of its own part. Run the forward of the outermost sharded module first. To "
                     f"recover now, call reset_iter_state() on the {self.class_name}: it takes over from its submodules."
                 )
+            if state is not self and state.settings.finalizes_manually:
+                raise FSDPRuntimeError(
+                    f"set_manual_backward_finalization was called on '{name}' ({state.class_name}), which is not the "
+                    f"root; call it on the root, {self.class_name}."
+                )
 
     def _refuse_unowned(self) -> None:
         """Refuse parameters that no group owns."""
         states = states_below_all(self.modules)
-        ignored = {parameter for state in states for parameter in state._ignored_params}
-        owned = {
-            (module, name)
-            for state in states
-            if state.group is not None
-            for param in state.group.params
-            for module, name in param.uses
-        }
-        for root in self.modules:
-            for prefix, module in root.named_modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is None or parameter in ignored or (module, name) in owned:
-                        continue
-                    raise FSDPRuntimeError(
-                        f"parameter '{prefix + '.' + name if prefix else name}' of {self.class_name} was added after "
-                        "fully_shard and belongs to no group: its gradient would not be reduced. Add parameters before "
-                        "calling fully_shard, or call fully_shard on the module that holds it, or pass it in "
-                        "ignored_params."
-                    )
+        ignored = {parameter for state in states for parameter in state.ignored_params}
+        params = [param for state in states for group in state.unit for param in group.params]
+        refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
-
-    def _refuse_meta_buffers(self) -> None:
-        found = [name for module in self.modules for name, buffer in module.named_buffers() if buffer.is_meta]
-        if found:
-            raise FSDPRuntimeError(
-                f"buffers of {self.class_name} are still on the meta device: {', '.join(found)}. Materialize the model "
-                "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
-            )
-
-    def _refuse_disagreement(self, groups: Sequence[FSDPParamGroup]) -> None:
-        plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None))
-        difference = collectives.disagreement(plan.fingerprint(), str(plan), self.mesh.group, self.mesh.device)
-        if difference is not None:
-            raise FSDPRuntimeError(
-                "the ranks have different plans, so their collectives would not match; every rank must build the same "
-                f"model and shard it alike. Difference:\n{difference}"
-            )
 
     def settle(self) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
         if self.root is not None:
             self.root.recover_if_failed()
-        if self.group is not None:
-            self.group.reshard()
+        for group in self.unit:
+            group.reshard()
 
     def take_over(self) -> None:
         """Make this state's module the root, in place of submodules that ran before it."""
@@ -194,45 +220,61 @@ class FSDPState:
 
     # -- forward
 
-    def _pre_forward(
+    def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the forward of (one of) the module(s): gather, cast the inputs, arrange for the end of backward.
+
+        Returns:
+            The inputs to use instead, or None if they stay.
+        """
         root = self.root or self.ensure_root()
         recompute = _torch.backward_is_running()
+        hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if recompute:
-            if self._in_backward:
-                return None  # its parameters are there, and its own hooks are in place
-            if self.group is not None:
-                root.gather_for_recompute(self.group)
+            if self._in_backward and self._is_unsharded():
+                hooks = False  # its parameters are there, and its own hooks are in place
+            else:
+                self._gather_for_recompute(root)
         else:
             inputs = self._enter_forward(root, args, kwargs)
-        begins = self._begins_round(module)
-        if begins and self.group is not None and torch.is_grad_enabled():
+        if self._input_dtype is not None:
+            inputs = cast_floating_point(self._input_dtype, inputs or (args, kwargs))
+        if hooks and self._begins_round(module) and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
         return inputs
 
+    def _is_unsharded(self) -> bool:
+        return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
+
+    @_outside_functorch
+    def _gather_for_recompute(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_recompute(self.unit)
+
     def _enter_forward(
         self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        root.recover_if_failed()
-        if self.is_root:
-            if not root.iteration.in_forward:
-                root.begin_forward()
-                self._refuse_structure_change()
-        elif not root.iteration.in_forward:
-            root.join()
-        if self.group is not None:
-            root.gather_for_forward(self.group)
+        self._gather_for_forward(root)
         if self.is_root and self.mesh.device.type != "cpu":
             device = self.mesh.device
             return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
         return None
 
-    def _refuse_structure_change(self) -> None:
-        if self._structure.has_changed():
-            self._refuse_unowned()
+    @_outside_functorch
+    def _gather_for_forward(self, root: FSDPRoot) -> None:
+        root.recover_if_failed()
+        if self.is_root:
+            if not root.iteration.in_forward:
+                root.begin_forward()
+                if self._structure.has_changed():
+                    self._refuse_unowned()
+        elif not root.iteration.in_forward:
+            root.join()
+        if self.unit:
+            root.gather_for_forward(self.unit, self.forward_prefetch)
 
     def _new_call(self) -> ForwardCall:
         call = ForwardCall(self._end_call)
@@ -245,7 +287,7 @@ class FSDPState:
         """Whether this call is the first of a round over the modules of the list; always, for a single module."""
         if len(self.modules) == 1:
             return True
-        begins = not self._to_run
+        begins = module not in self._to_run
         if begins:
             self._to_run.update(self.modules)
         return begins
@@ -255,29 +297,41 @@ class FSDPState:
 
         (Or, without gradients, until the next call.)
         """
-        assert self.group is not None, "there are parameters"
-        return any(self.group.lies_on_unsharded(tensor) for tensor in tensors_in(output))
+        return any(group.lies_on_unsharded(tensor) for tensor in tensors_in(output) for group in self.unit)
 
     def _end_round_early(self) -> None:
         """The root's forward is over, and not all modules of the list were called in it."""
         self._to_run.clear()
-        if self.group is not None and self._reshards_now():
-            self.group.reshard()
+        if self._reshards_now():
+            for group in self.unit:
+                group.reshard_after_forward()
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
+
+        Returns:
+            The output to use instead, or None if it stays.
+        """
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.backward_is_running()
-        if recompute and self._in_backward:
-            return
+        if not recompute or not self._in_backward:
+            self._leave_forward(root, module, output, recompute)
+        if self.policy.output_dtype is None:
+            return None
+        return cast_floating_point(self.policy.output_dtype, output)
+
+    @_outside_functorch
+    def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
         self._to_run.discard(module)
-        if not self._to_run and self.group is not None and self._reshards_now() and not self._shows_parameters(output):
+        if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(output):
             if recompute:
-                root.keep(self.group)
+                root.keep(self.unit)
             else:
-                self.group.reshard()
+                for group in self.unit:
+                    group.reshard_after_forward()
         if self.is_root and not recompute and root.iteration.in_forward:
             for state in self._states:
                 if state._to_run:
@@ -309,8 +363,12 @@ class FSDPState:
         if self._in_backward:
             return
         self._in_backward = True
-        if self.group is not None:
-            root.gather_for_backward(self.group)
+        self._gather_for_backward(root)
+
+    @_outside_functorch
+    def _gather_for_backward(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_backward(self.unit, self.backward_prefetch)
 
     def _end_call(self) -> None:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
@@ -318,23 +376,25 @@ class FSDPState:
         Autograd adds up the gradients of all calls before any of them shows.
         """
         calls = (reference() for reference in self._calls)
-        self._end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
+        self.end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
 
-    def _end_module_backward(self, *, reduces: bool) -> None:
+    @_outside_functorch
+    def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
         self._in_backward = False
-        group = self.group
-        if group is None:
-            return
         if self.reshard_after_backward:
-            group.reshard()
-        if not reduces or not group.is_trainable:
+            for group in self.unit:
+                group.reshard()
+        if not reduces:
             return
-        if group.requires_gradient_sync:
-            assert self.root is not None, "a backward follows a forward"
-            self.root.reduce(group)
-        else:
-            group.accumulated = True
+        for group in self.unit:
+            if not group.reducer.is_trainable:
+                continue
+            if group.reducer.requires_gradient_sync:
+                assert self.root is not None, "a backward follows a forward"
+                self.root.reduce(group)
+            else:
+                group.reducer.keep()
 
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
@@ -343,13 +403,40 @@ class FSDPState:
         whose gradients came by another way than their outputs (a loss that a module keeps as an attribute).
         """
         for state in self._states:
-            group = state.group
             if state._in_backward:
-                state._end_module_backward(reduces=True)
-            elif group is not None:
-                has_gradients = group.accumulated or group.has_gradients()
-                if has_gradients or group.phase is ParamPhase.UNSHARDED:
-                    state._end_module_backward(reduces=has_gradients)
+                state.end_module_backward(reduces=True)
+            elif state.unit:
+                has_gradients = any(group.reducer.accumulated or group.reducer.has_gradients() for group in state.unit)
+                if has_gradients or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
+                    state.end_module_backward(reduces=has_gradients)
+
+    def refuse_finalization(self) -> None:
+        """Refuse `FSDPModule.finalize_backward` where it cannot be.
+
+        Raises:
+            FSDPRuntimeError: saying why not.
+        """
+        root = self.root
+        assert root is not None, "lazily initialized"
+        if not self.is_root:
+            raise FSDPRuntimeError(
+                f"finalize_backward() must be called on the root, {root.name}, not on '{self.name}'."
+            )
+        if not self.settings.finalizes_manually:
+            raise FSDPRuntimeError(
+                "finalize_backward() needs set_manual_backward_finalization(True), called on the root before backward."
+            )
+        if root.iteration.in_backward:
+            raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
+        root.comm.refuse_unfinished_handle("finalize_backward()")
+        for group in root.groups:
+            reducer = group.reducer
+            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.holds_back()
+            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+                raise FSDPRuntimeError(
+                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+                )
 
     def _drop_iteration(self) -> None:
         for state in self._states:
@@ -357,6 +444,18 @@ class FSDPState:
             state._to_run.clear()
 
 
-def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
-    """`states_below` for several modules, each state once."""
-    return list(dict.fromkeys(state for module in modules for state in states_below(module)))
+def share_context(states: Sequence[FSDPState]) -> None:
+    """Let the roots among ``states`` share the communication context of the first."""
+    shared = states[0]._comm_ctx
+    for state in states:
+        if shared.comm is None and state.root is not None:
+            shared.comm = state.root.comm
+    for state in states[1:]:
+        root = state.root
+        settings = state.settings if root is None else root.settings
+        settings.comm = shared
+        if root is not None and shared.comm is not None and root.comm is not shared.comm:
+            root.comm.retire_reduces(0)
+            root.comm = shared.comm
+            for group in root.groups:
+                group.comm = shared.comm

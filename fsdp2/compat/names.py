@@ -1,0 +1,71 @@
+"""Which of torch's objects fsdp2 has a counterpart for, and which loaded modules may hold them.
+
+Knows the layout of ``torch.distributed.fsdp`` (2.11 to 2.15); changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import fsdp2
+
+PUBLIC = "torch.distributed.fsdp"
+IMPLEMENTATION = f"{PUBLIC}._fully_shard"
+HOME = f"{IMPLEMENTATION}._fully_shard"
+# Where torch defines what its packages re-export. Torch's own objects are found here at any time.
+_DEFINED_IN = (f"{IMPLEMENTATION}._fsdp_api", f"{IMPLEMENTATION}._fsdp_common", HOME)
+# It derives from torch's `FSDPModule` and `FSDPState`, and must go on doing so.
+_REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """An object of torch, and what stands in its place."""
+
+    name: str
+    torchs: object
+    ours: object
+
+
+def counterparts() -> tuple[Counterpart, ...]:
+    """Everything public in fsdp2 that torch's implementation has under the same name, as of now."""
+    pairs = (Counterpart(name, torchs_own(name), getattr(fsdp2, name)) for name in fsdp2.__all__)
+    return tuple(pair for pair in pairs if pair.torchs is not None and pair.torchs is not pair.ours)
+
+
+def torchs_own(name: str) -> object | None:
+    """What torch's implementation of ``fully_shard`` defines as ``name``, whether or not it is replaced elsewhere."""
+    for module in _DEFINED_IN:
+        found: object = vars(importlib.import_module(module)).get(name)
+        if found is not None and getattr(found, "__module__", "").startswith(PUBLIC):
+            return found
+    return None
+
+
+def without_counterpart() -> tuple[str, ...]:
+    """Torch's public names that fsdp2 lacks."""
+    public: list[str] = importlib.import_module(IMPLEMENTATION).__all__
+    return tuple(name for name in public if name not in fsdp2.__all__)
+
+
+def modules_of_torch() -> Iterator[ModuleType]:
+    """The loaded modules of torch in which names may be replaced: all but those that make up its implementation."""
+    for name, module in _loaded():
+        implements = name.startswith(f"{IMPLEMENTATION}._") or name == _REPLICATE
+        if name.partition(".")[0] == "torch" and (not implements or name == HOME):
+            yield module
+
+
+def modules_of_others() -> Iterator[ModuleType]:
+    """The loaded modules of everyone but torch and fsdp2."""
+    for name, module in _loaded():
+        if name.partition(".")[0] not in ("torch", "fsdp2"):
+            yield module
+
+
+def _loaded() -> list[tuple[str, ModuleType]]:
+    return [(name, module) for name, module in list(sys.modules.items()) if isinstance(module, ModuleType)]

@@ -1,0 +1,64 @@
+"""What stands in the place of which object of torch, in which module. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, cast
+
+from fsdp2.compat import bridges
+from fsdp2.compat.names import HOME, Counterpart
+
+_Table = Mapping[int, Counterpart]
+
+
+class Substitutes:
+    """The tables that a swap goes by: objects are looked up by identity, whatever a module calls them.
+
+    Almost everywhere the counterpart of fsdp2 stands for torch's object; `bridges` says where something else must.
+
+    Args:
+        pairs: the counterparts; empty, if nothing is to be replaced.
+    """
+
+    def __init__(self, pairs: Iterable[Counterpart]) -> None:
+        everywhere = {pair.name: pair for pair in pairs}
+        pipelining = list(everywhere.values())
+        if everywhere:
+            module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
+            ours = cast(type, module.ours)
+            stands_for_both = bridges.either(cast(type, module.torchs), ours)
+            pipelined = bridges.pipelined(cast(Callable[..., Any], function.ours), function.torchs, ours)
+            # Imported after the swap, these modules hold ours already.
+            pipelining += [Counterpart(module.name, each, stands_for_both) for each in (module.torchs, module.ours)]
+            pipelining += [Counterpart(function.name, each, pipelined) for each in (function.torchs, function.ours)]
+        bridged: dict[str, Callable[..., object]] = {
+            "get_cls_to_fsdp_cls": bridges.both_mappings,
+            "disable_fsdp_module_new_init": bridges.both_contexts,
+        }
+        home = [
+            Counterpart(name, everywhere[name].torchs, bridge(everywhere[name].ours, everywhere[name].torchs))
+            for name, bridge in bridged.items()
+            if name in everywhere
+        ]
+        self._everywhere = _by_identity(everywhere.values())
+        self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(home)}
+        self._torchs: dict[int, tuple[object, object]] = {}
+        for pair in (*everywhere.values(), *pipelining, *home):
+            if pair.name in everywhere:
+                self._torchs[id(pair.ours)] = (pair.ours, everywhere[pair.name].torchs)
+
+    def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
+        """The names in ``module`` that refer to one of torch's objects, with what should stand there."""
+        table = self._in.get(module.__name__, self._everywhere)
+        return [(name, table[id(value)]) for name, value in list(vars(module).items()) if id(value) in table]
+
+    def to_put_back(self, module: ModuleType) -> list[tuple[str, Any]]:
+        """The names in ``module`` that refer to a replacement, with torch's object."""
+        torchs = self._torchs
+        return [(name, torchs[id(value)][1]) for name, value in list(vars(module).items()) if id(value) in torchs]
+
+
+def _by_identity(pairs: Iterable[Counterpart]) -> _Table:
+    # The objects are kept beside their ids, so that an id stays theirs.
+    return {id(pair.torchs): pair for pair in pairs}

@@ -1,0 +1,137 @@
+"""`install` and `Swap`: fsdp2's names in the place of torch's, and back."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+import torch.distributed
+
+import fsdp2
+from fsdp2.compat import bridges
+from fsdp2.compat.after_import import AfterImport
+from fsdp2.compat.names import (
+    HOME,
+    PUBLIC,
+    Counterpart,
+    counterparts,
+    modules_of_others,
+    modules_of_torch,
+    without_counterpart,
+)
+from fsdp2.compat.substitutes import Substitutes
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One name in one module that refers to another object since."""
+
+    module: str
+    name: str
+    torchs: object
+    ours: object
+
+    def __str__(self) -> str:
+        ours = f"{getattr(self.ours, '__module__', '?')}.{getattr(self.ours, '__qualname__', '?')}"
+        return f"{self.module}.{self.name} -> {ours}"
+
+
+class Swap:
+    """What `install` replaced. ``print(swap)`` lists it; `uninstall`, or leaving its ``with`` block, puts it back.
+
+    Attributes:
+        replacements: the names that were replaced, those in modules imported since included.
+        too_early: names outside torch, ``module.name``, that were bound to torch's objects before. They still are.
+        lacking: torch's public names that fsdp2 has no counterpart for. They stay torch's.
+    """
+
+    def __init__(self, pairs: tuple[Counterpart, ...]) -> None:
+        self.replacements: list[Replacement] = []
+        self._substitutes = Substitutes(pairs)
+        self._later = AfterImport(bridges.PIPELINING, self._replace_in)
+        self.lacking = without_counterpart()
+        self.too_early = tuple(
+            f"{module.__name__}.{name}"
+            for module in modules_of_others()
+            for name, _ in self._substitutes.to_replace(module)
+        )
+        for module in modules_of_torch():
+            self._replace_in(module)
+        if pairs:
+            self._later.start()
+
+    def _replace_in(self, module: ModuleType) -> None:
+        for name, pair in self._substitutes.to_replace(module):
+            setattr(module, name, pair.ours)
+            self.replacements.append(Replacement(module.__name__, name, pair.torchs, pair.ours))
+
+    def uninstall(self) -> None:
+        """Put torch's names back, also in modules that were imported since. Calling it again does nothing.
+
+        Models that were sharded meanwhile stay what they are, and modules outside torch keep what they imported.
+        """
+        self._later.stop()
+        for module in modules_of_torch():
+            for name, torchs in self._substitutes.to_put_back(module):
+                setattr(module, name, torchs)
+        self._substitutes = Substitutes(())
+
+    def __enter__(self) -> Swap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def __str__(self) -> str:
+        lines = [str(each) for each in self.replacements]
+        lines += [f"{each} stays torch's: it was imported before install()" for each in self.too_early]
+        lines += [f"{PUBLIC}.{each} stays torch's: fsdp2 has no such name" for each in self.lacking]
+        return "\n".join(lines)
+
+
+def install() -> Swap:
+    """Put fsdp2's names in the place of torch's, in every module of torch, those imported later included.
+
+    Call it before the libraries that shard models are imported, on every rank and in every process that a program
+    starts by itself (forked processes have it already):
+
+        >>> import fsdp2.compat
+        >>> print(fsdp2.compat.install())
+        torch.distributed.fsdp.FSDPModule -> fsdp2.module.FSDPModule
+        ...
+        >>> from accelerate import Accelerator
+
+    Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
+
+    Returns:
+        What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.
+
+    Raises:
+        FSDPRuntimeError: torch was built without ``torch.distributed``.
+    """
+    if not torch.distributed.is_available():
+        raise fsdp2.FSDPRuntimeError("fsdp2.compat needs torch.distributed, and this torch was built without it.")
+    public = importlib.import_module(PUBLIC)
+    importlib.import_module("torch.distributed._composable.fsdp")
+    installed = public.fully_shard is fsdp2.fully_shard
+    swap = Swap(() if installed else counterparts())
+    _warn_of_the_past(swap, installed)
+    return swap
+
+
+def _warn_of_the_past(swap: Swap, installed: bool) -> None:
+    """Say what the swap comes too late for: the program would go on with both implementations, and not notice."""
+    sharded: dict[type, type] = vars(importlib.import_module(HOME)).get("cls_to_fsdp_cls", {})
+    found = list(swap.too_early)
+    if not installed:
+        found += [f"a {cls.__name__} that torch's fully_shard has sharded" for cls in sharded]
+    if found:
+        warnings.warn(
+            f"fsdp2.compat.install() comes too late for {', '.join(found)}: torch's own implementation stays in use "
+            "there. Install before importing what shards models, or run the program with `python -m fsdp2.compat`.",
+            stacklevel=3,
+        )

@@ -1,0 +1,223 @@
+"""Where a parameter's shards lie: which dim is cut, over which mesh, and the DTensor placements that say so.
+
+Pure: meshes and placements in, a `Sharding` out. Parameters may be plain tensors, or DTensors of tensor or expert
+parallelism, whose placements are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.mesh import DataParallelMesh
+
+
+@dataclass
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
+
+    Attributes:
+        placement: ``Shard(i)``; None is ``Shard(0)``.
+        mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
+    """
+
+    placement: Shard | None
+    mesh_info: Any
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """How one parameter is sharded.
+
+    Attributes:
+        mesh: over which ranks.
+        dim: which dim of the local tensor is cut.
+        spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
+        unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
+    """
+
+    mesh: DataParallelMesh
+    dim: int
+    spec: Any
+    unsharded_spec: Any
+
+
+def requested_placement(
+    shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
+) -> tuple[int, DataParallelMesh]:
+    """Ask ``shard_placement_fn`` (or nobody) for the dim to cut, not negative, and the mesh.
+
+    Raises:
+        FSDPValueError: the answer is none of Shard, ShardPlacementResult and None, or a dim that there is not.
+    """
+    answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    mesh = default
+    if answer is not None and not isinstance(answer, Shard):
+        if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
+            raise FSDPValueError(
+                f"shard_placement_fn must return Shard(i), a ShardPlacementResult or None, got {answer!r} for "
+                f"parameter '{fqn}'."
+            )
+        mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
+    if answer is None:
+        return 0, mesh
+    if not isinstance(answer, Shard):
+        raise FSDPValueError(f"the placement for parameter '{fqn}' must be Shard(i), got {answer!r}.")
+    dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
+    if not 0 <= dim < parameter.dim():
+        raise FSDPValueError(
+            f"parameter '{fqn}' has {parameter.dim()} dims, {answer} shards one that it does not have."
+        )
+    return dim, mesh
+
+
+def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:
+    if not (hasattr(info, "mesh") and hasattr(info, "shard_mesh_dim")):
+        raise FSDPValueError(
+            f"the mesh_info for parameter '{fqn}' must be an FSDPMeshInfo or HSDPMeshInfo, got {info!r}."
+        )
+    mesh = DataParallelMesh.from_info(info)
+    if mesh.group is None:
+        raise FSDPValueError(f"the mesh_info for parameter '{fqn}' has no dim to shard over (shard_mesh_dim is None).")
+    if mesh.device != default.device:
+        raise FSDPValueError(
+            f"the mesh for parameter '{fqn}' is on {mesh.device}, the module's is on {default.device}; they must agree."
+        )
+    return mesh
+
+
+def sharding_of(parameter: nn.Parameter, dim: int, mesh: DataParallelMesh, where: str) -> Sharding:
+    """How ``parameter`` is sharded in ``dim`` over ``mesh``. ``where`` names it in errors.
+
+    Raises:
+        FSDPValueError: the parameter's own mesh or placements do not fit.
+        FSDPNotImplementedError: an uneven size in a dim other than 0.
+    """
+    unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
+    local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
+    if dim > 0 and local.shape[dim] % mesh.world_size:
+        raise FSDPNotImplementedError(
+            f"{where} cannot be sharded in dim {dim}: its size there, {local.shape[dim]}, does not divide by "
+            f"{mesh.world_size} ranks. Shard dim 0, which may be uneven, or pad it."
+        )
+    if mesh.spmd_mesh is not None:
+        spmd_mesh, placements = _spmd_placements(unsharded_spec, dim, mesh, where)
+    elif unsharded_spec is None:
+        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, Shard(dim)))
+    else:
+        spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
+        cut = _strided(dim, unsharded_spec.mesh, unsharded_spec.placements)
+        placements = (*_replicated(mesh), *_cut(mesh, cut), *unsharded_spec.placements)
+    spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, parameter.stride(), parameter.dtype)
+    return Sharding(mesh, dim, spec, unsharded_spec)
+
+
+def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
+    return () if mesh.replicate_group is None else (Replicate(),)
+
+
+def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
+    return () if mesh.group is None else (placement,)
+
+
+def _strided(dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0) -> Placement:
+    """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
+
+    They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
+    """
+    factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
+    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
+
+
+def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
+    try:
+        return _torch.concatenate_meshes([data_parallel, model_parallel])
+    except Exception as error:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {model_parallel}, which cannot be combined with the data-parallel "
+            f"{data_parallel}: {error}. "
+            "Both must be slices of one mesh, with different dims: mesh = init_device_mesh(..., "
+            "mesh_dim_names=('dp', 'tp')); parallelize_module(module, mesh['tp'], ...); fully_shard(module, "
+            "mesh=mesh['dp'])."
+        ) from error
+
+
+def _spmd_placements(
+    unsharded_spec: Any, dim: int, mesh: DataParallelMesh, where: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
+    spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
+    assert spmd_mesh is not None and dims is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    if unsharded_spec is None:
+        raise FSDPValueError(
+            f"{where} is a plain tensor; with dp_mesh_dims every parameter must be a DTensor on the whole mesh, "
+            "replicated in its data-parallel dims: torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    if unsharded_spec.mesh != spmd_mesh:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {unsharded_spec.mesh}; with dp_mesh_dims it must be on the mesh that is passed "
+            f"to fully_shard, {spmd_mesh}."
+        )
+    names, placements = spmd_mesh.mesh_dim_names, list(unsharded_spec.placements)
+    for name in dims.shard_names + dims.replicate_names:
+        if not isinstance(placements[names.index(name)], Replicate):
+            raise FSDPValueError(
+                f"{where} has placement {placements[names.index(name)]} in the data-parallel mesh dim '{name}'; it "
+                "must be Replicate() there."
+            )
+    for name in dims.shard_names:
+        index = names.index(name)
+        placements[index] = _strided(dim, spmd_mesh, tuple(unsharded_spec.placements), first=index + 1)
+    if len(dims.shard_names) < 2:
+        return spmd_mesh, tuple(placements)
+    return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)
+
+
+def _with_flattened_shards(
+    mesh: DataParallelMesh, shard_names: tuple[str, ...], replicate_names: tuple[str, ...], placements: list[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh in which the dims that are sharded over together are one, in the place of the first of them."""
+    spmd_mesh = mesh.spmd_mesh
+    assert spmd_mesh is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    parts: list[DeviceMesh] = []
+    flattened: list[Placement] = []
+    for index, name in enumerate(spmd_mesh.mesh_dim_names):
+        if name == shard_names[0]:
+            parts.append(mesh.device_mesh)
+            flattened += [*_replicated(mesh), placements[index]]
+        elif name not in shard_names and name not in replicate_names:
+            parts.append(spmd_mesh[name])
+            flattened.append(placements[index])
+    return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
+
+
+def local_shard(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if each holds ``size`` entries of ``dim`` (the last ones fewer)."""
+    start = min(size * rank, whole.shape[dim])
+    return whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+
+
+def check_policy_callable(shard_placement_fn: object) -> None:
+    """Refuse a ``shard_placement_fn`` that is none.
+
+    Raises:
+        FSDPTypeError: it cannot be called.
+    """
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise FSDPTypeError(f"shard_placement_fn must be a function of a parameter, got {shard_placement_fn!r}.")

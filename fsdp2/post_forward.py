@@ -1,0 +1,71 @@
+"""`PostForward`: where a group's parameters rest between forward and backward if they are resharded to fewer ranks.
+
+Each of them keeps a larger part of every parameter, so that the all-gather in backward stays among neighbours: more
+memory for less communication over slow links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.buffers import DtypeBuffers, Resizable, storage_alias
+from fsdp2.gather import Gather, Source
+from fsdp2.mesh import DataParallelMesh
+from fsdp2.placement import local_shard
+
+
+class PostForward:
+    """The parts of a group's parameters that this rank keeps between forward and backward.
+
+    Attributes:
+        mesh: of the neighbours; also replicated over all such neighbourhoods.
+        gather: from the parts to the unsharded buffers.
+    """
+
+    def __init__(self, mesh: DataParallelMesh) -> None:
+        self.mesh = mesh
+        self.gather: Gather
+        self._parts: list[Resizable] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device) -> None:
+        """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
+        self._parts, self._copies, sources = [], [], []
+        for each in buffers:
+            layout = each.layout.over(self.mesh.world_size, each.param_dtype.itemsize)
+            part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
+            for param, slot in zip(each.params, layout.slots, strict=True):
+                local = storage_alias(part.flat, slot.shard_offset, slot.local_shape(self.mesh.rank))
+                whole = each.unsharded.flat.narrow(0, slot.unsharded_offset, slot.numel).view(slot.shape)
+                self._copies.append((local, local_shard(whole, slot.dim, slot.rows, self.mesh.rank)))
+                param.post_forward = self._parameter(local, param.sharded, slot.dim)
+            sources.append(Source(each, part.flat, layout))
+            self._parts.append(part)
+        self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, None)
+        self.gather.free()
+        self.free()
+
+    def _parameter(self, local: torch.Tensor, sharded: nn.Parameter, dim: int) -> nn.Parameter:
+        spec = _torch.make_spec(
+            self.mesh.device_mesh, (Replicate(), Shard(dim)), sharded.shape, sharded.stride(), local.dtype
+        )
+        parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
+        _torch.set_local(parameter, local)
+        return parameter
+
+    def take(self) -> None:
+        """Copy this rank's parts out of the unsharded buffers. On the current stream, which has read them."""
+        for part in self._parts:
+            part.allocate()
+        with _torch.without_grad():
+            _torch.foreach_copy([local for local, _ in self._copies], [whole for _, whole in self._copies])
+
+    def free(self) -> None:
+        """Free the parts, once they have been gathered."""
+        for part in self._parts:
+            part.free()

@@ -1,0 +1,70 @@
+"""What is checked when a root forms: that every parameter is owned and ready, and that the ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from fsdp2 import collectives
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.mesh import DataParallelMesh
+from fsdp2.param import FSDPParam
+from fsdp2.param_group import FSDPParamGroup
+from fsdp2.plan import ModelPlan
+
+
+def refuse_unowned_parameters(
+    modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
+) -> None:
+    """Every parameter below ``modules`` is one of ``params`` or ignored.
+
+    Raises:
+        FSDPRuntimeError: one is not, and would not be reduced.
+    """
+    owned = {(module, name) for param in params for module, name in param.uses}
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter in ignored or (module, name) in owned:
+                    continue
+                raise FSDPRuntimeError(
+                    f"parameter '{prefix + '.' + name if prefix else name}' of {class_name} was added after "
+                    "fully_shard and belongs to no group: its gradient would not be reduced. Add parameters before "
+                    "calling fully_shard, or call fully_shard on the module that holds it, or pass it in "
+                    "ignored_params."
+                )
+
+
+def refuse_meta_buffers(modules: Sequence[nn.Module], class_name: str) -> None:
+    """No buffer below ``modules`` is on meta.
+
+    Raises:
+        FSDPRuntimeError: one is, and has no values.
+    """
+    found = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if found:
+        raise FSDPRuntimeError(
+            f"buffers of {class_name} are still on the meta device: {', '.join(found)}. Materialize the model "
+            "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+        )
+
+
+def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh) -> None:
+    """The ranks that communicate have the same plans. Collective over each mesh that ``groups`` are on.
+
+    Raises:
+        FSDPRuntimeError: on every rank, with the difference.
+    """
+    meshes = {mesh.key: mesh}
+    for group in groups:
+        meshes.setdefault(group.mesh.key, group.mesh)
+    for key, each in meshes.items():
+        plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None and group.mesh.key == key))
+        for process_group in (each.group, each.replicate_group):
+            difference = collectives.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
+            if difference is not None:
+                raise FSDPRuntimeError(
+                    "the ranks have different plans, so their collectives would not match; every rank must build the "
+                    f"same model and shard it alike. Difference:\n{difference}"
+                )
