@@ -70,7 +70,8 @@ class Resizable:
 
     def allocate(self) -> None:
         """Give it memory, of undefined contents unless it had some."""
-        self.storage.resize_(self.nbytes)
+        if self.storage.nbytes() != self.nbytes:  # resizing always moves
+            self.storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Take its memory."""

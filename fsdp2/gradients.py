@@ -270,7 +270,7 @@ class DtypeGradients:
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-        gradient = _torch.make_dtensor(flat.new_empty(0), spec)
+        gradient = _torch.make_dtensor(local.new_empty(0), spec)
         _torch.set_local(gradient, local)
         return gradient
 

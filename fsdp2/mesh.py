@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -203,19 +204,21 @@ def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else _torch.flatten_mesh(mesh[names], "_".join(names))
 
 
-_SMALLER: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
+_SMALLER: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
 
 
 def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
     """The mesh of groups of ``size`` neighbours in ``mesh``, for resharding to fewer ranks after forward.
 
-    Makes process groups, once per mesh and size: all ranks must call this.
+    Makes process groups, once per process group of ``mesh`` and size: all ranks must call this.
     """
-    key = (mesh.device_mesh, size)
-    if key not in _SMALLER:
+    assert mesh.group is not None, "something is sharded"
+    known = _SMALLER.setdefault(mesh.group, {})
+    key = (mesh.replicate_size, size)
+    if key not in known:
         ranks = mesh.device_mesh.mesh.view(-1, size)
-        _SMALLER[key] = DeviceMesh(mesh.device_mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
-    return DataParallelMesh.from_info(HSDPMeshInfo(_SMALLER[key], shard_mesh_dim=1, replicate_mesh_dim=0))
+        known[key] = DeviceMesh(mesh.device_mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
+    return DataParallelMesh.from_info(HSDPMeshInfo(known[key], shard_mesh_dim=1, replicate_mesh_dim=0))
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

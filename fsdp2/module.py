@@ -450,7 +450,7 @@ def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | Non
 
 
 def _warn_of_old_name(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; use {new}.", FutureWarning, stacklevel=3)
+    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
 
 
 def mix_in(module: nn.Module) -> None:

@@ -56,7 +56,7 @@ class CommunicationSettings:
         for group in self._groups:
             if stream is not None and group.mesh.replicate_group is not None:
                 raise FSDPValueError(
-                    "set_all_reduce_hook: stream cannot be given with a (replicate, shard) mesh, whose own all-reduce "
+                    "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh whose all-reduce "
                     "has a stream already; the hook runs there."
                 )
         for group in self._groups:

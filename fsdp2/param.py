@@ -248,7 +248,8 @@ class FSDPParam:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
         succeed(unsharded, self.sharded)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
-            unsharded.grad = self.unsharded.grad
+            kept, dtype = self.unsharded.grad, self.accumulation_dtype
+            unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
         self.unsharded = unsharded
 
     def take_gradient(self) -> torch.Tensor | None:

@@ -91,6 +91,7 @@ class FSDPRoot:
         settings: what the user has set on it.
         has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
+        on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
         on_failure: called when an iteration that failed is dropped.
     """
 
@@ -103,6 +104,7 @@ class FSDPRoot:
         self.settings = settings
         self.has_run = False
         self.on_backward_end: Callable[[], None] = lambda: None
+        self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -223,9 +225,12 @@ class FSDPRoot:
 
     def _end_backward(self) -> None:
         if self.settings.finalizes_manually:
+            self.on_backward_pause()
             self.iteration.in_backward = False
             self.iteration.unfinalized = True
             self.keep(None)
+            self._drop_ahead()
+            self._backward_order.end()
             return
         self.on_backward_end()
         if self.settings.is_last_backward:

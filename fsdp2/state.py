@@ -162,6 +162,7 @@ class FSDPState:
         refuse_disagreement(groups, self.mesh)
         root = FSDPRoot(self.class_name, comm, groups, self.settings)
         root.on_backward_end = self._end_backward
+        root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
         for state in states:
             state.root = root
@@ -409,6 +410,16 @@ class FSDPState:
                 has_gradients = any(group.reducer.accumulated or group.reducer.has_gradients() for group in state.unit)
                 if has_gradients or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
                     state.end_module_backward(reduces=has_gradients)
+
+    def _pause_backward(self) -> None:
+        """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
+        for state in self._states:
+            if not state._in_backward:
+                continue
+            if any(group.reducer.requires_gradient_sync for group in state.unit):
+                state._in_backward = False
+            else:
+                state.end_module_backward(reduces=True)
 
     def refuse_finalization(self) -> None:
         """Refuse `FSDPModule.finalize_backward` where it cannot be.

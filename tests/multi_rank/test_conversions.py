@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, FSDPRuntimeError
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
-from tests.harness.compare import assert_sharded_same
+from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.multi_rank.state_dicts import inputs, optimizer_of
 from tests.multi_rank.training import CASE, shard
@@ -77,6 +77,11 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.125)
 
 
+HALVED_FIRST = Tolerance(
+    rtol=3e-3,
+    atol=2e-7,
+    reason="in fp16 gradients are divided before they are added up, lest the sum overflow: subnormal ones lose a bit",
+)
 PARTS = [root, sharded_child, inside_a_sharded_child, plain_child]
 
 
@@ -110,7 +115,8 @@ def test_conversion_of_any_part(
     model.reshard()
     dtypes = {name: value.dtype for name, value in plain.state_dict().items()}
     assert {name: value.dtype for name, value in model.state_dict().items()} == dtypes
-    assert_trains_like(reference, model, optimizer, steps=2)
+    tolerance = HALVED_FIRST if convert is half else EXACT
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
 
 
