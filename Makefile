@@ -7,13 +7,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train train-check test test-full lint bench clean
+CLIENTS_VENV := .venv-clients-$(TORCH)
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+
+.PHONY: help train train-check test test-full test-clients lint bench clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
 	@echo "make train-check  the same training against an unsharded reference, loss by loss"
 	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
 	@echo "make test-full    the suite with its slow part"
+	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make bench        host time, calls, copies, collectives and memory beside torch's fully_shard"
 
 $(STAMP): pyproject.toml
@@ -37,6 +41,15 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+$(CLIENTS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" numpy
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,clients]" "torch==$(TORCH)"
+	@touch $@
+
+test-clients: $(CLIENTS_STAMP)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)

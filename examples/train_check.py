@@ -5,6 +5,9 @@ Runs the same steps twice, from the same initial weights and on the same global 
 - with torchrun, in two microbatches a step: `train_lm.py` as a user runs it;
 - here, in one process: the plain model, no `fsdp2`, no process group, each global batch in one piece.
 
+Options other than those below go to `train_lm.py`: `--ranks 4 --replicate 2` checks hybrid sharding, `--ranks 4 --tp 2`
+tensor parallelism.
+
 The exit status is 1 if any step's loss, or the norm of its gradients, differs by more than a relative 1e-4.
 The norm is compared too because clipping and AdamW both undo a gradient that is wrong by a factor, such as a
 sum over the ranks in place of their mean, so that no loss would show it. The two runs add up the same numbers
@@ -53,14 +56,15 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--steps", type=positive_integer, default=30, help="to compare (default: %(default)s)")
     parser.add_argument("--ranks", type=positive_integer, default=2, help="to shard over (default: %(default)s)")
-    check = parser.parse_args(arguments)
+    check, others = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        command_line = training_arguments(check.steps, Path(folder) / "run")
+        command_line = [*training_arguments(check.steps, Path(folder) / "run"), *others]
         try:
+            options = parse_options(command_line)
             print(f"training {check.steps} steps sharded over {check.ranks} ranks ...", flush=True)
             sharded = train_sharded(command_line, ranks=check.ranks)
             print(f"training {check.steps} steps unsharded in one process ...\n", flush=True)
-            reference = train_unsharded(parse_options(command_line))
+            reference = train_unsharded(options)
         except UserError as error:
             print(f"train_check.py: error: {error}", file=sys.stderr)
             return 2
@@ -101,9 +105,7 @@ def train_unsharded(options: Options) -> list[Step]:
     corpus = load_corpus(options.data, context=options.context)
     windows = ShuffledWindows(corpus.train, context=options.context, seed=options.seed)
     layout = BatchLayout(batch=options.batch, accumulate=1, rank=0, world_size=1)
-    schedule = CosineSchedule(
-        peak=options.learning_rate, warmup_steps=options.warmup_steps, total_steps=options.steps
-    )
+    schedule = CosineSchedule(peak=options.learning_rate, warmup_steps=options.warmup_steps, total_steps=options.steps)
     model = build_unsharded(options.model_size, seed=options.seed)
     optimizer = make_optimizer(model, weight_decay=options.weight_decay)
     steps = []

@@ -1,6 +1,6 @@
 """Train a language model, sharded by `fsdp2`. `--help` explains the options; `lm/` holds the parts.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py
+python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py
 """
 
 from __future__ import annotations
@@ -86,17 +86,13 @@ def prepare(directory: RunDirectory, options: Options, ranks: Ranks, first_step:
         print(f"The run that was in {directory.path} is now in {former} (--resume would have continued it).")
 
 
-def introduce(
-    trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks, reporter: Reporter
-) -> None:
+def introduce(trainer: Trainer, options: Options, corpus: Corpus, ranks: Ranks, reporter: Reporter) -> None:
     """Say what is about to be trained, on what, and where."""
     if not launched_by_torchrun():
-        reporter.say(
-            f"Started without torchrun: one process, so nothing is really sharded. For two:\n    {LAUNCH}"
-        )
+        reporter.say(f"Started without torchrun: one process, so nothing is really sharded. For two:\n    {LAUNCH}")
     parameter_count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    shared = f"sharded over {ranks.world_size} ranks" if ranks.world_size > 1 else "on one rank"
-    reporter.say(f"{options.size}: {parameter_count:,} parameters {shared} ({ranks.device.type})")
+    arranged = trainer.arrangement.describe()
+    reporter.say(f"{options.size}: {parameter_count:,} parameters {arranged} ({ranks.device.type})")
     reporter.say(corpus.description)
     if trainer.step:
         reporter.say(f"resumed after step {trainer.step} of {options.steps}")

@@ -106,10 +106,6 @@ class DataParallelMesh:
             FSDPValueError: a device type that this process does not have, or a mesh that does not contain this rank.
         """
         mesh, shard, replicate = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
-        if mesh.get_coordinate() is None:
-            raise FSDPValueError(
-                f"rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on the ranks of its mesh."
-            )
         return cls(
             mesh,
             device_of(mesh),
@@ -158,7 +154,13 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
     if dims is not None:
-        return _info_of_named_dims(mesh, _validated_dims(mesh, dims))
+        dims = _validated_dims(mesh, dims)
+    if mesh.get_coordinate() is None:
+        raise FSDPValueError(
+            f"rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on the ranks of its mesh."
+        )
+    if dims is not None:
+        return _info_of_named_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise FSDPValueError(
             f"fully_shard takes a mesh of 1 dim (shard) or 2 dims (replicate, shard), got {mesh.ndim} dims "

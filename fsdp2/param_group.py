@@ -459,8 +459,7 @@ class FSDPParamGroup:
                 param.sharded.grad = None
             elif gradient is not None:
                 gradient.zero_()
-        reducer = self.reducer
-        reducer.accumulated = reducer.accumulated and reducer.holds_back()
+        self.reducer.accumulated = self.reducer.accumulated and self.reducer.has_gradients()
 
     def refuse_lost_gradients(self) -> None:
         """Between iterations: raise if a backward left gradients that no hook noticed.

@@ -56,7 +56,7 @@ class GradientReducer:
     Attributes:
         requires_gradient_sync: whether the end of the group's backward reduces; else gradients stay unsharded.
         requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
-        accumulated: gradients of earlier backwards wait for a reduction, or for an all-reduce.
+        accumulated: unsharded gradients of earlier backwards wait for a reduction.
         divide_factor: the sum is divided by it; None: by the number of ranks.
         only_sums: collectives only ever sum, and scaling is separate.
         max_pending: how many reductions may be in flight; the largest of all groups counts.
@@ -94,7 +94,8 @@ class GradientReducer:
         """Lay out the gradients of the trainable ones of ``params``."""
         self._params = tuple(params)
         # Gradients that were accumulated before a parameter was frozen are still due.
-        due = {param for one in self.dtypes for param in one.params} if self.accumulated else set()
+        is_due = self.accumulated or self.awaits_all_reduce()
+        due = {param for one in self.dtypes for param in one.params} if is_due else set()
         trainable = [param for param in params if param.requires_grad or param in due]
         by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
         for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
@@ -174,9 +175,10 @@ class GradientReducer:
             for param in one.params
         )
 
-    def holds_back(self) -> bool:
-        """Whether gradients wait for a reduction, or for an all-reduce."""
-        return self.has_gradients() or self.awaits_all_reduce()
+    def is_due(self) -> bool:
+        """Whether the end of a backward has something to do, though the group took no part in it."""
+        waits = self.requires_gradient_sync and self.requires_all_reduce and self.awaits_all_reduce()
+        return self.accumulated or self.has_gradients() or waits
 
     def awaits_all_reduce(self) -> bool:
         """Whether gradients were reduced over shards and not over replicas."""
@@ -221,7 +223,7 @@ class GradientReducer:
             raise
         self._enter(GradPhase.REDUCING)
         comm.add_pending(pending)
-        self.accumulated = self.awaits_all_reduce()
+        self.accumulated = False
 
     def _enter(self, phase: GradPhase) -> None:
         assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
@@ -267,7 +269,6 @@ class GradientReducer:
         if not settled:
             with _torch.without_grad():
                 self._settle_partial(sent, ends_here=True)
-        self.accumulated = True
 
     def _all_reduce_on_host(self, sent: list[_Sent]) -> Ticket:
         ticket = Ticket([])
@@ -319,7 +320,7 @@ class GradientReducer:
         Returns:
             Whether gradients of earlier microbatches were lost.
         """
-        lost = self.accumulated
+        lost = self.accumulated or self.awaits_all_reduce()
         self.accumulated = False
         self._phase = GradPhase.IDLE  # whatever the interrupted one was
         for one in self.dtypes:

@@ -407,9 +407,9 @@ class FSDPState:
             if state._in_backward:
                 state.end_module_backward(reduces=True)
             elif state.unit:
-                has_gradients = any(group.reducer.accumulated or group.reducer.has_gradients() for group in state.unit)
-                if has_gradients or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
-                    state.end_module_backward(reduces=has_gradients)
+                is_due = any(group.reducer.is_due() for group in state.unit)
+                if is_due or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
+                    state.end_module_backward(reduces=is_due)
 
     def _pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
@@ -442,7 +442,7 @@ class FSDPState:
         root.comm.refuse_unfinished_handle("finalize_backward()")
         for group in root.groups:
             reducer = group.reducer
-            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.holds_back()
+            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
             if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
                 raise FSDPRuntimeError(
                     f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "

@@ -9,30 +9,54 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from fsdp2 import fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from lm.model import ModelSize, Transformer
+from lm.parallelism import Meshes
+from lm.tensor_parallel import tensor_parallel_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What is computed and communicated in which dtype; parameters and optimizer state are always float32."""
+
+    compute: torch.dtype
+    """Of matrix multiplications, by autocast; float32: whatever the parameters are."""
+    param: torch.dtype
+    """Of the gathered parameters."""
+    reduce: torch.dtype
+    """Of gradients where they are averaged over ranks."""
 
 
 def build_sharded(
-    size: ModelSize, *, seed: int, mesh: DeviceMesh, compute_dtype: torch.dtype
+    size: ModelSize, *, seed: int, meshes: Meshes, precision: Precision, offload: bool, checkpoint_blocks: bool
 ) -> Transformer:
-    """Build a model whose parameters are sharded over `mesh` (one axis). Every rank calls it.
+    """Build a model whose parameters are split over `meshes.tp`, then sharded over `meshes.data`. A collective.
 
     Each block is a group of its own, so one block's parameters are gathered while the one before computes;
-    the embedding, the last norm and the head form the root's group.
+    the embedding, the last norm and the head form the root's group. With `offload` the shards, their gradients
+    and so the optimizer's state lie in the CPU's memory.
     """
-    model = build_on_meta(size, compute_dtype)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model.to_empty(device=mesh.device_type)
+    model = build_on_meta(size, precision.compute, checkpoint_blocks=checkpoint_blocks)
+    if meshes.tp is not None:
+        parallelize_module(model, meshes.tp, tensor_parallel_plan())
+    # Inputs are not cast: what goes from block to block has the right dtype, and RoPE's angles stay float32.
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False
+    )
+    # Pinned memory is what a GPU can copy from while it computes; without a GPU there is none.
+    pinned = meshes.data.device_type != "cpu"
+    offload_policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=meshes.data, mp_policy=mp_policy, offload_policy=offload_policy)
+    model.to_empty(device="cpu" if offload else meshes.data.device_type)
     initialize(model, seed=seed)
     return model
 
@@ -45,10 +69,10 @@ def build_unsharded(size: ModelSize, *, seed: int) -> Transformer:
     return model
 
 
-def build_on_meta(size: ModelSize, compute_dtype: torch.dtype) -> Transformer:
+def build_on_meta(size: ModelSize, compute_dtype: torch.dtype, *, checkpoint_blocks: bool = False) -> Transformer:
     """Build the model's structure; its parameters have shapes but no memory."""
     with torch.device("meta"):
-        return Transformer(size, compute_dtype)
+        return Transformer(size, compute_dtype, checkpoint_blocks=checkpoint_blocks)
 
 
 @torch.no_grad()
@@ -59,9 +83,7 @@ def initialize(model: Transformer, *, seed: int) -> None:
         if isinstance(parameter, DTensor):
             # Every rank has drawn the same value, so none needs to send it (src_data_rank=None).
             local = value.to(parameter.device)
-            parameter.copy_(
-                distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            )
+            parameter.copy_(distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None))
         else:
             parameter.copy_(value)
 

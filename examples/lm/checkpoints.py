@@ -26,9 +26,7 @@ def save_checkpoint(
     dcp.save(state, checkpoint_id=path)
 
 
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, fingerprint: int
-) -> int:
+def load_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, fingerprint: int) -> int:
     """Fill `model` and `optimizer` from `path`; return the step reached. Every rank calls it.
 
     Raises:

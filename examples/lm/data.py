@@ -60,9 +60,7 @@ def load_corpus(paths: Sequence[Path], *, context: int) -> Corpus:
                 "name more --data or lower --context"
             )
     source = "--data" if paths else "the Python standard library"
-    description = (
-        f"{source}: {len(files):,} files, {len(train):,} bytes to train on, {len(held_out):,} held out"
-    )
+    description = f"{source}: {len(files):,} files, {len(train):,} bytes to train on, {len(held_out):,} held out"
     return Corpus(train=train, held_out=held_out, description=description)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from lm.errors import UserError
+
+GRACE_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,4 +97,7 @@ def process_group(device: torch.device) -> Iterator[Ranks]:
     try:
         yield Ranks(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
     finally:
+        # gloo's thread lets go of the last tensor after the collective has returned. If Python is ending by then, it
+        # aborts the process (torch 2.13).
+        time.sleep(GRACE_SECONDS)
         dist.destroy_process_group()

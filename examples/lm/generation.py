@@ -12,9 +12,7 @@ TEMPERATURE = 0.8
 
 
 @torch.no_grad()
-def generate(
-    model: nn.Module, prompt: bytes, *, byte_count: int, context: int, seed: int, ranks: Ranks
-) -> bytes:
+def generate(model: nn.Module, prompt: bytes, *, byte_count: int, context: int, seed: int, ranks: Ranks) -> bytes:
     """Return `prompt` and `byte_count` bytes more. A collective: every rank computes the same text.
 
     Each forward gathers the parameters from all ranks, so all take part, with rank 0's choice of byte. The

@@ -2,7 +2,7 @@
 
 Pre-norm blocks with RMSNorm, rotary position embeddings (RoPE), SwiGLU and grouped-query attention, as in
 Llama (Touvron et al. 2023, Dubey et al. 2024). This file knows nothing of sharding: `lm/build.py` wraps the
-blocks and fills in the initial weights.
+blocks and fills in the initial weights, `lm/tensor_parallel.py` says how the matrices can be split.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY_SIZE = 256
 ROPE_BASE = 10_000.0
@@ -66,6 +67,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Mix positions. `x`: (batch, length, width); `rotation`: (2, length, head_width / 2) float32."""
         batch, length, _ = x.shape
+        # As many heads as the projections give: all of them, or this tensor-parallel rank's part.
         query, key, value = (
             projection(x).view(batch, length, -1, self.head_width).transpose(1, 2)
             for projection in (self.query, self.key, self.value)
@@ -107,12 +109,18 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes in, logits for the next byte out; matrices multiply in `compute_dtype`, parameters are float32."""
+    """Bytes in, logits for the next byte out; matrices multiply in `compute_dtype`, parameters are float32.
 
-    def __init__(self, size: ModelSize, compute_dtype: torch.dtype = torch.float32) -> None:
+    With `checkpoint_blocks` only the blocks' inputs are kept for backward, which computes each block again.
+    """
+
+    def __init__(
+        self, size: ModelSize, compute_dtype: torch.dtype = torch.float32, *, checkpoint_blocks: bool = False
+    ) -> None:
         super().__init__()
         self.size = size
         self.compute_dtype = compute_dtype
+        self.checkpoint_blocks = checkpoint_blocks
         self.embedding = nn.Embedding(VOCABULARY_SIZE, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layer_count))
         self.norm = nn.RMSNorm(size.width)
@@ -124,8 +132,14 @@ class Transformer(nn.Module):
         with self._autocast(tokens.device):
             x = self.embedding(tokens)
             for block in self.blocks:
-                x = block(x, rotation)
+                x = self._run(block, x, rotation)
             return self.head(self.norm(x))
+
+    def _run(self, block: nn.Module, x: Tensor, rotation: Tensor) -> Tensor:
+        if not self.checkpoint_blocks:
+            return block(x, rotation)
+        # Nothing in a block is random, so there is no generator's state to keep.
+        return checkpoint(block, x, rotation, use_reentrant=False, preserve_rng_state=False)
 
     def _autocast(self, device: torch.device) -> torch.autocast:
         # No cache: it would keep every block's cast weights until the end of forward, sharded or not.

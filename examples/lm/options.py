@@ -12,6 +12,7 @@ from typing import NoReturn
 from lm.errors import UserError
 from lm.model import DEFAULT_SIZE, SIZES, ModelSize
 from lm.run_directory import RunDirectory
+from lm.tensor_parallel import check_divides
 
 LAUNCH = "python -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_lm.py"
 
@@ -47,6 +48,12 @@ class Options:
     seed: int
     device: str
     dtype: str
+    param_dtype: str
+    reduce_dtype: str
+    replicate: int
+    tp: int
+    offload: bool
+    activation_checkpoint: bool
     run_dir: Path
     resume: bool
     checkpoint_every: int
@@ -84,6 +91,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser = build_parser()
     options = to_options(parser.parse_args(arguments))
     if not options.resume:
+        check_together(options)
         return options
     run = RunDirectory(options.run_dir)
     run.latest_checkpoint()
@@ -96,7 +104,17 @@ def parse_options(arguments: Sequence[str]) -> Options:
                 f"--{name} {getattr(options, name)}: the run to resume has {saved[name]}, and must keep it; "
                 "leave the option out, or start a new run without --resume"
             )
+    check_together(options)
     return options
+
+
+def check_together(options: Options) -> None:
+    """Raise `UserError` where two options contradict each other."""
+    check_divides(options.tp, options.model_size, context=options.context)
+    if options.dtype == "float32" and options.param_dtype != "float32":
+        raise UserError(
+            f"--dtype float32 contradicts --param-dtype {options.param_dtype}: leave --dtype out (it becomes auto)"
+        )
 
 
 def to_options(parsed: argparse.Namespace) -> Options:
@@ -114,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model_options(parser)
     add_training_options(parser)
+    add_parallelism_options(parser)
     add_run_options(parser)
     return parser
 
@@ -157,7 +176,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         default="auto",
-        help="what the model computes in; weights stay float32 (auto: bfloat16 on a GPU, else float32)",
+        help="what matrices multiply in, by autocast; weights stay float32 (auto: bfloat16 on a GPU, else float32)",
     )
 
 
@@ -208,6 +227,50 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         metavar="NORM",
         help="largest norm of all gradients together (default: %(default)s)",
+    )
+
+
+def add_parallelism_options(parser: argparse.ArgumentParser) -> None:
+    """How model and memory are divided. A resumed run may change all of it."""
+    group = parser.add_argument_group("parallelism and memory")
+    group.add_argument(
+        "--replicate",
+        type=positive_integer,
+        default=1,
+        metavar="R",
+        help="hybrid sharding: keep R copies of all shards, each over 1/R of the ranks (default: %(default)s)",
+    )
+    group.add_argument(
+        "--tp",
+        type=positive_integer,
+        default=1,
+        metavar="T",
+        help="tensor parallelism: split each matrix over T neighbouring ranks, which see the same samples "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--param-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what parameters are gathered and used in; their shards stay float32 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--reduce-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what gradients are averaged over ranks in (default: %(default)s)",
+    )
+    group.add_argument(
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep shards, gradients and optimizer state in the CPU's memory",
+    )
+    group.add_argument(
+        "--activation-checkpoint",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep only the input of each block for backward, and compute the block again there",
     )
 
 

@@ -1,9 +1,9 @@
 """What a run leaves on disk.
 
-    runs/lm/options.json              the options it was started with
-            metrics.jsonl             one line a logged step, one a held-out loss
-            loss.png
-            checkpoints/step-00000200 one folder each, in the format of torch.distributed.checkpoint
+runs/lm/options.json              the options it was started with
+        metrics.jsonl             one line a logged step, one a held-out loss
+        loss.png
+        checkpoints/step-00000200 one folder each, in the format of torch.distributed.checkpoint
 """
 
 from __future__ import annotations

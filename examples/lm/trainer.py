@@ -6,11 +6,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule
 from lm.batches import BatchLayout, ShuffledWindows
-from lm.build import build_sharded
+from lm.build import Precision, build_sharded
 from lm.checkpoints import load_checkpoint, save_checkpoint
 from lm.data import Corpus
 from lm.distributed import Ranks
@@ -20,9 +19,11 @@ from lm.interruption import StopRequest
 from lm.model import Transformer, next_byte_loss
 from lm.optimization import CosineSchedule, clip_gradients, make_optimizer, set_learning_rate
 from lm.options import Options
+from lm.parallelism import Arrangement, make_meshes
 from lm.reporting import Reporter, peak_memory_bytes
 from lm.run_directory import RunDirectory
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 HELD_OUT_WINDOWS = 128
 """How many windows of the held-out text an evaluation during training looks at."""
 
@@ -40,19 +41,24 @@ class Trainer:
         self._ranks = ranks
         self._corpus = corpus
         self._run = run
+        self.arrangement = Arrangement(replicate=options.replicate, tp=options.tp, world_size=ranks.world_size)
         self._layout = BatchLayout(
             batch=options.batch,
             accumulate=options.accumulate,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=self.arrangement.data_rank(ranks.rank),
+            world_size=self.arrangement.data_world_size,
         )
         self._windows = ShuffledWindows(corpus.train, context=options.context, seed=options.seed)
         self._schedule = CosineSchedule(
             peak=options.learning_rate, warmup_steps=options.warmup_steps, total_steps=options.steps
         )
-        mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
         self.model = build_sharded(
-            options.model_size, seed=options.seed, mesh=mesh, compute_dtype=compute_dtype(options.dtype, ranks.device)
+            options.model_size,
+            seed=options.seed,
+            meshes=make_meshes(self.arrangement, ranks.device.type),
+            precision=choose_precision(options, ranks.device),
+            offload=options.offload,
+            checkpoint_blocks=options.activation_checkpoint,
         )
         self._optimizer = make_optimizer(self.model, weight_decay=options.weight_decay)
         self.step = 0
@@ -92,6 +98,7 @@ class Trainer:
             context=context,
             rows=len(self._layout.samples(step=0, microbatch=0)),
             ranks=self._ranks,
+            arrangement=self.arrangement,
         )
 
     def _update(self) -> tuple[Tensor, Tensor]:
@@ -122,6 +129,7 @@ class Trainer:
             UserError: the loss, over all ranks, is no longer a finite number.
         """
         loss_sum, stop_requests = self._ranks.sum([loss, stop.requested])
+        # Also the mean over the data-parallel ranks: all ranks of a tensor-parallel group have the same loss.
         mean_loss = loss_sum / self._ranks.world_size
         if not math.isfinite(mean_loss):
             raise UserError(
@@ -145,9 +153,7 @@ class Trainer:
         if self._options.checkpoint_every == 0 or self.step == self._saved_step:
             return
         path = self._run.checkpoint(self.step)
-        save_checkpoint(
-            path, self.model, self._optimizer, step=self.step, fingerprint=self._corpus.fingerprint()
-        )
+        save_checkpoint(path, self.model, self._optimizer, step=self.step, fingerprint=self._corpus.fingerprint())
         self._saved_step = self.step
         if self._ranks.is_main:
             self._run.remove_old_checkpoints(keep=self._options.keep_checkpoints)
@@ -160,11 +166,16 @@ class Trainer:
         )
 
 
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Turn `auto`, `float32` or `bfloat16` into the dtype the model computes in on `device`."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if name == "bfloat16" else torch.float32
+def choose_precision(options: Options, device: torch.device) -> Precision:
+    """Turn the names of dtypes into dtypes; `auto` is bfloat16 on a GPU, unless the parameters are already."""
+    param, reduce = (DTYPES[name] for name in (options.param_dtype, options.reduce_dtype))
+    if options.dtype != "auto":
+        compute = DTYPES[options.dtype]
+    elif device.type == "cuda" and param == torch.float32:
+        compute = torch.bfloat16
+    else:
+        compute = torch.float32
+    return Precision(compute=compute, param=param, reduce=reduce)
 
 
 def reduce_gradients_in_backward(model: Transformer, last_microbatch: bool) -> None:

@@ -50,12 +50,14 @@ def step(model: nn.Module, width: int = 16) -> None:
 
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    return [state.group for state in states_below(model) if state.group is not None]
+    return [group for state in states_below(model) for group in state.unit]
 
 
 def unsharded_bytes_now(model: nn.Module) -> int:
-    """Bytes of unsharded memory that have been allocated at this moment."""
-    return sum(buffers.allocated_bytes for group in groups_of(model) for buffers in group._buffers)
+    """Bytes of unsharded memory, and of what gathers need beside it, that have been allocated at this moment."""
+    groups = groups_of(model)
+    unsharded = sum(buffers.unsharded.storage.nbytes() for group in groups for buffers in group._buffers)
+    return unsharded + sum(group._gather_shards.allocated_bytes for group in groups if group._gather_shards)
 
 
 # ---- bytes at rest -----------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ def test_at_rest_a_rank_holds_its_rows_and_alignment(world_size: int) -> None:
             (group,) = groups_of(model)
             assert group._buffers[0].shard.untyped_storage().nbytes() <= rows_bytes + alignment
             assert unsharded_bytes_now(model) == 0
-            gradient_buffer = group._gradients[0]._buffer
+            gradient_buffer = group.reducer.dtypes[0]._buffer
             assert gradient_buffer is not None
             assert gradient_buffer.flat.untyped_storage().nbytes() <= rows_bytes + alignment
             for parameter, shape in zip(model.parameters(), shapes, strict=True):
@@ -135,8 +137,8 @@ def test_peak_unsharded_memory_is_bounded_by_the_plan(blocks: int, width: int) -
 def launches(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A trace of launches and of the compute of every sharded module, in the order of issue."""
     trace: list[str] = []
-    owner = {id(group._members[0][0]): group.name for group in groups_of(model)}
-    gather, reduce = collectives.all_gather, collectives.reduce_scatter_mean
+    owner = {id(group._gather_shards.members[0][0]): group.name for group in groups_of(model)}  # type: ignore[union-attr]
+    gather, reduce = collectives.all_gather, collectives.reduce_scatter
 
     def traced_gather(members, *args, **kwargs):  # type: ignore[no-untyped-def]
         trace.append(f"gather {owner[id(members[0][0])]}")
@@ -147,7 +149,7 @@ def launches(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
         return reduce(members, *args, **kwargs)
 
     monkeypatch.setattr(collectives, "all_gather", traced_gather)
-    monkeypatch.setattr(collectives, "reduce_scatter_mean", traced_reduce)
+    monkeypatch.setattr(collectives, "reduce_scatter", traced_reduce)
     handles = []
     for state in states_below(model):
         name = state.name
@@ -329,7 +331,7 @@ def test_cleared_gradients_have_no_memory_from_the_next_forward_on() -> None:
     with fake_world(4):
         model = stack(2)
         step(model)
-        (buffer, *_) = [group._gradients[0]._buffer.flat for group in groups_of(model)]  # type: ignore[union-attr]
+        (buffer, *_) = [group.reducer.dtypes[0]._buffer.flat for group in groups_of(model)]  # type: ignore[union-attr]
         assert buffer.untyped_storage().nbytes() > 0
         model(torch.zeros(2, 16))
         assert buffer.untyped_storage().nbytes() > 0
@@ -375,6 +377,7 @@ def test_the_plan_prints_and_is_hashable() -> None:
         assert str(plans[1]) == (
             "group '0' over 4 ranks\n"
             "  torch.float32: 65536 elements per rank\n"
-            "    layers.0.weight [512, 512]: 128 rows per rank, direct"
+            "    layers.0.weight [512, 512]: 128 rows per rank, direct\n"
+            "  gradients in torch.float32: 65568 elements, direct"
         )
         assert state_of(model) is not None

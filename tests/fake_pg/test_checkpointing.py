@@ -68,8 +68,8 @@ def test_all_gathers_per_block(nesting: str, reentrant: bool, monkeypatch: pytes
         model = build(nesting, reentrant)
         for _ in range(2):
             model(torch.zeros(2, 16)).sum().backward()
-        groups: list[FSDPParamGroup] = [state.group for state in states_below(model) if state.group is not None]
-        owner = {id(group._members[0][0]): group for group in groups}
+        groups: list[FSDPParamGroup] = [group for state in states_below(model) for group in state.unit]
+        owner = {id(group._gather_shards.members[0][0]): group for group in groups}  # type: ignore[union-attr]
         monkeypatch.setattr(collectives, "all_gather", counted)
         model(torch.zeros(2, 16)).sum().backward()
         assert all(group.phase.value == "sharded" for group in groups)

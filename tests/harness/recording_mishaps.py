@@ -72,7 +72,7 @@ def gather_fails(recorder: Recorder) -> None:
 
 def reduce_fails(recorder: Recorder) -> None:
     """A reduction raises after it has packed, the first and the third of a backward; then clean steps."""
-    _collective_fails(recorder, "reduce_scatter_mean")
+    _collective_fails(recorder, "reduce_scatter")
 
 
 def reset_by_hand(recorder: Recorder) -> None:

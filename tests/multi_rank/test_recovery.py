@@ -65,7 +65,7 @@ def assert_trains_on(model: nn.Module, world_size: int, *, optimizer: torch.opti
     assert_trains_like(
         Reference(CASE, world_size=world_size), model, optimizer or adamw(list(model.parameters())), steps=3
     )
-    assert all(state.group is None or state.group.phase.value == "sharded" for state in states_below(model))
+    assert all(group.phase.value == "sharded" for state in states_below(model) for group in state.unit)
 
 
 PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -230,14 +230,17 @@ def test_a_grouped_module_called_alone_joins_the_iteration(world_size: int) -> N
 
 
 FAULTS = [
-    "fsdp2.buffers.DtypeBuffers.allocate",
-    "fsdp2.buffers.DtypeBuffers.copy_out",
+    "fsdp2.buffers.Resizable.allocate",
     "fsdp2.collectives.all_gather",
-    "fsdp2.collectives.reduce_scatter_mean",
+    "fsdp2.collectives.reduce_scatter",
     "fsdp2.comm_context.FSDPCommContext.compute_follows_gather",
     "fsdp2.comm_context.FSDPCommContext.gathers_follow_readers",
     "fsdp2.comm_context.FSDPCommContext.add_pending",
+    "fsdp2.gather.Gather.allocate",
+    "fsdp2.gather.Gather.copy_in",
+    "fsdp2.gather.Gather.copy_out",
     "fsdp2.gradients.DtypeGradients.pack",
+    "fsdp2.gradients.DtypeGradients.arrive",
     "fsdp2.gradients.DtypeGradients.deliver",
     "fsdp2.param_group.FSDPParamGroup.reduce",
     "fsdp2.param_group.FSDPParamGroup.reshard",
@@ -312,7 +315,7 @@ def test_a_manual_unshard_that_fails(world_size: int) -> None:
     model = sharded()
     assert isinstance(model, FSDPModule)
     model.unshard()
-    with failing_call("fsdp2.buffers.DtypeBuffers.allocate", 0), pytest.raises(torch.OutOfMemoryError):
+    with failing_call("fsdp2.gather.Gather.allocate", 0), pytest.raises(torch.OutOfMemoryError):
         model.blocks[0].unshard()
     assert_trains_on(model, world_size)
 

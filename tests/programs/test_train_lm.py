@@ -5,7 +5,6 @@ All of it belongs to `make test-full`: each program imports torch and trains in 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs.launching import EXAMPLES, command, losses, output_of
+
 pytestmark = pytest.mark.full
 
-ROOT = Path(__file__).parents[2]
 ARGUMENTS = [
     "--steps",
     "30",
@@ -32,26 +32,17 @@ ARGUMENTS = [
 ]
 
 
-def command(run_dir: Path, *extra: str, ranks: int = 2) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(ROOT / "examples" / "train_lm.py"), *ARGUMENTS, "--run-dir", str(run_dir), *extra]
-
-
 def train(run_dir: Path, *extra: str, ranks: int = 2) -> None:
-    done = subprocess.run(command(run_dir, *extra, ranks=ranks), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    """Training losses by step."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    output_of("train_lm.py", *ARGUMENTS, "--run-dir", str(run_dir), *extra, ranks=ranks)
 
 
 def stop_after(run_dir: Path, step: int, how: signal.Signals) -> None:
     """Start a run, and send ``how`` to all its processes once ``step`` is logged."""
     process = subprocess.Popen(
-        command(run_dir), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command("train_lm.py", *ARGUMENTS, "--run-dir", str(run_dir), ranks=2),
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -95,6 +86,6 @@ def test_resuming_on_another_number_of_ranks(ranks: int, uninterrupted: dict[int
 def test_the_check_against_the_unsharded_training() -> None:
     """`make train-check`. About 35 s."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train_check.py")], capture_output=True, text=True, timeout=300
+        [sys.executable, str(EXAMPLES / "train_check.py")], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -141,7 +141,7 @@ def test_container_with_a_forward_is_fine(container: nn.Module) -> None:
 @pytest.mark.parametrize("value", ["yes", 1.5, [True], torch.tensor(True)])
 def test_reshard_after_forward_of_a_wrong_type(value: Any) -> None:
     model = two_layers()
-    with pytest.raises(FSDPTypeError, match="reshard_after_forward must be"):
+    with pytest.raises(FSDPValueError, match="reshard_after_forward must be"):  # of torch: ValueError
         fully_shard(model, reshard_after_forward=value)
     assert not isinstance(model, FSDPModule)
 

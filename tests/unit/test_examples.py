@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import signal
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,11 @@ from lm.interruption import StopRequest
 from lm.model import DEFAULT_SIZE, SIZES, ModelSize, next_byte_loss
 from lm.optimization import CosineSchedule
 from lm.options import parse_options
+from lm.parallelism import Arrangement
 from lm.plotting import plot_loss
 from lm.run_directory import RunDirectory
+from lm.tensor_parallel import check_divides, tensor_parallel_plan
+from lm.trainer import choose_precision
 
 TOY = ModelSize(width=16, layer_count=2, head_count=4, kv_head_count=2, hidden_width=24)
 
@@ -82,6 +87,70 @@ def test_evaluation_windows_lie_within_the_text_and_do_not_overlap() -> None:
     assert starts[0] == 0
     assert starts[-1] + 90 + 1 == 1000
     assert np.diff(starts).min() >= 90
+
+
+# Meshes
+
+
+def test_the_ranks_of_a_tensor_parallel_group_share_a_batch() -> None:
+    arrangement = Arrangement(replicate=2, tp=2, world_size=8)
+    assert arrangement.shard == 2
+    assert arrangement.data_world_size == 4
+    assert [arrangement.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_names_the_numbers() -> None:
+    with pytest.raises(
+        UserError, match="--replicate 2 and --tp 4 need a multiple of 8 ranks, and there are 12: start 16"
+    ):
+        Arrangement(replicate=2, tp=4, world_size=12)
+
+
+@pytest.mark.parametrize(
+    ("replicate", "tp", "words"),
+    [
+        (1, 1, "sharded over 8 ranks"),
+        (2, 2, "sharded over 2 ranks, replicated over 2, split over 2 tensor-parallel ranks"),
+        (1, 8, "split over 8 tensor-parallel ranks"),
+    ],
+)
+def test_arrangements_in_words(replicate: int, tp: int, words: str) -> None:
+    assert Arrangement(replicate=replicate, tp=tp, world_size=8).describe() == words
+
+
+def test_the_plan_splits_every_module_that_has_parameters() -> None:
+    plan = tensor_parallel_plan()
+    modules = dict(build_on_meta(TOY, torch.float32).named_modules())
+    matched = {name for name in modules for pattern in plan if fnmatchcase(name, pattern)}
+    assert {name for name, module in modules.items() if module._parameters} <= matched
+    assert all(any(fnmatchcase(name, pattern) for name in modules) for pattern in plan)
+
+
+@pytest.mark.parametrize(
+    ("tp", "context", "message"),
+    [
+        (3, 30, "--tp 3 does not divide the 4 attention heads"),
+        (4, 32, "--tp 4 does not divide the 2 heads of keys and values"),
+        (2, 31, "--tp 2 does not divide the 31 bytes of --context"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(tp: int, context: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_divides(tp, TOY, context=context)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "expected"),
+    [
+        ("cpu", [], (torch.float32, torch.float32, torch.float32)),
+        ("cuda", [], (torch.bfloat16, torch.float32, torch.float32)),
+        ("cuda", ["--param-dtype", "bfloat16"], (torch.float32, torch.bfloat16, torch.float32)),
+        ("cpu", ["--dtype", "bfloat16", "--reduce-dtype", "bfloat16"], (torch.bfloat16, torch.float32, torch.bfloat16)),
+    ],
+)
+def test_dtypes(device: str, arguments: list[str], expected: tuple[torch.dtype, ...]) -> None:
+    precision = choose_precision(parse_options(arguments), torch.device(device))
+    assert (precision.compute, precision.param, precision.reduce) == expected
 
 
 # Data
@@ -192,6 +261,17 @@ def test_no_position_sees_what_comes_after_it() -> None:
     assert difference[7:].min() > 0
 
 
+def test_computing_blocks_again_changes_no_gradient() -> None:
+    plain = build_unsharded(TOY, seed=0)
+    again = copy.deepcopy(plain)
+    again.checkpoint_blocks = True
+    inputs, targets = cut_windows(text_of(40), np.array([0]), context=32)
+    for model in (plain, again):
+        next_byte_loss(model, inputs, targets).backward()
+    pairs = zip(plain.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
 def test_the_loss_before_training_is_that_of_a_guess_and_reaches_every_parameter() -> None:
     model = build_unsharded(TOY, seed=0)
     inputs, targets = cut_windows(text_of(200), np.arange(0, 160, 32), context=32)
@@ -238,6 +318,8 @@ def test_the_check_names_the_first_wrong_step(wrong: train_check.Step, capsys: p
         (["--learning-rate", "nan"], "argument --learning-rate: 'nan' is not a number"),
         (["--stepps", "3"], "unrecognized arguments: --stepps"),
         (["--data"], "argument --data: expected at least one argument"),
+        (["--tp", "3"], "--tp 3 does not divide the 4 attention heads"),
+        (["--dtype", "float32", "--param-dtype", "bfloat16"], "--dtype float32 contradicts --param-dtype bfloat16"),
     ],
 )
 def test_wrong_arguments_give_one_line(arguments: list[str], message: str) -> None:
@@ -269,6 +351,8 @@ def test_a_resumed_run_keeps_its_options_but_for_those_given(started: RunDirecto
     options = parse_options(["--resume", "--run-dir", str(started.path), "--steps", "9"])
     assert (options.steps, options.seed, options.resume) == (9, 4, True)
     assert options.data == [started.path.parent / "text"]
+    assert not options.offload
+    assert parse_options(["--resume", "--run-dir", str(started.path), "--replicate", "2", "--offload"]).offload
     with pytest.raises(UserError, match="--seed 5: the run to resume has 4"):
         parse_options(["--resume", "--run-dir", str(started.path), "--seed", "5"])
 

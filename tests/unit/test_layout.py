@@ -84,7 +84,13 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
     values = BufferLayout.build(
         random_shapes(generator), world_size=world_size, itemsize=4, direct_threshold_bytes=generator.choice([0, 512])
     )
-    layout = GradientLayout.build(values.slots, world_size=world_size, itemsize=4)
+    layout = GradientLayout.build(
+        [slot.shape for slot in values.slots],
+        [slot.dim for slot in values.slots],
+        [slot.direct for slot in values.slots],
+        world_size=world_size,
+        itemsize=4,
+    )
     packed = [slot for slot in layout.slots if not slot.direct]
     assert sum(slot.shard_numel + slot.pad_numel for slot in packed) == layout.presence_offset
     assert layout.packed_numel == layout.presence_offset + len(layout.slots)
