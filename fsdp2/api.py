@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.extensions import check_extension, is_extended
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, local_data, owner_of, successor_of
+from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data, owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.placement import ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
 from fsdp2.policies import (
@@ -167,7 +167,7 @@ def fully_shard(
         )
         for group in unit:
             if neighbours is not None and neighbours < group.mesh.world_size:
-                group.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
+                group.storage.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
     state = FSDPState(
         modules,
         unit,
@@ -316,9 +316,13 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
             "bottom-up: on submodules before the module that contains them. (A parameter shared by two groups is not "
             "supported: shard the modules that share it in one call, as a list.)"
         )
-    if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
+    data = local_data(parameter)
+    if is_extended(data):
+        check_extension(data, where)
+    elif is_subclass(data):
         raise FSDPNotImplementedError(
-            f"{where} is a tensor subclass, {type(parameter).__name__}, which is not supported."
+            f"{where} is a tensor subclass, {type(data).__name__}, which has no fsdp_pre_all_gather and "
+            "fsdp_post_all_gather that say how to gather it."
         )
     if parameter.dim() == 0:
         raise FSDPValueError(
@@ -345,7 +349,11 @@ def _move_to_device(
                 f"a parameter is a DTensor on {parameter.device}, but fully_shard's mesh is on {device}: build both "
                 "meshes for the same device type."
             )
-        parameter.data = parameter.data.to(device)
+        if is_subclass(parameter):
+            with torch.no_grad():
+                torch.utils.swap_tensors(parameter, nn.Parameter(parameter.to(device), parameter.requires_grad))
+        else:
+            parameter.data = parameter.data.to(device)
     for module in managed:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and not buffer.is_meta:

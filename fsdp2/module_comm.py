@@ -56,8 +56,8 @@ class CommunicationSettings:
         for group in self._groups:
             if stream is not None and group.mesh.replicate_group is not None:
                 raise FSDPValueError(
-                    "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh whose all-reduce "
-                    "has a stream already; the hook runs there."
+                    "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
+                    "whose all-reduce has a stream already; the hook runs there."
                 )
         for group in self._groups:
             group.reducer.all_reduce_hook = hook
@@ -129,7 +129,7 @@ class CommunicationSettings:
 
     def _refuse_custom(self, method: str) -> None:
         for group in self._groups:
-            for comm in (group.custom_all_gather, group.reducer.custom):
+            for comm in (group.storage.custom, group.reducer.custom):
                 if comm is not None and not isinstance(comm, OURS):
                     raise FSDPRuntimeError(
                         f"{method} and a custom collective exclude each other: {type(comm).__name__} allocates its "

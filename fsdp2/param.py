@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
@@ -224,9 +225,17 @@ class FSDPParam:
         _torch.set_local(self.sharded, local)
         self.local = local
 
+    def move(self, device: torch.device) -> None:
+        """Move the sharded parameter's local tensor, which lies in no buffer, to ``device``."""
+        if self.local.device != device:
+            self.local = self.local.to(device)
+            _torch.set_local(self.sharded, self.local)
+
     def lies_under(self, found: nn.Parameter) -> bool:
         """Whether ``found`` is just another wrapper around the local tensor that the group knows."""
         local = _torch.local_of(found)
+        if is_subclass(local) or is_subclass(self.local):
+            return found is self.sharded and local is self.local
         return (
             local.data_ptr() == self.local.data_ptr()
             and (found is self.sharded or local.numel() > 0)  # empty ones all have the same address
@@ -236,11 +245,12 @@ class FSDPParam:
         )
 
     def take_unsharded(self, alias: torch.Tensor) -> None:
-        """Make the unsharded parameter over ``alias``, this parameter's slot of the unsharded buffer."""
+        """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor."""
         data = alias
         spec = self.sharding.unsharded_spec
         if spec is not None:
-            data = _torch.make_dtensor(alias.new_empty(0), _torch.spec_with_dtype(spec, alias.dtype))
+            placeholder = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            data = _torch.make_dtensor(placeholder, _torch.spec_with_dtype(spec, alias.dtype))
         unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
         if spec is not None:
             _torch.set_local(unsharded, alias)
@@ -333,6 +343,25 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def _padded_shard(data: torch.Tensor, dim: int, world_size: int, rank: int) -> torch.Tensor:
+    """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
+
+    Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
+    """
+    chunks = torch.chunk(data, world_size, dim)
+    padded = data.new_zeros(chunks[0].size())
+    length = chunks[rank].size(dim) if rank < len(chunks) else 0
+    part = padded.narrow(dim, 0, length)
+    if length:
+        part.copy_(chunks[rank])
+    return part
+
+
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a wrapper around other tensors, whose values no flat buffer can hold."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def local_data(parameter: nn.Parameter) -> torch.Tensor:
     """What this rank holds of an original parameter: all of it, or its part under tensor parallelism."""
     data = parameter.detach()
@@ -349,8 +378,13 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     data, mesh = local_data(original), sharding.mesh
     size = ceil_div(data.shape[sharding.dim], mesh.world_size)
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-    sharded = nn.Parameter(_torch.make_dtensor(data.new_empty(0), sharding.spec), requires_grad=original.requires_grad)
-    _torch.set_local(sharded, local_shard(data, sharding.dim, size, mesh.rank).contiguous())
+    placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
+    sharded = nn.Parameter(_torch.make_dtensor(placeholder, sharding.spec), requires_grad=original.requires_grad)
+    if is_subclass(data):
+        local = _padded_shard(data, sharding.dim, mesh.world_size, mesh.rank)
+    else:
+        local = local_shard(data, sharding.dim, size, mesh.rank).contiguous()
+    _torch.set_local(sharded, local)
     sharded.__dict__.update(original.__dict__)
     explicit, dtype = _torch.grad_dtype_policy(original)
     if explicit:

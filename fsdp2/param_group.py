@@ -14,17 +14,15 @@ from torch import nn
 from torch.profiler import record_function
 
 from fsdp2 import _torch, collectives
-from fsdp2.buffers import DtypeBuffers, Home
+from fsdp2.buffers import Home
 from fsdp2.comm_context import FSDPCommContext, Ticket
 from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
-from fsdp2.gather import Gather, Source
-from fsdp2.layout import DIRECT_THRESHOLD_BYTES, BufferLayout
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import Freshness, FSDPParam, succeed
-from fsdp2.plan import BuffersPlan, GradientsPlan, GroupPlan, ParamPlan
-from fsdp2.post_forward import PostForward
+from fsdp2.plan import GradientsPlan, GroupPlan
 from fsdp2.reducer import GradientReducer
+from fsdp2.storage import GroupStorage
 
 _Swap = tuple[Any, str, FSDPParam]
 
@@ -36,9 +34,8 @@ class FSDPParamGroup:
         name: of the module, below the root once that is known.
         params: all of one mesh.
         mesh: over which they are sharded and replicated.
+        storage: the memory that they lie on.
         reducer: the gradient side.
-        post_forward: where the parameters rest between forward and backward, if on fewer ranks.
-        custom_all_gather: takes the place of the all-gather.
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
         unshards_in_backward: whether backward needs the parameters.
     """
@@ -49,23 +46,18 @@ class FSDPParamGroup:
         self.name = name
         self.params = tuple(params)
         self.mesh = mesh
+        self.storage = GroupStorage(params, mesh, home)
         self.reducer = GradientReducer(mesh, home)
-        self.post_forward: PostForward | None = None
-        self.custom_all_gather: AllGather | None = None
         self.gathers_on_compute = False
         self.unshards_in_backward = True
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
-        self._home = home
         self._freshness = freshness
         self._phase = ParamPhase.SHARDED
         self._ticket: Ticket | None = None
         self._issuing = False
-        self._gather: Gather | None = None  # the one under way
-        self._buffers: tuple[DtypeBuffers, ...] = ()
-        self._gather_shards: Gather | None = None
-        self._keeps_unsharded_storage = False
-        self._unsharded_storages: frozenset[int] = frozenset()
+        self._resumes = False  # the gather under way is from where the parameters rest after forward
+        self._awaits_copy_out = False
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
         self._swaps: tuple[_Swap, ...] = tuple(
@@ -76,30 +68,8 @@ class FSDPParamGroup:
     # -- what the group is made of
 
     def _lay_out(self) -> None:
-        """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move)."""
-        self._buffers = ()
         self.plan = None
-        if any(param.local.is_meta for param in self.params):
-            return
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
-        for param in self.params:
-            by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
-        threshold = DIRECT_THRESHOLD_BYTES if self.custom_all_gather is None else float("inf")
-        self._buffers = tuple(
-            DtypeBuffers(
-                params,
-                BufferLayout.build(
-                    [param.shape for param in params],
-                    [param.sharding.dim for param in params],
-                    world_size=self.mesh.world_size,
-                    itemsize=min(dtype.itemsize for dtype in dtypes),
-                    direct_threshold_bytes=threshold,
-                ),
-                rank=self.mesh.rank,
-                home=self._home,
-            )
-            for dtypes, params in by_dtype.items()
-        )
+        self.storage.lay_out()
 
     def prepare(self, comm: FSDPCommContext) -> None:
         """Freeze the plan and build everything that the hot path uses. Nothing is communicated.
@@ -112,20 +82,11 @@ class FSDPParamGroup:
         self.comm = comm
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
-            for buffers in self._buffers:
-                buffers.prepare(self.mesh.device)
-                buffers.keeps_memory = self._keeps_unsharded_storage
-            sources = [Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers]
-            mesh = self.mesh
-            self._gather_shards = Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom_all_gather)
-            if self.post_forward is not None:
-                self.post_forward.prepare(self._buffers, mesh.device)
-            self._gather_shards.free()
-            for buffers in self._buffers:
-                buffers.unsharded.free()
+            self.storage.prepare()
         self.reducer.lay_out(self.params)
-        self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
-        self.plan = self._make_plan()
+        buffers, extended = self.storage.plans()
+        gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
+        self.plan = GroupPlan(self.name, str(self.mesh), buffers, gradients, extended)
 
     def _check_devices(self) -> None:
         meta = [param.path for param in self.params if param.local.is_meta]
@@ -134,30 +95,14 @@ class FSDPParamGroup:
                 f"parameters of '{self.name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
                 "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
             )
-        home = self._home.device
+        home = self.storage.home.device
         for param in self.params:
             if param.local.device != home:
-                why = "with CPU offload it must be on" if self._home.is_host else "its mesh is on"
+                why = "with CPU offload it must be on" if self.storage.home.is_host else "its mesh is on"
                 raise FSDPRuntimeError(
                     f"parameter '{param.path}' is on {param.local.device}, but {why} {home}: move the model back with "
                     f"model.to('{home}')."
                 )
-
-    def _make_plan(self) -> GroupPlan:
-        return GroupPlan(
-            self.name,
-            str(self.mesh),
-            tuple(
-                BuffersPlan(
-                    buffers.shard.dtype,
-                    buffers.param_dtype,
-                    tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in buffers.params),
-                    buffers.layout,
-                )
-                for buffers in self._buffers
-            ),
-            tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes),
-        )
 
     def _lay_out_anew(self) -> None:
         """After a setting that changes how parameters travel: move the shards accordingly."""
@@ -170,7 +115,7 @@ class FSDPParamGroup:
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
-        self.custom_all_gather = comm
+        self.storage.custom = comm
         self._lay_out_anew()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
@@ -185,23 +130,15 @@ class FSDPParamGroup:
 
     def rest_on_all_ranks(self) -> None:
         """Reshard to all ranks after forward, or not at all, if it was to fewer."""
-        if self.post_forward is not None:
-            if self._phase is ParamPhase.SHARDED_POST_FORWARD:
-                self.reshard()
-            self.post_forward = None
+        if self._phase is ParamPhase.SHARDED_POST_FORWARD:
+            self.reshard()
+        self.storage.post_forward = None
 
     def keep_unsharded_storage(self, keep: bool) -> None:
         """Whether resharding leaves the unsharded buffers their memory, so that addresses repeat."""
-        self._keeps_unsharded_storage = keep
-        for buffers in self._buffers:
-            buffers.keeps_memory = keep
+        self.storage.keep_memory(keep)
         if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
             self._free_unsharded()
-
-    @property
-    def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded buffers while the group is unsharded."""
-        return sum(buffers.unsharded_bytes for buffers in self._buffers)
 
     @property
     def can_gather_ahead(self) -> bool:
@@ -215,10 +152,6 @@ class FSDPParamGroup:
     def _is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
         return self._freshness.stale or self._gathered_version != self._version()
-
-    def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is, or is a view of, an unsharded parameter."""
-        return _torch.storage_of(tensor) in self._unsharded_storages
 
     # -- replaced parameters
 
@@ -265,7 +198,7 @@ class FSDPParamGroup:
             self._lay_out()
         if self.comm is not None:
             self.comm.gathers_follow_compute()  # which has just written the new shard buffers
-        if self.comm is not None and all(param.local.device == self._home.device for param in self.params):
+        if self.comm is not None and all(param.local.device == self.storage.home.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
     # -- unshard
@@ -307,42 +240,41 @@ class FSDPParamGroup:
         self._start()
 
     def _start(self) -> None:
-        resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
+        self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
-        if not resumes:
+        if not self._resumes:
             self._freshness.stale = False
             self._gathered_version = self._version()
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
-                self._issue_all_gather(resumes)
+                self._issue_all_gather()
         else:
-            self._issue_all_gather(resumes)
+            self._issue_all_gather()
 
-    def _issue_all_gather(self, resumes: bool) -> None:
-        assert self.comm is not None and self._gather_shards is not None, "unshard follows lazy initialization"
-        device = self.comm.device
-        if resumes:
-            assert self.post_forward is not None, "the parameters rest there"
-            gather, group = self.post_forward.gather, self.post_forward.mesh.group
+    def _issue_all_gather(self) -> None:
+        assert self.comm is not None, "unshard follows lazy initialization"
+        device, storage = self.comm.device, self.storage
+        group = self.mesh.group
+        if self._resumes and storage.post_forward is not None:
+            group = storage.post_forward.mesh.group
             self.comm.gathers_follow_compute()  # which has written what is gathered
-        else:
-            gather, group = self._gather_shards, self.mesh.group
-        self._gather = gather
         as_works = not device.has_streams or self.gathers_on_compute
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream), _torch.without_grad():
-            gather.allocate()
+            storage.allocate(resumes=self._resumes)
             self._ticket = Ticket([])
-            self._issuing = True
-            gather.copy_in()
-            works = self._ticket.works if as_works else None
-            collectives.all_gather(gather.members, group, works, self.custom_all_gather)
+            self._issuing = self._awaits_copy_out = True
+            members = storage.copy_in(resumes=self._resumes)
+            collectives.all_gather(members, group, self._ticket.works if as_works else None, storage.custom)
             self._issuing = False
             if not as_works:
-                gather.copy_out()
-                self._gather = None
+                self._copy_out()
                 self._ticket.event = device.record(stream)
+
+    def _copy_out(self) -> None:
+        self.storage.copy_out(resumes=self._resumes)
+        self._awaits_copy_out = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
@@ -354,27 +286,27 @@ class FSDPParamGroup:
         self._finish_all_gather()
         for mapping, name, param in self._swaps:
             mapping[name] = param.unsharded
-        if self.post_forward is not None:
-            self.post_forward.free()
+        if self.storage.post_forward is not None:
+            self.storage.post_forward.free()
         self._enter(ParamPhase.UNSHARDED)
 
     def _finish_all_gather(self) -> None:
         assert self.comm is not None and self._ticket is not None, "an all-gather is under way"
         self.comm.compute_follows_gather(self._ticket)
         self._ticket = None
-        if self._gather is not None:
+        if self._awaits_copy_out:
             with _torch.without_grad():
-                self._gather.copy_out()
-            self._gather = None
+                self._copy_out()
 
     # -- reshard
 
     def reshard_after_forward(self) -> None:
         """Reshard to where the parameters rest until backward: all ranks, or fewer of them."""
-        if self.post_forward is None or self._phase is not ParamPhase.UNSHARDED or self._changed() is not None:
+        post_forward = self.storage.post_forward
+        if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
             return
-        self.post_forward.take()
+        post_forward.take()
         for mapping, name, param in self._swaps:
             mapping[name] = param.post_forward
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
@@ -396,7 +328,7 @@ class FSDPParamGroup:
         elif self._ticket is not None:
             self._ticket.wait_for_works()
         self._ticket = None
-        replaced = self._changed() if self._phase is ParamPhase.UNSHARDED else None
+        replaced = self.storage.changed() if self._phase is ParamPhase.UNSHARDED else None
         for mapping, name, param in self._swaps:
             found: nn.Parameter | None = mapping.get(name)
             if found is not None and (found is param.unsharded or found is param.post_forward):
@@ -406,14 +338,13 @@ class FSDPParamGroup:
             elif found is not param.sharded:
                 replaced = param
                 mapping[name] = param.sharded
-        if self.post_forward is not None:
-            self.post_forward.free()
+        if self.storage.post_forward is not None:
+            self.storage.post_forward.free()
         if self._issuing:
             # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
             # leave it the buffers, and lay out others.
             self.comm.gathers_follow_readers()
-            self._issuing = False
-            self._gather = None
+            self._issuing = self._awaits_copy_out = False
             self.plan = None
         else:
             self._free_unsharded()
@@ -424,13 +355,7 @@ class FSDPParamGroup:
     def _free_unsharded(self) -> None:
         if self.comm is not None:
             self.comm.gathers_follow_readers()
-        if self._gather_shards is not None:
-            self._gather_shards.free()
-        for buffers in self._buffers:
-            buffers.free()
-
-    def _changed(self) -> FSDPParam | None:
-        return next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
+        self.storage.free()
 
     def _refuse(self, replaced: FSDPParam) -> None:
         self.plan = None  # the unsharded parameters are laid out anew

@@ -49,6 +49,7 @@ class GroupPlan:
     mesh: str
     buffers: tuple[BuffersPlan, ...]
     gradients: tuple[GradientsPlan, ...]
+    extended: tuple[ParamPlan, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"group '{self.name}' over {self.mesh}"]
@@ -60,6 +61,8 @@ class GroupPlan:
                 training = "" if param.requires_grad else ", frozen"
                 cut = "" if slot.dim == 0 else f" of dim {slot.dim}"
                 lines.append(f"    {param.fqn} {list(param.shape)}: {slot.rows} rows{cut} per rank, {way}{training}")
+        for param in self.extended:
+            lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
         for gradients in self.gradients:
             ways = ["direct" if slot.direct else "packed" for slot in gradients.layout.slots]
             lines.append(f"  gradients in {gradients.dtype}: {gradients.layout.numel} elements, {', '.join(ways)}")

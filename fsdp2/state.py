@@ -298,7 +298,7 @@ class FSDPState:
 
         (Or, without gradients, until the next call.)
         """
-        return any(group.lies_on_unsharded(tensor) for tensor in tensors_in(output) for group in self.unit)
+        return any(group.storage.lies_on_unsharded(tensor) for tensor in tensors_in(output) for group in self.unit)
 
     def _end_round_early(self) -> None:
         """The root's forward is over, and not all modules of the list were called in it."""

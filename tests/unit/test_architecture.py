@@ -16,7 +16,7 @@ MAX_LINES = 500
 LAYERS = (
     ("common", "_torch"),
     ("policies", "layout", "mesh", "placement", "plan", "structure"),
-    ("param", "buffers", "custom_comm", "gather", "post_forward", "gradients"),
+    ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "root", "root_checks", "state"),

@@ -1,0 +1,181 @@
+"""`GroupStorage`: all memory that the parameters of one group lie on, and the gathers that fill it.
+
+Decides how parameters are laid out (by dtype, direct or packed, by an extension of their own); knows nothing of phases,
+modules, streams or process groups' collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.buffers import DtypeBuffers, Home
+from fsdp2.common import FSDPNotImplementedError
+from fsdp2.custom_comm import AllGather
+from fsdp2.extensions import ExtensionGather, is_extended
+from fsdp2.gather import Gather, Member, Source
+from fsdp2.layout import DIRECT_THRESHOLD_BYTES, BufferLayout
+from fsdp2.mesh import DataParallelMesh
+from fsdp2.param import FSDPParam
+from fsdp2.plan import BuffersPlan, ParamPlan
+from fsdp2.post_forward import PostForward
+
+
+class GroupStorage:
+    """Where the parameters of one group lie.
+
+    Attributes:
+        home: where shards live.
+        custom: takes the place of the all-gather, and allocates its buffers; everything then travels packed.
+        post_forward: where the parameters rest between forward and backward, if on fewer ranks.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home) -> None:
+        self.home = home
+        self.custom: AllGather | None = None
+        self.post_forward: PostForward | None = None
+        self._params = tuple(params)
+        self._mesh = mesh
+        self._keeps_memory = False
+        self._buffers: tuple[DtypeBuffers, ...] = ()
+        self._extended: tuple[FSDPParam, ...] = ()
+        self._extensions: ExtensionGather | None = None
+        self._gather: Gather | None = None
+        self._unsharded_storages: frozenset[int] = frozenset()
+
+    def lay_out(self) -> None:
+        """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move)."""
+        self._buffers = ()
+        self._extended = self._find_extended()
+        if any(param.local.is_meta for param in self._params):
+            return
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
+        for param in self._params:
+            if param not in self._extended:
+                by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
+            elif self.home.is_host:
+                param.move(self.home.device)
+        threshold = DIRECT_THRESHOLD_BYTES if self.custom is None else float("inf")
+        self._buffers = tuple(
+            DtypeBuffers(
+                params,
+                BufferLayout.build(
+                    [param.shape for param in params],
+                    [param.sharding.dim for param in params],
+                    world_size=self._mesh.world_size,
+                    itemsize=min(dtype.itemsize for dtype in dtypes),
+                    direct_threshold_bytes=threshold,
+                ),
+                rank=self._mesh.rank,
+                home=self.home,
+            )
+            for dtypes, params in by_dtype.items()
+        )
+
+    def _find_extended(self) -> tuple[FSDPParam, ...]:
+        return tuple(param for param in self._params if is_extended(param.local))
+
+    def prepare(self) -> None:
+        """Build the unsharded parameters and the gathers, all left without memory.
+
+        Raises:
+            FSDPNotImplementedError: an extension, and resharding to fewer ranks.
+        """
+        if self._extended != self._find_extended():
+            self.lay_out()  # extensions may be given to local tensors until now
+        if self._extended and self.post_forward is not None:
+            raise FSDPNotImplementedError(
+                f"parameter '{self._extended[0].path}' has an all-gather extension, which reshard_after_forward as an "
+                "int does not support; pass True or False."
+            )
+        mesh = self._mesh
+        for buffers in self._buffers:
+            buffers.prepare(mesh.device)
+            buffers.keeps_memory = self._keeps_memory
+        sources = [Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers]
+        self._gather = Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom)
+        if self.post_forward is not None:
+            self.post_forward.prepare(self._buffers, mesh.device)
+        self._gather.free()
+        for buffers in self._buffers:
+            buffers.unsharded.free()
+        self._extensions = ExtensionGather(self._extended, mesh, self.custom) if self._extended else None
+        if self._extensions is not None:
+            self._extensions.keeps_memory = self._keeps_memory
+        self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
+
+    # -- one gather
+
+    def allocate(self, *, resumes: bool) -> None:
+        """Give memory to what a gather needs; ``resumes``: from where the parameters rest after forward."""
+        self._the_gather(resumes).allocate()
+
+    def copy_in(self, *, resumes: bool) -> Sequence[Member]:
+        """Prepare what is sent. Returns what the collective carries."""
+        gather = self._the_gather(resumes)
+        gather.copy_in()
+        if self._extensions is None:
+            return gather.members
+        return [*gather.members, *self._extensions.begin()]
+
+    def copy_out(self, *, resumes: bool) -> None:
+        """Move what has arrived to where the unsharded parameters lie."""
+        self._the_gather(resumes).copy_out()
+        if self._extensions is not None:
+            self._extensions.finish()
+
+    def _the_gather(self, resumes: bool) -> Gather:
+        gather = self.post_forward.gather if resumes and self.post_forward is not None else self._gather
+        assert gather is not None, "prepared"
+        return gather
+
+    def free(self) -> None:
+        """Free everything but the shards; every unsharded parameter loses its values with it."""
+        if self._gather is not None:
+            self._gather.free()
+        for buffers in self._buffers:
+            buffers.free()
+        if self._extensions is not None:
+            self._extensions.free()
+
+    def keep_memory(self, keep: bool) -> None:
+        """Whether `free` leaves the unsharded parameters their memory."""
+        self._keeps_memory = keep
+        for buffers in self._buffers:
+            buffers.keeps_memory = keep
+        if self._extensions is not None:
+            self._extensions.keeps_memory = keep
+
+    # -- what lies here
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded buffers while they have memory."""
+        return sum(buffers.unsharded_bytes for buffers in self._buffers)
+
+    def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is, or is a view of, an unsharded parameter."""
+        storage = _torch.storage_of(tensor)
+        if self._extensions is not None and storage in self._extensions.storages():
+            return True
+        return storage in self._unsharded_storages
+
+    def changed(self) -> FSDPParam | None:
+        """A parameter that was written, or moved off its place, while it was unsharded, if there is one."""
+        return next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
+
+    def plans(self) -> tuple[tuple[BuffersPlan, ...], tuple[ParamPlan, ...]]:
+        """How the parameters lie: those in buffers, and those that gather themselves."""
+        buffers_plans = tuple(
+            BuffersPlan(
+                buffers.shard.dtype,
+                buffers.param_dtype,
+                tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in buffers.params),
+                buffers.layout,
+            )
+            for buffers in self._buffers
+        )
+        extended = tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self._extended)
+        return buffers_plans, extended

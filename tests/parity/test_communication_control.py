@@ -1,0 +1,224 @@
+"""How a group communicates: custom collectives, buffers in flight, process groups, which backward is the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness.models import UNEVEN_MLP
+from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.parity.implementation import API
+from tests.parity.programs import SIZES, TOWER, loss_on, mesh_of, shard, train
+from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
+
+# ---- custom collectives --------------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+def test_a_custom_all_gather_gathers_one_group_once_and_allocates_its_memory(world_size: int) -> None:
+    model, log = shard(TOWER), []
+    model.b.set_custom_all_gather(custom_all_gather(log))
+    loss_on(TOWER, model).backward()
+    assert len(log) == 2  # forward and backward
+    assert all(SIZES["b"] <= entry["numel"] <= SIZES["b"] * 9 / 8 for entry in log)
+    assert all(entry["input"] * world_size == entry["numel"] for entry in log)
+    assert all(entry["ranks"] == list(range(world_size)) and entry["own_memory"] for entry in log)
+
+
+@multi_rank(2, 4)
+def test_a_custom_reduce_scatter_reduces_one_group_once_and_allocates_its_memory(world_size: int) -> None:
+    model, log = shard(TOWER), []
+    model.b.set_custom_reduce_scatter(custom_reduce_scatter(log))
+    loss_on(TOWER, model).backward()
+    (entry,) = log
+    assert SIZES["b"] <= entry["numel"] <= SIZES["b"] * 9 / 8 and entry["numel"] == entry["output"] * world_size
+    assert entry["ranks"] == list(range(world_size)) and entry["own_memory"]
+
+
+@multi_rank(2, 4)
+def test_one_call_carries_all_parameters_of_a_group(world_size: int) -> None:
+    model, gathers, scatters = shard(UNEVEN_MLP), [], []
+    model[0].set_custom_all_gather(custom_all_gather(gathers))
+    model[0].set_custom_reduce_scatter(custom_reduce_scatter(scatters))
+    loss_on(UNEVEN_MLP, model).backward()
+    numel = sum(parameter.numel() for parameter in model[0].parameters())
+    assert len(gathers) == 2 and all(entry["numel"] >= numel for entry in gathers)
+    assert len(scatters) == 1 and scatters[0]["numel"] >= numel
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
+def test_training_with_custom_collectives(precision: dict[str, Any], world_size: int) -> None:
+    model, gathers, scatters = shard(UNEVEN_MLP, mp_policy=API.MixedPrecisionPolicy(**precision)), [], []
+    for unit in UNEVEN_MLP.units(model):
+        unit.set_custom_all_gather(custom_all_gather(gathers))
+        unit.set_custom_reduce_scatter(custom_reduce_scatter(scatters))
+    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=world_size, **precision))
+    assert gathers and scatters
+    assert {entry["dtype"] for entry in gathers} == {precision.get("param_dtype", torch.float32)}
+
+
+@multi_rank(4)
+def test_training_with_custom_collectives_under_hsdp() -> None:
+    mesh = mesh_of(2, 2)
+    model, gathers, scatters = shard(TOWER, mesh=mesh), [], []
+    for unit in TOWER.units(model):
+        unit.set_custom_all_gather(custom_all_gather(gathers))
+        unit.set_custom_reduce_scatter(custom_reduce_scatter(scatters))
+    train(TOWER, model)
+    ranks = dist.get_process_group_ranks(mesh["shard"].get_group())
+    assert all(entry["ranks"] == ranks for entry in [*gathers, *scatters])
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("name", ["AllGather", "ReduceScatter"])
+def test_custom_collectives_must_be_complete(name: str) -> None:
+    class Incomplete(getattr(API, name)):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Incomplete()
+
+
+@multi_rank(2)
+def test_memory_of_the_process_group() -> None:
+    """Gloo has none to offer: the setting is accepted and training goes on."""
+    model = shard(UNEVEN_MLP)
+    for unit in UNEVEN_MLP.units(model):
+        unit.set_allocate_memory_from_process_group_for_comm(False)
+    train(UNEVEN_MLP, model, steps=2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("method", ["set_custom_all_gather", "set_custom_reduce_scatter"])
+def test_memory_of_the_process_group_is_no_choice_beside_custom_collectives(method: str) -> None:
+    model, make = shard(TOWER), custom_all_gather if "gather" in method else custom_reduce_scatter
+    getattr(model.a, method)(make([]))
+    with pytest.raises((AssertionError, RuntimeError, ValueError), match="custom"):
+        model.a.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, NotImplementedError)):
+        model.a.set_symm_mem_for_comm()
+
+
+# ---- buffers and process groups ------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("buffers", [1, 2, 4])
+def test_no_more_inputs_of_reductions_are_kept_than_allowed_and_no_fewer(buffers: int) -> None:
+    """Seen by what is still alive of earlier reductions when the last of four is issued."""
+    model, log = shard(TOWER), []
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    reduce_scatter = custom_reduce_scatter(log)
+    for unit in TOWER.units(model):
+        unit.set_custom_reduce_scatter(reduce_scatter)
+    loss_on(TOWER, model).backward()
+    assert [entry["earlier_inputs_alive"] for entry in log] == [min(index, buffers - 1) for index in range(4)]
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("buffers", [1, 2, 5])
+def test_training_with_several_reductions_in_flight(buffers: int, world_size: int) -> None:
+    model = shard(UNEVEN_MLP)
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    train(UNEVEN_MLP, model)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize(("value", "error"), [(True, TypeError), (1.0, TypeError), ("2", TypeError), (0, ValueError)])
+def test_the_number_of_buffers_is_a_positive_int(value: Any, error: type[Exception]) -> None:
+    model = shard(TOWER)
+    for recurse in (True, False):
+        with pytest.raises(error, match="max_input_buffers"):
+            model.set_reduce_scatter_max_input_buffers(value, recurse=recurse)
+
+
+@multi_rank(2, 4)
+def test_reductions_in_a_process_group_of_their_own(world_size: int) -> None:
+    model = shard(TOWER)
+
+    def groups_of_a_step() -> tuple[set[str], set[str]]:
+        with traced() as trace:
+            loss_on(TOWER, model).backward()
+        return {each.group for each in trace.of(GATHER)}, {each.group for each in trace.of(SCATTER)}
+
+    groups_of_a_step()
+    gather, scatter = groups_of_a_step()
+    assert gather == scatter and len(gather) == 1
+    model.set_separate_reduce_scatter_group()
+    gather_now, scatter_now = groups_of_a_step()
+    assert gather_now == gather and len(scatter_now) == 1 and scatter_now.isdisjoint(gather)
+    model.set_separate_reduce_scatter_group(True)  # again: the same one
+    assert groups_of_a_step() == (gather_now, scatter_now)
+    model.set_separate_reduce_scatter_group(False)
+    assert groups_of_a_step() == (gather, scatter)
+
+
+@multi_rank(4)
+def test_that_process_group_has_the_ranks_of_the_shard_axis() -> None:
+    mesh = mesh_of(2, 2)
+    model = shard(TOWER, mesh=mesh)
+    model.set_separate_reduce_scatter_group(True)
+    loss_on(TOWER, model).backward()
+    with traced() as trace:
+        loss_on(TOWER, model).backward()
+    ranks = tuple(dist.get_process_group_ranks(mesh["shard"].get_group()))
+    assert {each.ranks for each in trace.of(SCATTER)} == {ranks}
+    assert {each.group for each in trace.of(SCATTER)}.isdisjoint({each.group for each in trace.of(GATHER)})
+    model.zero_grad()
+    train(TOWER, model)
+
+
+@multi_rank(2, 4)
+def test_training_with_a_separate_group_from_the_start(world_size: int) -> None:
+    model = shard(UNEVEN_MLP)
+    model.set_separate_reduce_scatter_group()
+    train(UNEVEN_MLP, model)
+
+
+# ---- which backward is the last ------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("accumulation", list(Accumulation), ids=lambda each: each.name)
+def test_microbatches_with_the_last_backward_marked(accumulation: Accumulation, world_size: int) -> None:
+    model = shard(UNEVEN_MLP)
+
+    def before_forward(micro: int) -> None:
+        model.set_is_last_backward(micro == 2)
+        if accumulation is Accumulation.REDUCE_LAST:
+            model.set_requires_gradient_sync(micro == 2)
+
+    reference = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3, accumulation=accumulation)
+    train(UNEVEN_MLP, model, reference=reference, before_forward=before_forward)
+
+
+@multi_rank(2)
+def test_a_backward_that_is_not_the_last_leaves_its_reductions_pending() -> None:
+    """Seen by the memory of the reductions: kept until the last backward has waited for them."""
+    model, log = shard(TOWER), []
+    reduce_scatter = custom_reduce_scatter(log)
+    model.set_reduce_scatter_max_input_buffers(2)
+    for unit in TOWER.units(model):
+        unit.set_custom_reduce_scatter(reduce_scatter)
+    for is_last in (False, True, False, True):
+        model.set_is_last_backward(is_last)
+        loss_on(TOWER, model).backward()
+        assert any(not each.expired() for each in reduce_scatter.inputs) == (not is_last)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("recurse", [True, False])
+def test_gradient_sync_recurses_unless_told_not_to(recurse: bool) -> None:
+    model = shard(TOWER)
+    loss_on(TOWER, model).backward()
+    model.zero_grad()
+    (model if recurse else model.b).set_requires_gradient_sync(False, recurse=recurse)
+    with traced() as trace:
+        loss_on(TOWER, model).backward()
+    assert len(trace.of(SCATTER)) == (0 if recurse else 3) and trace.of(REDUCE) == []
+    assert model.b.weight.grad is None and (model.a.weight.grad is None) == recurse
