@@ -124,16 +124,13 @@ def profiler_is_running() -> bool:
     return profiler._is_profiler_enabled
 
 
-def tensor_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None:
-    """The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""
-    hooks: dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None = parameter._backward_hooks
-    return hooks
+tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
+tensor_hooks = operator.attrgetter("_backward_hooks")
+"""The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""
 
-
-def post_accumulate_grad_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], None]] | None:
-    """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
-    hooks: dict[int, Callable[[torch.Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    return hooks
+post_accumulate_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
+post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -192,9 +189,8 @@ def unobserved() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def functorch_is_active() -> bool:
-    """Whether a functorch transform (``vmap``, ``jvp``, ``grad``) is being applied."""
-    return torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined,no-any-return]
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # type: ignore[attr-defined]
+"""Whether a functorch transform (``vmap``, ``jvp``, ``grad``) is being applied."""
 
 
 def without_functorch() -> AbstractContextManager[Any]:

@@ -86,6 +86,8 @@ class Gather:
         self._staging = Resizable(
             torch.empty(0 if custom is not None else world_size * head_bytes, dtype=torch.uint8, device=device)
         )
+        self._temporary = [buffer for buffer in (self._send, self._staging) if buffer.nbytes]
+        self._has_memory = True
         self._has_direct = any(_has_direct(source) for source in self._sources)
         self._copy_in_sources: list[torch.Tensor] = []
         self._copy_in_destinations: list[torch.Tensor] = []
@@ -177,8 +179,9 @@ class Gather:
 
     def allocate(self) -> None:
         """Give memory to what is sent and what is gathered into. On the stream that writes it first."""
-        self._send.allocate()
-        self._staging.allocate()
+        self._has_memory = True
+        for buffer in self._temporary:
+            buffer.allocate()
         if self._has_direct or self._custom is not None:
             self._allocate_unsharded()
         if self._custom is not None and self._packed:
@@ -213,8 +216,11 @@ class Gather:
 
     def free(self) -> None:
         """Free the send and the staging buffer."""
-        self._send.free()
-        self._staging.free()
+        if not self._has_memory:
+            return
+        self._has_memory = False
+        for buffer in self._temporary:
+            buffer.free()
         if self._custom is not None:  # what was borrowed goes back with the last view of it
             self.members = ()
             self._copy_in_sources, self._copy_in_destinations = [], []

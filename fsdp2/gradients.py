@@ -127,26 +127,58 @@ class DtypeGradients:
         self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         self._arrives_in_place = self._delivery_dtype is dtype and home.device == device
         self._buffer: _GradientBuffer | None = None
-        self._constants: dict[torch.dtype, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+        self._holes = self._make_holes()
+        self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 
-    def _constants_of(self, dtype: torch.dtype) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Presence (world_size, params) and, by size, alignment, in the dtype of the gradients that they go with."""
-        if dtype not in self._constants:
+    def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
+        if dtype not in self._templates:
+            sizes = [slot.pad_numel for slot in self.layout.slots]
+            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in {0, *sizes}}
+            template: list[torch.Tensor] = []
+            for hole, size in zip(self._holes, sizes, strict=True):
+                if hole is not None and hole >= 0:
+                    template.append(zeros[0])
+                    if size:
+                        template.append(zeros[size])
             shape = (self._world_size, len(self.params))
-            presence = torch.full(shape, self._presence_scale, dtype=dtype, device=self._device)
-            sizes = {slot.pad_numel for slot in self.layout.slots if slot.pad_numel}
-            pads = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
-            self._constants[dtype] = presence, pads
-        return self._constants[dtype]
+            template.append(torch.full(shape, self._presence_scale, dtype=dtype, device=self._device))
+            self._templates[dtype] = template
+        return self._templates[dtype]
+
+    def _make_holes(self) -> list[int | None]:
+        """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
+        holes: list[int | None] = []
+        position = 0
+        for slot in self.layout.slots:
+            if slot.shard_numel == 0:
+                holes.append(None)
+            elif slot.direct:
+                holes.append(-1)
+            else:
+                holes.append(position)
+                position += 2 if slot.pad_numel else 1
+        return holes
 
     def expect_divisor(self, divisor: float) -> None:
         """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
         self._presence_scale = min(max(1.0, divisor), 1024.0)
-        self._constants.clear()
+        self._templates.clear()
 
     def take(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
-        return [param.take_gradient() for param in self.params]
+        if not self._are_plain:
+            return [param.take_gradient() for param in self.params]
+        gradients: list[torch.Tensor | None] = []
+        for param in self.params:
+            unsharded = param.unsharded
+            if unsharded is None:
+                gradients += [None]
+            else:
+                gradients += [unsharded.grad]
+                unsharded.grad = None
+        return gradients
 
     def pack(
         self, gradients: list[torch.Tensor | None], *, in_place: bool, custom: ReduceScatter | None
@@ -166,11 +198,10 @@ class DtypeGradients:
             output = torch.empty(numel, dtype=self.dtype, device=self._device)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         dtype = self._common_dtype(gradients)
-        presence, pads = self._constants_of(dtype)
-        packing: list[torch.Tensor] = []
+        packing = self._template_of(dtype).copy()
         direct: list[Member] = []
-        for index, (slot, gradient) in enumerate(zip(layout.slots, gradients, strict=True)):
-            if slot.shard_numel == 0:
+        for index, (hole, slot, gradient) in enumerate(zip(self._holes, layout.slots, gradients, strict=True)):
+            if hole is None:  # of no elements
                 continue
             if gradient is None:
                 gradient = torch.zeros(slot.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
@@ -183,14 +214,14 @@ class DtypeGradients:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
                 direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
                 continue
-            gradient = gradient.to(dtype)
+            if gradient.dtype is not dtype:
+                gradient = gradient.to(dtype)
             if slot.outer > 1:  # to (world_size, ...), rank-major
                 pieces = gradient.reshape(slot.outer, world_size, slot.rows * slot.row_numel)
                 gradient = pieces.transpose(0, 1)
-            packing.append(gradient)
-            if slot.pad_numel:
-                packing.append(pads[slot.pad_numel])
-        packing.append(self._without(presence, missing))
+            packing[hole] = gradient
+        if missing:
+            packing[-1] = self._without(packing[-1], missing)
         size = world_size * layout.packed_numel
         if custom is not None:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
@@ -248,7 +279,7 @@ class DtypeGradients:
     def _delivery_flat(self) -> torch.Tensor:
         """Where gradients are delivered: their own buffer, or a temporary if some ``.grad`` is set."""
         assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
-        if any(param.sharded.grad is not None for param in self.params):
+        if not self._are_cleared():
             return self._home.empty(self.layout.numel, self._delivery_dtype)
         if self._buffer is None or not self._buffer.is_free():
             flat = self._home.empty(self.layout.numel, self._delivery_dtype)
@@ -258,8 +289,21 @@ class DtypeGradients:
 
     def release(self) -> None:
         """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
-        if self._buffer is not None and all(param.sharded.grad is None for param in self.params):
+        if self._buffer is not None and self._are_cleared():
             self._buffer.release()
+
+    def _are_cleared(self) -> bool:
+        """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
+        for param in self.params:  # noqa: SIM110
+            if param.sharded.grad is not None:
+                return False
+        return True
+
+    def _have_tensor_hooks(self) -> bool:
+        for param in self.params:  # noqa: SIM110
+            if _torch.tensor_hooks(param.sharded):
+                return True
+        return False
 
     def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
         return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
@@ -282,7 +326,7 @@ class DtypeGradients:
         """
         absent = set() if zeros_for_unused else self._absent(packed)
         buffer, delivered = self._buffer, packed.delivered
-        if delivered is None or any(_torch.tensor_hooks(param.sharded) for param in self.params):
+        if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
             for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):

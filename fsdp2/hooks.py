@@ -49,6 +49,20 @@ class _PostBackward(torch.autograd.Function):
     the gradients of a module that was called on these inputs have been accumulated.
     """
 
+    @staticmethod
+    def forward(ctx: Any, call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _begin(ctx, call)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.end_backward()
+        return (None, *gradients)
+
+
+class _TransformablePostBackward(_PostBackward):
+    """The same in the form that functorch transforms need, which costs more to call."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -57,18 +71,17 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
-        ctx.call = inputs[0]
-        ctx.call.ends_at(ctx)
+        _begin(ctx, inputs[0])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tangents[1:]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.call.end_backward()
-        return (None, *gradients)
+
+def _begin(ctx: Any, call: ForwardCall) -> None:
+    ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
+    ctx.call = call
+    call.ends_at(ctx)
 
 
 _REBUILT = (list, tuple, dict, UserDict)
@@ -148,8 +161,9 @@ def after_backward_of_inputs(
     Returns:
         The inputs to use instead, or None if none of them requires a gradient (then nothing was arranged).
     """
+    function = _TransformablePostBackward if _torch.functorch_is_active() else _PostBackward
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):  # most modules
-        return (_PostBackward.apply(call, args[0]), kwargs) if args[0].requires_grad else None
+        return (function.apply(call, args[0]), kwargs) if args[0].requires_grad else None
     inputs: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +174,7 @@ def after_backward_of_inputs(
     map_tensors(collect, (args, kwargs))  # the same walk as below, so that each input meets its own output
     if not inputs:
         return None
-    outputs = iter(_PostBackward.apply(call, *inputs))
+    outputs = iter(function.apply(call, *inputs))
     return map_tensors(lambda tensor: next(outputs) if tensor.requires_grad else tensor, (args, kwargs))  # type: ignore[no-any-return]
 
 

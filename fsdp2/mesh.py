@@ -163,7 +163,7 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
         return _info_of_named_dims(mesh, dims)
     if mesh.ndim not in (1, 2):
         raise FSDPValueError(
-            f"fully_shard takes a mesh of 1 dim (shard) or 2 dims (replicate, shard), got {mesh.ndim} dims "
+            f"fully_shard expects a 1D or 2D mesh, (shard) or (replicate, shard), got {mesh.ndim} dims "
             f"{mesh.mesh_dim_names}; pass some of its dims, e.g. mesh['shard'], or name them in dp_mesh_dims."
         )
     if mesh.ndim == 1:

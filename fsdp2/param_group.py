@@ -261,7 +261,7 @@ class FSDPParamGroup:
             self.comm.gathers_follow_compute()  # which has written what is gathered
         as_works = not device.has_streams or self.gathers_on_compute
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
-        with device.use(stream), _torch.without_grad():
+        with device.use(stream):
             storage.allocate(resumes=self._resumes)
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
@@ -295,8 +295,7 @@ class FSDPParamGroup:
         self.comm.compute_follows_gather(self._ticket)
         self._ticket = None
         if self._awaits_copy_out:
-            with _torch.without_grad():
-                self._copy_out()
+            self._copy_out()
 
     # -- reshard
 

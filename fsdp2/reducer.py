@@ -169,11 +169,11 @@ class GradientReducer:
 
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""
-        return any(
-            param.unsharded is not None and param.unsharded.grad is not None
-            for one in self.dtypes
-            for param in one.params
-        )
+        for one in self.dtypes:
+            for param in one.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    return True
+        return False
 
     def is_due(self) -> bool:
         """Whether the end of a backward has something to do, though the group took no part in it."""
@@ -243,6 +243,9 @@ class GradientReducer:
                 collectives.reduce_scatter(members, self._group, op, works, self.custom)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
+            else:  # what was packed has been read
+                for each in sent:
+                    each.packed.inputs = []
             ticket.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
             return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)

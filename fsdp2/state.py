@@ -5,10 +5,9 @@ Decides which operation of its groups runs when; the operations are the groups',
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +34,6 @@ from fsdp2.root_checks import (
 from fsdp2.structure import Structure
 
 _STATE = "_fsdp_state"
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -55,17 +53,13 @@ def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(state for module in modules for state in states_below(module)))
 
 
-def _outside_functorch(hook: _Hook) -> _Hook:
-    """Let ``hook`` gather real parameters although functorch transforms the forward around it."""
-
-    @functools.wraps(hook)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not _torch.functorch_is_active():
-            return hook(*args, **kwargs)
+def _real(action: Callable[..., None], *args: Any) -> None:
+    """Run ``action`` on real parameters, although functorch may be transforming the forward around it."""
+    if not _torch.functorch_is_active():
+        action(*args)
+    else:
         with _torch.without_functorch():
-            return hook(*args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
+            action(*args)
 
 
 class FSDPState:
@@ -205,6 +199,14 @@ class FSDPState:
         refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
 
+    def _refuse_list_as_root(self) -> None:
+        if len(self.modules) > 1:
+            names = ", ".join(type(module).__name__ for module in self.modules)
+            raise FSDPRuntimeError(
+                f"a list of modules ({names}) that fully_shard was called on cannot be the root, as no forward "
+                "contains them all: call fully_shard on the module that does as well, and run its forward."
+            )
+
     def settle(self) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
         if self.root is not None:
@@ -229,7 +231,9 @@ class FSDPState:
         Returns:
             The inputs to use instead, or None if they stay.
         """
-        root = self.root or self.ensure_root()
+        if self.root is None:
+            _real(self._become_root)
+        root = self.ensure_root()
         recompute = _torch.backward_is_running()
         hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -237,7 +241,7 @@ class FSDPState:
             if self._in_backward and self._is_unsharded():
                 hooks = False  # its parameters are there, and its own hooks are in place
             else:
-                self._gather_for_recompute(root)
+                _real(self._gather_for_recompute, root)
         else:
             inputs = self._enter_forward(root, args, kwargs)
         if self._input_dtype is not None:
@@ -250,7 +254,6 @@ class FSDPState:
     def _is_unsharded(self) -> bool:
         return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
 
-    @_outside_functorch
     def _gather_for_recompute(self, root: FSDPRoot) -> None:
         if self.unit:
             root.gather_for_recompute(self.unit)
@@ -258,17 +261,17 @@ class FSDPState:
     def _enter_forward(
         self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._gather_for_forward(root)
+        _real(self._gather_for_forward, root)
         if self.is_root and self.mesh.device.type != "cpu":
             device = self.mesh.device
             return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
         return None
 
-    @_outside_functorch
     def _gather_for_forward(self, root: FSDPRoot) -> None:
         root.recover_if_failed()
         if self.is_root:
             if not root.iteration.in_forward:
+                self._refuse_list_as_root()
                 root.begin_forward()
                 if self._structure.has_changed():
                     self._refuse_unowned()
@@ -317,12 +320,11 @@ class FSDPState:
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.backward_is_running()
         if not recompute or not self._in_backward:
-            self._leave_forward(root, module, output, recompute)
+            _real(self._leave_forward, root, module, output, recompute)
         if self.policy.output_dtype is None:
             return None
         return cast_floating_point(self.policy.output_dtype, output)
 
-    @_outside_functorch
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
@@ -364,9 +366,8 @@ class FSDPState:
         if self._in_backward:
             return
         self._in_backward = True
-        self._gather_for_backward(root)
+        _real(self._gather_for_backward, root)
 
-    @_outside_functorch
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
             root.gather_for_backward(self.unit, self.backward_prefetch)
@@ -379,9 +380,11 @@ class FSDPState:
         calls = (reference() for reference in self._calls)
         self.end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
 
-    @_outside_functorch
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
+        _real(self._end_module_backward, reduces)
+
+    def _end_module_backward(self, reduces: bool) -> None:
         self._in_backward = False
         if self.reshard_after_backward:
             for group in self.unit:

@@ -118,13 +118,15 @@ class GroupStorage:
         gather.copy_in()
         if self._extensions is None:
             return gather.members
-        return [*gather.members, *self._extensions.begin()]
+        with _torch.without_grad():
+            return [*gather.members, *self._extensions.begin()]
 
     def copy_out(self, *, resumes: bool) -> None:
         """Move what has arrived to where the unsharded parameters lie."""
         self._the_gather(resumes).copy_out()
         if self._extensions is not None:
-            self._extensions.finish()
+            with _torch.without_grad():
+                self._extensions.finish()
 
     def _the_gather(self, resumes: bool) -> Gather:
         gather = self.post_forward.gather if resumes and self.post_forward is not None else self._gather
@@ -164,7 +166,11 @@ class GroupStorage:
 
     def changed(self) -> FSDPParam | None:
         """A parameter that was written, or moved off its place, while it was unsharded, if there is one."""
-        return next(filter(None, (buffers.changed() for buffers in self._buffers)), None)
+        for buffers in self._buffers:
+            changed = buffers.changed()
+            if changed is not None:
+                return changed
+        return None
 
     def plans(self) -> tuple[tuple[BuffersPlan, ...], tuple[ParamPlan, ...]]:
         """How the parameters lie: those in buffers, and those that gather themselves."""

@@ -65,6 +65,7 @@ def test_loading_by_assignment_straight_from_meta(world_size: int) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
 def test_to_empty_then_resetting_every_module() -> None:
     model = on_meta(UNEVEN_MLP)
     model.to_empty(device="cpu")

@@ -1,0 +1,258 @@
+"""Every mistake that torch refuses on purpose is refused by us with the same kind of error.
+
+Those that belong to one feature stand with it: SPMD meshes, placements, finalization, custom collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.harness import multi_rank
+from tests.harness.models import UNEVEN_MLP
+from tests.parity.implementation import API, beyond_torch
+from tests.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+# ---- the mesh ------------------------------------------------------------------------------------
+
+
+@multi_rank(4)
+def test_a_mesh_of_three_axes() -> None:
+    with pytest.raises(ValueError, match=r"1D or 2D|1-D or 2-D|one.*two"):
+        API.fully_shard(linear(), mesh=mesh_of(2, 2, 1, names=("a", "b", "c")))
+
+
+@multi_rank(4)
+def test_a_mesh_of_two_axes_without_names() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    with pytest.raises((AssertionError, ValueError), match="mesh_dim_names"):
+        API.fully_shard(linear(), mesh=mesh)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("mesh", ["cpu", 2, [0, 1]], ids=repr)
+def test_something_else_than_a_mesh(mesh: Any) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        API.fully_shard(linear(), mesh=mesh)
+
+
+@multi_rank(2)
+def test_a_process_group_is_not_a_mesh() -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        API.fully_shard(linear(), mesh=dist.group.WORLD)
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("module", [None, "model", torch.nn.Linear], ids=repr)
+def test_something_else_than_a_module(module: Any) -> None:
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        API.fully_shard(module)
+
+
+@multi_rank(2)
+def test_a_module_that_is_sharded_already() -> None:
+    module = API.fully_shard(linear())
+    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+        API.fully_shard(module)
+
+
+@multi_rank(2)
+def test_a_container_without_forward() -> None:
+    with pytest.raises(ValueError, match="forward"):
+        API.fully_shard(nn.ModuleList([linear()]))
+
+
+@multi_rank(2)
+def test_an_empty_list_of_modules() -> None:
+    with pytest.raises((ValueError, IndexError, AssertionError)):
+        API.fully_shard([])
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_a_scalar_parameter() -> None:
+    module = linear()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="scale"):
+        API.fully_shard(module)
+
+
+@multi_rank(2)
+def test_a_non_contiguous_parameter() -> None:
+    module = linear()
+    module.weight = nn.Parameter(torch.randn(4, 6).T)
+    with pytest.raises(NotImplementedError, match="contiguous"):
+        API.fully_shard(module)
+
+
+@multi_rank(2)
+def test_a_tensor_parallel_parameter_on_a_mesh_that_is_not_part_of_the_same_one() -> None:
+    module = linear()
+    other = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), other, [Shard(0)]))
+    with pytest.raises((ValueError, AssertionError, RuntimeError, NotImplementedError)):
+        API.fully_shard(module, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+
+# ---- reshard_after_forward -----------------------------------------------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("value", [3, 0, -2, 8, 5])
+def test_an_int_that_does_not_divide_the_shard_axis(value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{value}"):
+        API.fully_shard(linear(), reshard_after_forward=value)
+
+
+@multi_rank(4)
+def test_an_int_is_compared_with_the_shard_axis_and_not_with_the_world() -> None:
+    with pytest.raises(ValueError, match="4"):
+        API.fully_shard(linear(), mesh=mesh_of(2, 2), reshard_after_forward=4)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("value", [1.0, "True", [True]], ids=repr)
+def test_reshard_after_forward_of_another_type(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="reshard_after_forward"):
+        API.fully_shard(linear(), reshard_after_forward=value)
+
+
+# ---- running -------------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_a_submodule_ran_before_its_root() -> None:
+    model = shard(UNEVEN_MLP)
+    model[0](torch.randn(2, 13))
+    with pytest.raises(RuntimeError, match="root"):
+        loss_on(UNEVEN_MLP, model)
+
+
+@multi_rank(2)
+def test_reset_on_a_submodule() -> None:
+    model = shard(UNEVEN_MLP)
+    loss_on(UNEVEN_MLP, model).backward()
+    with pytest.raises(RuntimeError, match="root"):
+        model[0].reset_iter_state()
+    model.zero_grad()
+    train(UNEVEN_MLP, model, steps=1)
+
+
+@multi_rank(2)
+@beyond_torch("AttributeError")
+def test_reset_before_the_first_forward_does_nothing() -> None:
+    model = shard(UNEVEN_MLP)
+    model.reset_iter_state()
+    train(UNEVEN_MLP, model, steps=1)
+
+
+@multi_rank(2)
+def test_parameters_on_meta() -> None:
+    with torch.device("meta"):
+        model = ROOTED.make_model()
+    shard(ROOTED, model)
+    with pytest.raises(RuntimeError, match="meta"):
+        loss_on(ROOTED, model)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+
+Mistake = tuple[type[Exception] | tuple[type[Exception], ...], Callable[[Any], object]]
+MISTAKES: dict[str, Mistake] = {
+    "forward_prefetch_of_plain_modules": (ValueError, lambda m: m.a.set_modules_to_forward_prefetch([linear()])),
+    "backward_prefetch_of_plain_modules": (ValueError, lambda m: m.a.set_modules_to_backward_prefetch([linear()])),
+    "reshard_after_forward_int": (ValueError, lambda m: m.set_reshard_after_forward(2)),
+    "reshard_after_forward_none": (ValueError, lambda m: m.set_reshard_after_forward(None)),
+    "buffers_zero": (ValueError, lambda m: m.set_reduce_scatter_max_input_buffers(0)),
+    "buffers_bool": (TypeError, lambda m: m.set_reduce_scatter_max_input_buffers(True)),
+    "buffers_float": (TypeError, lambda m: m.set_reduce_scatter_max_input_buffers(2.0)),
+    "share_with_plain_modules": (ValueError, lambda m: API.share_comm_ctx([m, linear()])),
+    "forward_method_missing": (ValueError, lambda m: API.register_fsdp_forward_method(m, "missing")),
+    "positional_recurse": (TypeError, lambda m: m.set_requires_gradient_sync(True, False)),
+    "positional_recurse_of_backward": (TypeError, lambda m: m.set_reshard_after_backward(True, False)),
+    "positional_stream": (TypeError, lambda m: m.a.set_all_reduce_hook(lambda output: None, None)),
+    "positional_mesh": (TypeError, lambda m: API.fully_shard(linear(), mesh_of(2))),
+    "unknown_option": (TypeError, lambda m: API.fully_shard(linear(), unknown=1)),
+    "empty_mesh_dims": (ValueError, lambda m: API.DataParallelMeshDims()),
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_a_wrong_setting_is_refused_and_changes_nothing(name: str) -> None:
+    expected, mistake = MISTAKES[name]
+    model = shard(TOWER)
+    with pytest.raises(expected):
+        mistake(model)
+    train(TOWER, model, steps=1)
+
+
+@multi_rank(2)
+def test_reshard_after_forward_is_the_one_setter_with_a_positional_recurse() -> None:
+    model = shard(TOWER)
+    model.set_reshard_after_forward(False, False)
+    train(TOWER, model, steps=1)
+
+
+@multi_rank(2)
+def test_every_documented_method_is_there() -> None:
+    documented = {
+        "finalize_backward": (2, 15),
+        "set_keep_unsharded_storage": (2, 15),
+        "set_manual_backward_finalization": (2, 15),
+    }
+    common = [
+        "reshard",
+        "reset_iter_state",
+        "set_all_reduce_hook",
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_force_sum_reduction_for_comms",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_modules_to_backward_prefetch",
+        "set_modules_to_forward_prefetch",
+        "set_post_optim_event",
+        "set_reduce_scatter_divide_factor",
+        "set_reduce_scatter_max_input_buffers",
+        "set_reduce_scatter_unused_params",
+        "set_requires_all_reduce",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+        "set_reshard_after_forward",
+        "set_separate_reduce_scatter_group",
+        "set_symm_mem_for_comm",
+        "set_unshard_in_backward",
+        "unshard",
+    ]
+    model = shard(TOWER)
+    for name in common if API.name == "torch" else [*common, *documented]:
+        assert callable(getattr(model, name)), name
+
+
+@multi_rank(2)
+def test_symmetric_memory_needs_its_backend() -> None:
+    """On gloo there is none: an error when it is asked for or when it is first used, not silence."""
+    model = shard(TOWER)
+    with pytest.raises((RuntimeError, ValueError, AssertionError, NotImplementedError, AttributeError)):
+        model.a.set_symm_mem_for_comm()
+        loss_on(TOWER, model)
