@@ -239,6 +239,11 @@ class FSDPCommContext:
         """Let compute see the gathered parameters. Blocks the host on CPU."""
         self._wait_for(ticket, Wait.GATHERED)
 
+    def compute_follows_gathers(self) -> None:
+        """Let compute free what an interrupted all-gather may still be reading or writing."""
+        event = self.device.record(self.all_gather_stream)
+        self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
+
     def gathers_follow_readers(self) -> None:
         """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
         event = self.device.record(self.device.current_stream())
@@ -249,10 +254,13 @@ class FSDPCommContext:
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
 
-    def compute_follows_reduces(self) -> None:
-        """Let compute free what the reduce-scatter stream may still be reading, outside of any pending reduction."""
-        event = self.device.record(self.reduce_scatter_stream)
-        self.device.wait(self.device.current_stream(), event, Wait.REDUCED)
+    def compute_follows_reduces(self, hook_stream: Any = None) -> None:
+        """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""
+        streams = [self.reduce_scatter_stream, self.all_reduce_stream]
+        if hook_stream is not None:
+            streams.append(hook_stream)
+        for stream in streams:
+            self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
 
     def all_reduces_follow(self, stream: Any) -> None:
         """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far."""
@@ -263,8 +271,7 @@ class FSDPCommContext:
         """The groups go too: compute frees shards and gradients only after communication has read them."""
         if self.device.has_streams and not sys.is_finalizing():
             self.compute_follows_reduces()
-            for stream, why in ((self.all_reduce_stream, Wait.REDUCED), (self.all_gather_stream, Wait.GATHERED)):
-                self.device.wait(self.device.current_stream(), self.device.record(stream), why)
+            self.compute_follows_gathers()
 
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""

@@ -337,15 +337,15 @@ class FSDPParamGroup:
             elif found is not param.sharded:
                 replaced = param
                 mapping[name] = param.sharded
-        if self.storage.post_forward is not None:
-            self.storage.post_forward.free()
         if self._issuing:
             # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
             # leave it the buffers, and lay out others.
-            self.comm.gathers_follow_readers()
+            self.comm.compute_follows_gathers()
             self._issuing = self._awaits_copy_out = False
             self.plan = None
         else:
+            if self.storage.post_forward is not None:
+                self.storage.post_forward.free()
             self._free_unsharded()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:

@@ -185,7 +185,9 @@ class GradientReducer:
         return any(one.partial is not None for one in self.dtypes)
 
     def release(self) -> None:
-        """Free the memory of sharded gradients that have been cleared."""
+        """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
+        if self._phase is GradPhase.REDUCING:
+            return
         for one in self.dtypes:
             one.release()
 
@@ -219,7 +221,7 @@ class GradientReducer:
         try:
             pending = self._issue(taken, comm)
         except BaseException:
-            comm.compute_follows_reduces()  # which may be reading what is freed now
+            comm.compute_follows_reduces(self.all_reduce_hook_stream)  # which may be reading what is freed now
             raise
         self._enter(GradPhase.REDUCING)
         comm.add_pending(pending)
