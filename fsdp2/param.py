@@ -112,11 +112,13 @@ class FSDPParam:
         post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks.
         requires_grad: what the plan was made for.
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
+        arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
         freshness: of the group.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
 
     __slots__ = (
+        "arrived_dtype",
         "fqn",
         "freshness",
         "grad_dtype",
@@ -157,6 +159,7 @@ class FSDPParam:
         self.unsharded: nn.Parameter | None = None
         self.post_forward: nn.Parameter | None = None
         self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
+        self.arrived_dtype: torch.dtype | None = None
         self.adopt(shard_parameter(original, sharding))
 
     def adopt(self, sharded: nn.Parameter) -> None:
@@ -205,7 +208,13 @@ class FSDPParam:
         if not _torch.reduces_in_grad_dtype:
             return self.param_dtype
         explicit, dtype = self.grad_dtype
-        return (dtype or self.param_dtype) if explicit else self.dtype
+        return (dtype or self.arrived_dtype or self.param_dtype) if explicit else self.dtype
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether its gradients are reduced in the dtype in which they arrive."""
+        explicit, dtype = self.grad_dtype
+        return _torch.reduces_in_grad_dtype and self.policy.reduce_dtype is None and explicit and dtype is None
 
     @property
     def local_numel(self) -> int:

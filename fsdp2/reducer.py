@@ -85,6 +85,7 @@ class GradientReducer:
         self._home = home
         self._phase = GradPhase.IDLE
         self._to_widen: tuple[FSDPParam, ...] = ()
+        self._follow_arrivals: tuple[FSDPParam, ...] = ()
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
 
@@ -115,6 +116,7 @@ class GradientReducer:
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
+        self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
         self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
         for one, scaling in zip(self.dtypes, self._scalings, strict=True):
             one.expect_divisor(self.divide_factor or scaling.after)
@@ -216,6 +218,8 @@ class GradientReducer:
         comm.retire_reduces(comm.max_pending_reduces - 1)
         if self._phase is GradPhase.REDUCING:
             comm.retire_reduces(0)
+        if self._follow_arrivals:
+            self._follow()
         taken = [one.take() for one in self.dtypes]
         comm.reduces_follow_compute()
         try:
@@ -226,6 +230,18 @@ class GradientReducer:
         self._enter(GradPhase.REDUCING)
         comm.add_pending(pending)
         self.accumulated = False
+
+    def _follow(self) -> None:
+        """Reduce in a wider dtype from now on, if gradients have arrived in one: alike on ranks of equal graphs."""
+        wider = False
+        for param in self._follow_arrivals:
+            gradient = param.unsharded.grad if param.unsharded is not None else None
+            if gradient is not None:
+                dtype = torch.promote_types(gradient.dtype, param.default_reduce_dtype)
+                wider = wider or dtype != param.default_reduce_dtype
+                param.arrived_dtype = dtype
+        if wider:
+            self.lay_out(self._params)
 
     def _enter(self, phase: GradPhase) -> None:
         assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
