@@ -81,6 +81,7 @@ class CommunicationSettings:
         """Deliver zeros where no rank had a gradient."""
         for group in self._groups:
             group.reducer.zeros_for_unused = enable
+            group.reducer.settings_changed()
 
     def max_input_buffers(self, count: int) -> None:
         """How many reductions may be in flight."""

@@ -17,7 +17,7 @@ from fsdp2 import _torch, collectives
 from fsdp2.buffers import Home
 from fsdp2.collectives import Scaling
 from fsdp2.comm_context import FSDPCommContext, PendingReduce, Ticket
-from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, GradPhase
+from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, FSDPValueError, GradPhase
 from fsdp2.custom_comm import ReduceScatter
 from fsdp2.gather import Member
 from fsdp2.gradients import DtypeGradients, PackedGradients
@@ -117,6 +117,7 @@ class GradientReducer:
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
         self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
+        self._refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
         for one, scaling in zip(self.dtypes, self._scalings, strict=True):
             one.expect_divisor(self.divide_factor or scaling.after)
@@ -140,6 +141,14 @@ class GradientReducer:
         return DtypeGradients(
             params, layout, dtype, world_size=mesh.world_size, rank=mesh.rank, device=mesh.device, home=self._home
         )
+
+    def _refuse_zeros_of_any_dtype(self) -> None:
+        if self.zeros_for_unused and self._follow_arrivals:
+            raise FSDPValueError(
+                f"parameter '{self._follow_arrivals[0].path}' has grad_dtype=None, so its gradients are reduced in the "
+                "dtype in which they arrive, and set_reduce_scatter_unused_params(True) asks for zeros where none "
+                "arrives: set MixedPrecisionPolicy.reduce_dtype to the dtype that its gradients have."
+            )
 
     def settings_changed(self) -> None:
         """Take over a changed setting. Reductions in flight end as they began."""

@@ -267,10 +267,13 @@ class FSDPRoot:
         A backward has failed if it began, and neither ended nor is running now.
         """
         if self.iteration.failed or (self.iteration.in_backward and not _torch.backward_is_running()):
-            self.reset()
+            self.reset(warns=True)
 
-    def reset(self) -> None:
-        """Wait for what is in flight, drop it, and forget the iteration."""
+    def reset(self, *, warns: bool = False) -> None:
+        """Wait for what is in flight, drop it, and forget the iteration.
+
+        ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it.
+        """
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         lost = [group.name for group in self.groups if group.abandon()]
@@ -278,7 +281,7 @@ class FSDPRoot:
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         self.iteration = Iteration()
-        if lost:
+        if lost and warns:
             warnings.warn(
                 f"An iteration of {self.name} failed; gradients that earlier microbatches had accumulated without "
                 "communication were dropped with it. Run the whole accumulation again.",
