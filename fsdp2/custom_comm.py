@@ -6,6 +6,7 @@ buffer that ``allocate`` returned.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -61,33 +62,45 @@ class ReduceScatter(Comm):
         """
 
 
-class _GroupAllocator(Comm):
+class GroupMemory:
     """Buffers from the process group's own allocator, which it may have registered with the network."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the process group's backend if it has an allocator, else from torch's."""
-        numel = 1
-        for each in size:
-            numel *= each
-        return _torch.allocate_from_group(self._group, numel, dtype, device)
+        return _torch.allocate_from_group(self._group, math.prod(size), dtype, device)
+
+    def prepare(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Nothing to do before a collective."""
 
 
-class _SymmetricAllocator(Comm):
-    """Buffers in symmetric memory, through which ranks reach into each other's memory."""
+class SymmetricMemory:
+    """Buffers in symmetric memory, through which ranks reach into each other's memory, and NCCL has faster ways."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         _torch.use_symmetric_memory(backend, group)
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """From the pool of symmetric memory."""
         return _torch.symmetric_empty(size, dtype, device)
 
+    def prepare(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Let the ranks reach into ``buffers``. Collective the first time."""
+        for buffer in buffers:
+            _torch.symmetric_rendezvous(buffer, group)
 
-class GroupMemoryAllGather(_GroupAllocator, AllGather):
-    """torch.distributed's all-gather in the process group's own memory."""
+
+class AllGatherInMemory(AllGather):
+    """torch.distributed's all-gather, in buffers of a certain memory."""
+
+    def __init__(self, memory: GroupMemory | SymmetricMemory) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From that memory."""
+        return self._memory.allocate(size, dtype, device)
 
     def __call__(
         self,
@@ -96,12 +109,20 @@ class GroupMemoryAllGather(_GroupAllocator, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """torch.distributed's."""
+        """torch.distributed's; the input is a part of the output."""
+        self._memory.prepare([output_tensor], group)
         return _torch.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-class GroupMemoryReduceScatter(_GroupAllocator, ReduceScatter):
-    """torch.distributed's reduce-scatter in the process group's own memory."""
+class ReduceScatterInMemory(ReduceScatter):
+    """torch.distributed's reduce-scatter, in buffers of a certain memory. (NCCL's symmetric one can only sum.)"""
+
+    def __init__(self, memory: GroupMemory | SymmetricMemory) -> None:
+        self._memory = memory
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """From that memory."""
+        return self._memory.allocate(size, dtype, device)
 
     def __call__(
         self,
@@ -112,42 +133,11 @@ class GroupMemoryReduceScatter(_GroupAllocator, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """torch.distributed's."""
+        self._memory.prepare([input_tensor, output_tensor], group)
         return _torch.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
-class SymmetricAllGather(_SymmetricAllocator, AllGather):
-    """torch.distributed's all-gather in symmetric memory, for which NCCL has faster ways."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """torch.distributed's; the input is a part of the output, so that one rendezvous serves both."""
-        _torch.symmetric_rendezvous(output_tensor, group)
-        return _torch.all_gather_single(output_tensor, input_tensor, group, async_op)
-
-
-class SymmetricReduceScatter(_SymmetricAllocator, ReduceScatter):
-    """torch.distributed's reduce-scatter in symmetric memory; NCCL's faster way sums only."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """torch.distributed's."""
-        _torch.symmetric_rendezvous(input_tensor, group)
-        _torch.symmetric_rendezvous(output_tensor, group)
-        return _torch.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
-
-
-OURS = (GroupMemoryAllGather, GroupMemoryReduceScatter, SymmetricAllGather, SymmetricReduceScatter)
+OURS = (AllGatherInMemory, ReduceScatterInMemory)
 
 
 def check_comm(comm: object, method: str) -> None:

@@ -11,11 +11,11 @@ from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.custom_comm import (
     OURS,
     AllGather,
-    GroupMemoryAllGather,
-    GroupMemoryReduceScatter,
+    AllGatherInMemory,
+    GroupMemory,
     ReduceScatter,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
+    ReduceScatterInMemory,
+    SymmetricMemory,
     check_comm,
 )
 from fsdp2.param_group import FSDPParamGroup
@@ -112,8 +112,8 @@ class CommunicationSettings:
             process_group = group.mesh.group
             if process_group is not None:
                 scatter = group.reducer.scatter_group or process_group
-                group.set_custom_all_gather(GroupMemoryAllGather(process_group) if enable else None)
-                group.set_custom_reduce_scatter(GroupMemoryReduceScatter(scatter) if enable else None)
+                group.set_custom_all_gather(AllGatherInMemory(GroupMemory(process_group)) if enable else None)
+                group.set_custom_reduce_scatter(ReduceScatterInMemory(GroupMemory(scatter)) if enable else None)
 
     def symmetric_memory(self, backend: str) -> None:
         """Buffers in symmetric memory."""
@@ -123,10 +123,10 @@ class CommunicationSettings:
         for group in self._groups:
             process_group = group.mesh.group
             if process_group is not None:
-                group.set_custom_all_gather(SymmetricAllGather(process_group, backend))
+                group.set_custom_all_gather(AllGatherInMemory(SymmetricMemory(process_group, backend)))
                 if group.reducer.only_sums:
                     scatter = group.reducer.scatter_group or process_group
-                    group.set_custom_reduce_scatter(SymmetricReduceScatter(scatter, backend))
+                    group.set_custom_reduce_scatter(ReduceScatterInMemory(SymmetricMemory(scatter, backend)))
 
     def _refuse_custom(self, method: str) -> None:
         for group in self._groups:
