@@ -118,6 +118,7 @@ class DtypeGradients:
         self.layout = layout
         self.dtype = dtype
         self.partial: torch.Tensor | None = None
+        self._partial_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
         self._presence_scale = 1.0
         self._world_size = world_size
         self._device = device
@@ -252,15 +253,22 @@ class DtypeGradients:
         """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
         if self.partial is None:
             self.partial = packed.output
+            self._partial_missing = set(packed.missing)
         else:
             self.partial.add_(packed.output)
+            self._partial_missing.intersection_update(packed.missing)
 
     def add_partial(self, packed: PackedGradients) -> None:
         """Add what `accumulate_partial` kept. On the reduce-scatter stream."""
         if self.partial is not None:
             packed.output.add_(self.partial)
-            packed.missing = list(range(len(self.params)))  # it may have had gradients that this backward has not
+            packed.missing = [index for index in packed.missing if index in self._partial_missing]
             self.partial = None
+
+    def take_partial(self, earlier: DtypeGradients) -> None:
+        """Go on with what ``earlier``, of the same layout, has kept."""
+        self.partial, earlier.partial = earlier.partial, None
+        self._partial_missing = earlier._partial_missing
 
     def arrive(self, packed: PackedGradients, divisor: float) -> None:
         """Finish the reduction, and bring it to the dtype and place of the gradients.

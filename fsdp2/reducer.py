@@ -106,7 +106,7 @@ class GradientReducer:
         for one in self.dtypes:
             earlier = before.pop(one.dtype, None)
             if earlier is not None and earlier.partial is not None and earlier.layout == one.layout:
-                one.partial, earlier.partial = earlier.partial, None
+                one.take_partial(earlier)
         lost = [one for one in before.values() if one.partial is not None]
         if lost:
             raise FSDPRuntimeError(

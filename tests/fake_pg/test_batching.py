@@ -18,9 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import collectives, fully_shard
 from fsdp2.layout import DIRECT_ALIGNMENT_BYTES
-from fsdp2.param_group import FSDPParamGroup
 from fsdp2.state import state_of, states_below
 from tests.harness import fake_world
+from tests.harness.internals import (
+    allocated_bytes,
+    gathered_first,
+    gradient_buffers,
+    groups_of,
+    shard_buffers,
+    unsharded_bytes,
+)
 
 
 class Block(nn.Module):
@@ -49,15 +56,9 @@ def step(model: nn.Module, width: int = 16) -> None:
     model(torch.zeros(2, width)).sum().backward()
 
 
-def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    return [group for state in states_below(model) for group in state.unit]
-
-
 def unsharded_bytes_now(model: nn.Module) -> int:
     """Bytes of unsharded memory, and of what gathers need beside it, that have been allocated at this moment."""
-    groups = groups_of(model)
-    unsharded = sum(buffers.unsharded.storage.nbytes() for group in groups for buffers in group._buffers)
-    return unsharded + sum(group._gather_shards.allocated_bytes for group in groups if group._gather_shards)
+    return sum(map(allocated_bytes, groups_of(model)))
 
 
 # ---- bytes at rest -----------------------------------------------------------------------------------
@@ -79,11 +80,11 @@ def test_at_rest_a_rank_holds_its_rows_and_alignment(world_size: int) -> None:
             model(torch.ones(())).backward()
             optimizer.step()
             (group,) = groups_of(model)
-            assert group._buffers[0].shard.untyped_storage().nbytes() <= rows_bytes + alignment
+            (shards,) = shard_buffers(group)
+            assert shards.untyped_storage().nbytes() <= rows_bytes + alignment
             assert unsharded_bytes_now(model) == 0
-            gradient_buffer = group.reducer.dtypes[0]._buffer
-            assert gradient_buffer is not None
-            assert gradient_buffer.flat.untyped_storage().nbytes() <= rows_bytes + alignment
+            (gradients,) = gradient_buffers(group)
+            assert gradients.untyped_storage().nbytes() <= rows_bytes + alignment
             for parameter, shape in zip(model.parameters(), shapes, strict=True):
                 limit = math.ceil(shape[0] / world_size)
                 state = optimizer.state[parameter]
@@ -121,7 +122,7 @@ def test_peak_unsharded_memory_is_bounded_by_the_plan(blocks: int, width: int) -
     with fake_world(4):
         model = stack(blocks, width=width, layers=1)
         step(model, width)
-        block, root = groups_of(model)[1].unsharded_bytes, groups_of(model)[0].unsharded_bytes
+        root, block, *_ = map(unsharded_bytes, groups_of(model))
         for run in (lambda: model(torch.zeros(2, width)), lambda: step(model, width)):
             with PeakMeter(model) as meter:
                 run()
@@ -137,7 +138,7 @@ def test_peak_unsharded_memory_is_bounded_by_the_plan(blocks: int, width: int) -
 def launches(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A trace of launches and of the compute of every sharded module, in the order of issue."""
     trace: list[str] = []
-    owner = {id(group._gather_shards.members[0][0]): group.name for group in groups_of(model)}  # type: ignore[union-attr]
+    owner = {id(gathered_first(group)): group.name for group in groups_of(model)}
     gather, reduce = collectives.all_gather, collectives.reduce_scatter
 
     def traced_gather(members, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -331,7 +332,7 @@ def test_cleared_gradients_have_no_memory_from_the_next_forward_on() -> None:
     with fake_world(4):
         model = stack(2)
         step(model)
-        (buffer, *_) = [group.reducer.dtypes[0]._buffer.flat for group in groups_of(model)]  # type: ignore[union-attr]
+        (buffer, *_) = gradient_buffers(groups_of(model)[0])
         assert buffer.untyped_storage().nbytes() > 0
         model(torch.zeros(2, 16))
         assert buffer.untyped_storage().nbytes() > 0

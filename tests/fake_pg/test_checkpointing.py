@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import collectives, fully_shard
-from fsdp2.param_group import FSDPParamGroup
-from fsdp2.state import states_below
 from tests.harness import fake_world
+from tests.harness.internals import gathered_first, groups_of
 
 BLOCKS = 4
 
@@ -68,8 +67,8 @@ def test_all_gathers_per_block(nesting: str, reentrant: bool, monkeypatch: pytes
         model = build(nesting, reentrant)
         for _ in range(2):
             model(torch.zeros(2, 16)).sum().backward()
-        groups: list[FSDPParamGroup] = [group for state in states_below(model) for group in state.unit]
-        owner = {id(group._gather_shards.members[0][0]): group for group in groups}  # type: ignore[union-attr]
+        groups = groups_of(model)
+        owner = {id(gathered_first(group)): group for group in groups}
         monkeypatch.setattr(collectives, "all_gather", counted)
         model(torch.zeros(2, 16)).sum().backward()
         assert all(group.phase.value == "sharded" for group in groups)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPModule, fully_shard
-from fsdp2.param_group import FSDPParamGroup
-from fsdp2.state import states_below
 from tests.harness.compare import SUM_ORDER
+from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like
@@ -37,10 +36,6 @@ def shard(case: ModelCase, model: nn.Module) -> nn.Module:
     for unit in case.units(model):
         fully_shard(unit)
     return model
-
-
-def groups_of(model: nn.Module) -> list[FSDPParamGroup]:
-    return [state.group for state in states_below(model) if state.group is not None]
 
 
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
@@ -89,7 +84,7 @@ def test_memory_between_steps_is_the_shards(world_of_one: None) -> None:
         TRANSFORMER.loss(model, batch).backward()
         model.zero_grad()
     assert all(group.phase.value == "sharded" for group in groups_of(model))
-    assert all(buffers.allocated_bytes == 0 for group in groups_of(model) for buffers in group._buffers)
+    assert all(allocated_bytes(group) == 0 for group in groups_of(model))
 
 
 def test_inputs_are_moved_to_the_device(world_of_one: None) -> None:

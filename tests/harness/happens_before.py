@@ -14,7 +14,10 @@ other streams. An operation happens before another iff the later one's clock has
   freed while a collective still uses it shows up.
 * UNWRITTEN: an operation reads bytes that nothing has written since they were allocated.
 
-Host synchronization is not modelled, so it never hides a missing wait.
+The host is a stream of its own, `HOST`: what it computes itself is over before it issues anything else. To wait for the
+device lets only its own later operations follow; that what it then issues follows too is left out, so host
+synchronization never hides a missing wait between streams. Allocators of (pinned) host memory hand it on only after
+the copies that they know of, so it is never reused too early.
 
 Lamport, "Time, clocks, and the ordering of events in a distributed system", 1978; the last access per stream is
 enough, as in Flanagan and Freund, "FastTrack", 2009.
@@ -25,6 +28,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+HOST = -1
+"""The stream of what the host computes itself, in its own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +141,21 @@ def _describe(trace: Sequence[TraceEvent], index: int) -> str:
 
 
 class _Clocks:
-    """The vector clocks of all streams, moved on by one trace event after the other."""
+    """The vector clocks of all streams (the last is `HOST`), moved on by one trace event after the other."""
 
     def __init__(self, trace: Iterable[TraceEvent]) -> None:
-        streams = 1 + max((event.stream for event in trace if not isinstance(event, (Release, Mark))), default=0)
+        streams = 2 + max((event.stream for event in trace if not isinstance(event, (Release, Mark))), default=0)
         self.now = [[0] * streams for _ in range(streams)]
         self._events: dict[int, tuple[int, ...]] = {}
+
+    def operate(self, stream: int) -> list[int]:
+        """The clock of ``stream`` at its next operation."""
+        now = self.now[stream]
+        now[stream] += 1
+        if stream == HOST:
+            for clock in self.now:
+                clock[HOST] = now[HOST]
+        return now
 
     def record(self, event: EventRecord) -> None:
         self._events[event.event] = tuple(self.now[event.stream])
@@ -192,7 +207,7 @@ def find_violations(trace: Sequence[TraceEvent], keep: WaitFilter | None = None)
     freed: dict[int, _Last] = {}
     for index, event in enumerate(trace):
         if isinstance(event, Operation):
-            yield from _operate(index, event, clocks.now[event.stream], blocks)
+            yield from _operate(index, event, clocks.operate(event.stream), blocks)
         elif isinstance(event, EventRecord):
             clocks.record(event)
         elif isinstance(event, StreamWait):
@@ -202,7 +217,8 @@ def find_violations(trace: Sequence[TraceEvent], keep: WaitFilter | None = None)
             blocks[event.block] = _Block(event.stream, event.written, dict(freed.get(event.stream, {})))
         elif isinstance(event, Release):
             block = blocks.pop(event.block)
-            _advance(freed.setdefault(block.stream, {}), block.last)
+            if block.stream != HOST:
+                _advance(freed.setdefault(block.stream, {}), block.last)
 
 
 def _advance(known: _Last, more: _Last) -> None:
@@ -212,7 +228,6 @@ def _advance(known: _Last, more: _Last) -> None:
 
 def _operate(index: int, operation: Operation, now: list[int], blocks: dict[int, _Block]) -> Iterator[Violation]:
     stream = operation.stream
-    now[stream] += 1
     epoch = now[stream]
     for access in operation.accesses:
         block = blocks[access.block]
@@ -255,9 +270,7 @@ class Order:
         self._clock: dict[int, tuple[int, tuple[int, ...]]] = {}
         for index, event in enumerate(trace):
             if isinstance(event, Operation):
-                now = clocks.now[event.stream]
-                now[event.stream] += 1
-                self._clock[index] = (event.stream, tuple(now))
+                self._clock[index] = (event.stream, tuple(clocks.operate(event.stream)))
             elif isinstance(event, EventRecord):
                 clocks.record(event)
             elif isinstance(event, StreamWait):

@@ -3,7 +3,11 @@
 `RecordingDevice` stands in for the device that fsdp2 would use, `Recorder` (a dispatch mode) attributes every operation
 and every collective to the stream that is current, with the memory it reads and writes. Everything is executed at once,
 in the order of issue, on CPU; the trace says what the waits would guarantee on a device. Collectives are executed as if
-all ranks held the same values, so that none of them is garbage.
+all ranks held the same values, so that none of them is garbage. An asynchronous one runs on a stream of the process
+groups, which its work waits for, as with NCCL.
+
+All memory counts as the device's, but for what is allocated in `Recorder.on_host`, and what is computed from that alone
+(an offloaded optimizer's state): the host computes there itself. A copy between both is the current stream's.
 
     with fake_world(4), recording() as recorder:
         model = ...
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -26,11 +30,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp2._torch
 import fsdp2.comm_context
 import fsdp2.state
 from tests.harness.happens_before import (
+    HOST,
     Access,
     Allocation,
     EventRecord,
@@ -57,7 +64,12 @@ _OUTPUT_THEN_INPUT = {
     "reduce_scatter_tensor_coalesced_",
 }
 _ALLOCATES_ONLY = ("empty", "new_empty")
+_COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 _PLAIN = (Tensor, nn.Parameter)
+
+LAUNCHED, WORKED, COPIED, BLOCKED = "launched", "work.wait", "copied while the host waits", "block_host"
+"""Reasons of waits that are none of the engine's `Wait`: of the works' stream for the stream that launches a work; of
+the current stream for a work; of the host in a copy that is not asynchronous; of the host where the engine says so."""
 
 
 class RecordingDevice:
@@ -95,6 +107,23 @@ class RecordingDevice:
         """Record a wait, and which functions of fsdp2 outside of `comm_context` led to it."""
         self._recorder.trace.append(StreamWait(stream, event, why, tuple(_sites())))
 
+    def block_host(self, event: int) -> None:
+        """Record a wait of the host."""
+        self._recorder.trace.append(StreamWait(HOST, event, BLOCKED, tuple(_sites())))
+
+
+class RecordedWork:
+    """What an asynchronous collective returns: to wait is the current stream's."""
+
+    def __init__(self, recorder: Recorder, event: int) -> None:
+        self._recorder = recorder
+        self.event = event
+
+    def wait(self) -> bool:
+        """Record a wait."""
+        self._recorder.trace.append(StreamWait(self._recorder.stream, self.event, WORKED, tuple(_sites())))
+        return True
+
 
 def _sites() -> Iterator[str]:
     """``file.function:line`` of the callers within fsdp2, innermost first."""
@@ -120,7 +149,10 @@ class Recorder(TorchDispatchMode):
         self.stream = COMPUTE
         self.new_streams = count(COMPUTE + 1)
         self.new_events = count()
+        self.works_stream = next(self.new_streams)
         self._memory = MemoryMap(lambda number: self.trace.append(Release(number)))
+        self._allocates_on_host = False
+        self._host_storages: set[int] = set()
 
     # -- for tests
 
@@ -130,7 +162,8 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensor: Tensor, name: str) -> None:
         """Give the storage whose memory ``tensor`` lies in a name, for all blocks it ever has: see `blocks_named`."""
-        block = self._memory.find(tensor.data_ptr())
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        block = self._memory.find(local.data_ptr())
         if block is not None:
             self.names[block.reference.cdata] = name
 
@@ -141,10 +174,26 @@ class Recorder(TorchDispatchMode):
 
     # -- memory
 
-    def _allocated(self, storage: torch.UntypedStorage, *, written: bool) -> Block:
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What is allocated inside is host memory."""
+        before, self._allocates_on_host = self._allocates_on_host, True
+        yield
+        self._allocates_on_host = before
+
+    def _allocated(self, storage: torch.UntypedStorage, *, written: bool, on_host: bool = False) -> Block:
         block = self._memory.add(storage)
-        self.trace.append(Allocation(block.number, self.stream, block.nbytes, block.reference.cdata, written))
+        cdata = block.reference.cdata
+        if on_host or self._allocates_on_host:
+            self._host_storages.add(cdata)
+        stream = HOST if cdata in self._host_storages else self.stream
+        self.trace.append(Allocation(block.number, stream, block.nbytes, cdata, written))
         return block
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether the memory of ``tensor``, if it has any, is the host's."""
+        block = self._memory.find(tensor.data_ptr())
+        return block is not None and block.reference.cdata in self._host_storages
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """``storage`` was resized: freed, or given fresh memory."""
@@ -171,18 +220,40 @@ class Recorder(TorchDispatchMode):
         for tensor in inputs:
             if self._is_new(tensor):
                 self._allocated(tensor.untyped_storage(), written=True)
+        places = list(map(self.is_on_host, inputs))
+        on_host = all(places) if places else self._allocates_on_host
+        assert len(set(places)) < 2 or func._opname in _COPIES, f"{func} on tensors of the host and of the device"
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             _exchange(func, args)
         outputs = [tensor for tensor in _tensors(result) if self._is_new(tensor)]
         for tensor in outputs:
             if self._is_new(tensor):  # not twice
-                self._allocated(tensor.untyped_storage(), written=False)
+                self._allocated(tensor.untyped_storage(), written=False, on_host=on_host)
         if outputs or writes or not list(_tensors(result)):
-            self._launched(func, reads, writes + outputs)
+            self._launched(HOST if on_host else self.stream, func, reads, writes + outputs)
+        if len(set(places)) == 2 and not _is_asynchronous(func, args, kwargs):
+            self.wait(HOST, self.stream, COPIED)
         return result
 
-    def _launched(self, func: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
+    def wait(self, stream: int, other: int, why: object) -> None:
+        """Let ``stream`` wait for the present end of ``other``."""
+        event = next(self.new_events)
+        self.trace += [EventRecord(other, event), StreamWait(stream, event, why, tuple(_sites()))]
+
+    @contextlib.contextmanager
+    def asynchronously(self) -> Iterator[RecordedWork]:
+        """What is issued inside runs on the stream of the process groups; gives the work that stands for it."""
+        issuing, work = self.stream, RecordedWork(self, next(self.new_events))
+        self.wait(self.works_stream, issuing, LAUNCHED)
+        self.stream = self.works_stream
+        try:
+            yield work
+        finally:
+            self.stream = issuing
+            self.trace.append(EventRecord(self.works_stream, work.event))
+
+    def _launched(self, stream: int, func: Any, reads: list[Tensor], writes: list[Tensor]) -> None:
         if torch.Tag.inplace_view in func.tags or func._opname.startswith(_ALLOCATES_ONLY):
             return
         ranges: dict[tuple[int, int, int], list[bool]] = {}
@@ -191,13 +262,19 @@ class Recorder(TorchDispatchMode):
                 ranges.setdefault(self._memory.range_of(tensor), [False, False])[role] = True
         if ranges:
             accesses = tuple(Access(*where, *roles) for where, roles in ranges.items())
-            self.trace.append(Operation(self.stream, f"{func.namespace}.{func._opname}", accesses))
+            self.trace.append(Operation(stream, f"{func.namespace}.{func._opname}", accesses))
 
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether there is anything to access. Views of freed memory may be made, but not used."""
     plain = type(tensor) in _PLAIN and tensor.device.type == "cpu"
     return plain and tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
+
+
+def _is_asynchronous(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a copy lets the host go on."""
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking", False))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -242,7 +319,7 @@ def _exchange(func: Any, args: Any) -> None:
         return
     for output, sent in zip(_tensors(args[0]), _tensors(args[1]), strict=True):
         if output.numel() >= sent.numel():
-            output.view(-1, sent.numel()).copy_(sent.view(1, -1))
+            output.view(-1, sent.numel()).copy_(sent.clone().view(1, -1))  # which may lie in the output
         else:
             output.copy_(sent.view(-1, output.numel())[dist.get_rank()])
 
@@ -258,9 +335,27 @@ def recording() -> Iterator[Recorder]:
         recorder.resized(storage)
         return result
 
+    gather, scatter = fsdp2._torch.all_gather_single, fsdp2._torch.reduce_scatter_single
     with (
         mock.patch.object(fsdp2.state, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(fsdp2._torch, "all_gather_single", _with_recorded_works(recorder, gather)),
+        mock.patch.object(fsdp2._torch, "reduce_scatter_single", _with_recorded_works(recorder, scatter)),
         recorder,
     ):
         yield recorder
+
+
+def _with_recorded_works(recorder: Recorder, issue: Callable[..., Any]) -> Callable[..., Any]:
+    """``issue``, a collective whose last argument says whether it is asynchronous."""
+
+    def issued(*args: Any) -> RecordedWork | None:
+        *others, is_asynchronous = args
+        if not is_asynchronous:
+            issue(*others, False)
+            return None
+        with recorder.asynchronously() as work:
+            issue(*others, False)
+        return work
+
+    return issued

@@ -37,20 +37,32 @@ class Passes:
         return self._touching(begin, end, lambda event: event.stream != COMPUTE)
 
     def reduces(self) -> dict[str, list[int]]:
-        """By group, in the order of issue: the collective that reduces its gradients."""
-        return self._touching(BACKWARD, UPDATE, lambda event: "reduce_scatter" in event.name, gradients_of)
+        """By group, in the order of issue: the collectives that its gradients come from, however many copies lie between.
 
-    def _touching(
-        self, begin: str, end: str, accept: Callable[[Operation], bool], name_of: Callable[[str], str] = str
-    ) -> dict[str, list[int]]:
-        names = self.recorded.names
-        groups = {name_of(name): name for name in names.values()}
+        Followed back from the gradients, through what communication streams have written.
+        """
+        operations = [(index, event) for index, event in self.operations(BACKWARD, UPDATE) if event.stream != COMPUTE]
+        found: dict[str, list[int]] = {}
+        for group in self._groups():
+            wanted = {block for block, name in self.recorded.names.items() if name == gradients_of(group)}
+            for index, event in reversed(operations):
+                if any(access.writes and access.block in wanted for access in event.accesses):
+                    wanted |= {access.block for access in event.accesses if access.reads}
+                    if "reduce" in event.name:
+                        found.setdefault(group, []).insert(0, index)
+        return found
+
+    def _groups(self) -> list[str]:
+        every = set(self.recorded.names.values())
+        return sorted(name for name in every if gradients_of(name) in every)
+
+    def _touching(self, begin: str, end: str, accept: Callable[[Operation], bool]) -> dict[str, list[int]]:
+        names, groups = self.recorded.names, self._groups()
         found: dict[str, list[int]] = {}
         for index, event in self.operations(begin, end):
             if accept(event):
-                touched = dict.fromkeys(groups.get(names.get(access.block, ""), "") for access in event.accesses)
-                for group in touched:
-                    if group:
+                for group in dict.fromkeys(names.get(access.block, "") for access in event.accesses):
+                    if group in groups:
                         found.setdefault(group, []).append(index)
         return found
 
@@ -84,11 +96,12 @@ def reduces_overlap(recorded: Recording) -> bool:
     groups = [group for group in compute if group != ROOT]  # the root's backward ends last
     assert len(groups) == 3 and set(reduces) == set(compute)
     beside = [
-        order.concurrent(reduces[current][0], index)
+        order.concurrent(reduce, index)
         for current, following in pairwise(groups)
+        for reduce in reduces[current]
         for index in compute[following]
     ]
     bounded = [
-        order.before(reduces[first][0], compute[third][0]) for first, third in zip(groups, groups[2:], strict=False)
+        order.before(reduces[first][-1], compute[third][0]) for first, third in zip(groups, groups[2:], strict=False)
     ]
     return all(beside) and all(bounded)

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
-from fsdp2.state import state_of
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.recording import Recorder, recording
+from tests.harness.recording_meshes import MESHES
 from tests.harness.recording_mishaps import MISHAPS
+from tests.harness.recording_settings import SETTINGS
 from tests.harness.recording_training import STEPS, Stack, Training
 
 Scenario = Callable[[Recorder], None]
@@ -149,8 +150,7 @@ def evaluated_between(recorder: Recorder) -> None:
 def reduced_late(recorder: Recorder, *, max_pending: int = 1) -> None:
     """The last reductions of the first backward stay in flight."""
     training = train(recorder, Stack(blocks=1))
-    training.loss()
-    state_of(training.model).root.comm.max_pending_reduces = max_pending
+    training.model.set_reduce_scatter_max_input_buffers(max_pending)
     for _ in range(STEPS):
         for last in (False, True):
             training.model.set_is_last_backward(last)
@@ -258,7 +258,7 @@ _PROGRAMS: dict[str, Scenario] = {
     )
 }  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {
-    **_CASES, **_PROGRAMS, "several_reduces_in_flight": partial(reduced_late, max_pending=3)
+    **_CASES, **_PROGRAMS, **MESHES, **SETTINGS, "several_reduces_in_flight": partial(reduced_late, max_pending=3)
 }  # fmt: skip
 
 

@@ -86,23 +86,24 @@ class Training:
 
     Attributes:
         model: an `FSDPModule` and, from `of_stack`, a `Stack`.
+        clips: updates clip gradients, which torch does for parameters on one mesh only.
     """
 
     recorder: Recorder
     model: Any
     loss: Callable[[], Tensor]
     optimizer: torch.optim.Optimizer
+    clips: bool = True
 
     @staticmethod
-    def of_stack(
-        recorder: Recorder, model: Stack | None = None, *, reshard_after_forward: bool | None = None
-    ) -> Training:
-        """Shard the blocks of ``model`` and the rest."""
+    def of_stack(recorder: Recorder, model: Stack | None = None, **options: Any) -> Training:
+        """Shard the blocks of ``model`` and the rest, with ``options`` of `fully_shard`."""
         model = model or Stack()
         for unit in [*model.blocks, model]:
-            fully_shard(unit, reshard_after_forward=reshard_after_forward)
-        inputs = torch.ones(2, model.inputs.in_features)
-        return Training._of(recorder, model, lambda: model(inputs.to(model.inputs.weight.dtype)).square().sum())
+            fully_shard(unit, **options)
+        width = model.inputs.in_features
+        batch = torch.ones(2, width)
+        return Training._of(recorder, model, lambda: model(batch.to(model.inputs.weight.dtype)).square().sum())
 
     @staticmethod
     def of_case(recorder: Recorder, case: ModelCase) -> Training:
@@ -121,9 +122,16 @@ class Training:
     def update(self) -> None:
         """What comes after backward: clip, step, drop the gradients."""
         name_gradients(self.recorder, self.model)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def start_over(self) -> None:
+        """After an exception: drop the iteration and go on, with something else at first."""
+        self.model.reset_iter_state()
+        self.optimizer.zero_grad()
+        torch.ones(100)
 
     def steps(self, number: int = STEPS) -> None:
         """Whole iterations, with marks."""
@@ -160,7 +168,7 @@ def name_gradients(recorder: Recorder, model: nn.Module) -> None:
     for name, module in _sharded_modules(model):
         for parameter in _own_parameters(module):
             if parameter.grad is not None:
-                recorder.name(parameter.grad.to_local(), gradients_of(name))
+                recorder.name(parameter.grad, gradients_of(name))
 
 
 def gradients_of(name: str) -> str:
