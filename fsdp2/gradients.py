@@ -79,6 +79,7 @@ class PackedGradients:
         delivered: flat, what the gradients lie on; None until `DtypeGradients.arrive`.
         missing: indices of parameters without a gradient on this rank.
         inputs: the gradients themselves.
+        is_borrowed: ``output`` is a custom collective's, which may use it again.
     """
 
     members: list[Member]
@@ -86,6 +87,7 @@ class PackedGradients:
     delivered: torch.Tensor | None
     missing: list[int]
     inputs: list[torch.Tensor | None]
+    is_borrowed: bool
 
     def release_inputs(self) -> None:
         """Let go of what was sent, once it has been."""
@@ -230,7 +232,9 @@ class DtypeGradients:
             packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
         _torch.chunk_cat(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
-        return PackedGradients(members, output, output if self._owns(output) else None, missing, gradients)
+        return PackedGradients(
+            members, output, output if self._owns(output) else None, missing, gradients, custom is not None
+        )
 
     def _common_dtype(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
         """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
@@ -252,7 +256,7 @@ class DtypeGradients:
     def accumulate_partial(self, packed: PackedGradients) -> None:
         """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
         if self.partial is None:
-            self.partial = packed.output
+            self.partial = packed.output.clone() if packed.is_borrowed else packed.output
             self._partial_missing = set(packed.missing)
         else:
             self.partial.add_(packed.output)
@@ -277,8 +281,10 @@ class DtypeGradients:
         """
         if divisor != 1.0:
             packed.output.div_(divisor)
+        if self._delivery_dtype is None and packed.is_borrowed:
+            packed.output = packed.output.clone()
         if packed.delivered is None and self._delivery_dtype is not None:
-            if self._arrives_in_place:
+            if self._arrives_in_place and not packed.is_borrowed:
                 packed.delivered = packed.output
             else:
                 packed.delivered = self._delivery_flat()

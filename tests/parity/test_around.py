@@ -54,6 +54,14 @@ def test_the_state_of_a_sharded_module_can_be_looked_up() -> None:
 
 
 @multi_rank(2)
+def test_the_state_of_a_sharded_module_can_be_asked_of_itself() -> None:
+    """`_get_fsdp_state`: private in torch, but what its own pipelining calls."""
+    model = shard(UNEVEN_MLP)
+    for unit in UNEVEN_MLP.units(model):
+        assert unit._get_fsdp_state() is API.fully_shard.state(unit)
+
+
+@multi_rank(2)
 def test_names_and_structure_are_those_of_the_plain_model() -> None:
     model, plain = shard(TRANSFORMER), TRANSFORMER.build()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]

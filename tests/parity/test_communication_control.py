@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.harness import Accumulation, Reference, multi_rank
+from tests.harness.compare import SUM_ORDER
 from tests.harness.models import UNEVEN_MLP
-from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter, persistent_collectives
 from tests.parity.implementation import API
 from tests.parity.programs import SIZES, TOWER, loss_on, mesh_of, shard, train
 from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
@@ -62,6 +63,23 @@ def test_training_with_custom_collectives(precision: dict[str, Any], world_size:
     assert {entry["dtype"] for entry in gathers} == {precision.get("param_dtype", torch.float32)}
 
 
+@multi_rank(2, 4)
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_training_with_collectives_that_use_their_buffers_again(replicate: int, world_size: int) -> None:
+    """No gradient, and nothing that waits for its all-reduce, stays in a buffer that the next group writes."""
+    model = shard(UNEVEN_MLP, mesh=mesh_of(replicate, world_size // replicate))
+    gather, scatter = persistent_collectives()
+    for unit in UNEVEN_MLP.units(model):
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+
+    def before_forward(micro: int) -> None:
+        model.set_requires_all_reduce(micro == 1)
+
+    reference = Reference(UNEVEN_MLP, world_size=world_size, microbatches=2)
+    train(UNEVEN_MLP, model, reference=reference, before_forward=before_forward, tolerance=SUM_ORDER)
+
+
 @multi_rank(4)
 def test_training_with_custom_collectives_under_hsdp() -> None:
     mesh = mesh_of(2, 2)
@@ -93,6 +111,15 @@ def test_memory_of_the_process_group() -> None:
     train(UNEVEN_MLP, model, steps=2)
 
 
+@multi_rank(2, 4)
+@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
+def test_training_in_memory_of_the_process_group(precision: dict[str, Any], world_size: int) -> None:
+    model = shard(UNEVEN_MLP, mp_policy=API.MixedPrecisionPolicy(**precision))
+    for unit in UNEVEN_MLP.units(model):
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=world_size, **precision))
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("method", ["set_custom_all_gather", "set_custom_reduce_scatter"])
 def test_memory_of_the_process_group_is_no_choice_beside_custom_collectives(method: str) -> None:
@@ -118,6 +145,17 @@ def test_no_more_inputs_of_reductions_are_kept_than_allowed_and_no_fewer(buffers
         unit.set_custom_reduce_scatter(reduce_scatter)
     loss_on(TOWER, model).backward()
     assert [entry["earlier_inputs_alive"] for entry in log] == [min(index, buffers - 1) for index in range(4)]
+
+
+@multi_rank(2)
+def test_the_number_of_buffers_is_set_for_submodules_only_with_recurse() -> None:
+    model, log = shard(TOWER), []
+    model.set_reduce_scatter_max_input_buffers(4, recurse=False)  # the root has no parameters of its own
+    reduce_scatter = custom_reduce_scatter(log)
+    for unit in TOWER.units(model):
+        unit.set_custom_reduce_scatter(reduce_scatter)
+    loss_on(TOWER, model).backward()
+    assert [entry["earlier_inputs_alive"] for entry in log] == [0] * 4
 
 
 @multi_rank(2, 4)
@@ -156,6 +194,20 @@ def test_reductions_in_a_process_group_of_their_own(world_size: int) -> None:
     assert groups_of_a_step() == (gather_now, scatter_now)
     model.set_separate_reduce_scatter_group(False)
     assert groups_of_a_step() == (gather, scatter)
+
+
+@multi_rank(2)
+def test_a_process_group_of_its_own_for_one_module_only() -> None:
+    model = shard(TOWER)
+    model.set_separate_reduce_scatter_group(recurse=False)  # the root has no parameters of its own
+    model.b.set_separate_reduce_scatter_group(recurse=False)
+    loss_on(TOWER, model).backward()
+    with traced() as trace:
+        loss_on(TOWER, model).backward()
+    (gathers,) = {each.group for each in trace.of(GATHER)}
+    groups = {each.numel * 8 // SIZES["b"] in (8, 9): each.group for each in trace.of(SCATTER)}
+    assert len(trace.of(SCATTER)) == 4
+    assert groups[False] == gathers and groups[True] != gathers
 
 
 @multi_rank(4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.harness import Accumulation, Reference, multi_rank, tolerance_for
 from tests.harness.compare import Tolerance
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, TORCH_VERSION
+from tests.parity.implementation import API, TORCH_VERSION, torch_from
 from tests.parity.programs import ROOTED, SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train, trainable
 from tests.parity.trace import GATHER, REDUCE, SCATTER, Trace, traced
 
@@ -345,3 +345,37 @@ def test_partial_reductions_accumulate_in_reduce_dtype() -> None:
     model = shard(UNEVEN_MLP, mesh=mesh_of(2, 2), mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32))
     reference = Reference(UNEVEN_MLP, world_size=4, param_dtype=BF16, reduce_dtype=FP32, microbatches=3)
     train(UNEVEN_MLP, model, reference=reference, before_forward=lambda m: model.set_requires_all_reduce(m == 2))
+
+
+# ---- rounding ------------------------------------------------------------------------------------
+
+
+class WideGradient(torch.autograd.Function):
+    """A product whose gradient for a bfloat16 weight comes in fp32, as mixed kernels and sums of them hand it out."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        return weight.float() * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        weight, x = ctx.saved_tensors
+        return gradient * x, gradient * weight
+
+
+@multi_rank(2)
+@torch_from((2, 15), "gradients are rounded to param_dtype first")
+def test_gradients_that_arrive_wider_are_not_rounded_before_the_reduction() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return WideGradient.apply(self.weight, x)
+
+    model = API.fully_shard(Net(), mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32, cast_forward_inputs=False))
+    x = torch.full((WIDTH,), 1 + 2**-12)
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), x)

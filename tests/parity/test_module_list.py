@@ -260,3 +260,16 @@ def test_inputs_and_outputs_are_cast_for_every_module_and_every_call() -> None:
     for piece in hidden.chunk(2):
         assert model.head(piece).dtype == torch.float32
     assert seen == [torch.bfloat16] * 3
+
+
+@multi_rank(2)
+def test_each_piece_with_a_backward_of_its_own_is_one_reduction() -> None:
+    model = grouped()
+    loss_on(CASE, model).backward()
+    batch = CASE.batch(0, 0, dist.get_rank())
+    leaf = model(batch.inputs, with_head=False).detach().requires_grad_()
+    with traced() as trace:
+        for piece in leaf.chunk(CHUNKS):
+            model.head(piece).square().mean().backward()
+    numel = sum(p.numel() for module in (model.norm, model.head) for p in module.parameters())
+    assert [numel <= each.numel < 2 * numel for each in trace.of(SCATTER)] == [True] * CHUNKS

@@ -93,6 +93,16 @@ def test_an_override_to_any_other_dtype_is_refused(wrong: Any) -> None:
         API.fully_shard(nn.Linear(2, 2), mp_policy=policy(**fields))
 
 
+@multi_rank(2)
+@beyond_torch("ranks hang, or gather garbage")
+def test_an_override_that_differs_between_ranks_is_an_error_on_all_of_them() -> None:
+    mine = FP32 if dist.get_rank() == 0 else BF16
+    model = nn.Linear(WIDTH, WIDTH)
+    API.fully_shard(model, mp_policy=policy(param_dtype=BF16, param_dtype_override_fn=lambda parameter: mine))
+    with pytest.raises(RuntimeError, match="ranks"):
+        model(torch.randn(2, WIDTH))
+
+
 @torch_from((2, 15), "param_dtype_override_fn is new")
 def test_the_override_is_keyword_only() -> None:
     with pytest.raises(TypeError):

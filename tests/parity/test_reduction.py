@@ -159,3 +159,26 @@ def test_a_parameter_unused_in_the_last_microbatch_keeps_its_gradient() -> None:
             loss_on(SWITCHED, plain, 0, rank, micro).backward()
     expected = {name: parameter.grad / 2 for name, parameter in plain.named_parameters()}
     assert_same("gradients", gradients(model), expected, tolerance=SUM_ORDER)
+
+
+class Nested(nn.Module):
+    """An unused parameter in the root's group, and one in the group of ``inner``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Switched()
+        self.last, self.unused = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("recurse", [True, False])
+def test_unused_parameters_of_submodules_only_with_recurse(recurse: bool) -> None:
+    case = ModelCase("nested", Nested, MLP.make_batch, ("inner",), F.mse_loss)
+    model = shard(case)
+    model.set_reduce_scatter_unused_params(True, recurse=recurse)
+    loss_on(case, model).backward()
+    assert torch.equal(model.unused.weight.grad.full_tensor(), torch.zeros(16, 16))
+    assert (model.inner.branches[1].weight.grad is not None) == recurse
