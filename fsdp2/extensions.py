@@ -86,6 +86,7 @@ class ExtensionGather:
 
     Attributes:
         params: these parameters.
+        custom: takes the place of the all-gather, and allocates its buffers.
         keeps_memory: whether `free` leaves the unsharded tensors their memory.
     """
 
@@ -93,7 +94,7 @@ class ExtensionGather:
         self.params = tuple(params)
         self.keeps_memory = False
         self._mesh = mesh
-        self._custom = custom
+        self.custom = custom
         self._extended = [_Extended(param) for param in params]
         self._staging: torch.Tensor | None = None
         self._send: torch.Tensor | None = None
@@ -123,8 +124,8 @@ class ExtensionGather:
         dtypes = {tensor.dtype for tensor in flat}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         numel = offset // dtype.itemsize
-        if self._custom is not None:
-            staging = self._custom.allocate((world_size * numel,), dtype=dtype, device=self._mesh.device)
+        if self.custom is not None:
+            staging = self.custom.allocate((world_size * numel,), dtype=dtype, device=self._mesh.device)
             send = staging[rank * numel : (rank + 1) * numel]
         else:
             staging = torch.empty(world_size * numel, dtype=dtype, device=self._mesh.device)

@@ -145,6 +145,11 @@ class BufferLayout:
         assert len(placed) == len(shapes), "every parameter is either packed or direct"
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset)
 
+    def all_packed(self) -> BufferLayout:
+        """The same buffers, every slot gathered through the staging buffer."""
+        slots = tuple(replace(slot, direct=False) for slot in self.slots)
+        return replace(self, slots=slots, packed_numel=self.shard_numel)
+
     def over(self, world_size: int, itemsize: int) -> BufferLayout:
         """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``."""
         slots: list[Slot | None] = [None] * len(self.slots)

@@ -68,20 +68,24 @@ class CommunicationSettings:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
         for group in self._groups:
+            group.refuse_rescaling()
+        for group in self._groups:
             group.reducer.divide_factor = float(factor)
-            group.reducer.settings_changed()
+            group.settings_changed()
 
     def only_sums(self, enable: bool) -> None:
         """Scale outside the collectives."""
         for group in self._groups:
+            group.refuse_rescaling()
+        for group in self._groups:
             group.reducer.only_sums = enable or group.mesh.device.type == "mtia"
-            group.reducer.settings_changed()
+            group.settings_changed()
 
     def zeros_for_unused(self, enable: bool) -> None:
         """Deliver zeros where no rank had a gradient."""
         for group in self._groups:
             group.reducer.zeros_for_unused = enable
-            group.reducer.settings_changed()
+            group.settings_changed()
 
     def max_input_buffers(self, count: int) -> None:
         """How many reductions may be in flight."""
@@ -103,7 +107,7 @@ class CommunicationSettings:
                 if ranks not in made:
                     made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
                 group.reducer.scatter_group = made[ranks]
-            group.reducer.settings_changed()
+            group.settings_changed()
 
     def memory_from_process_group(self, enable: bool) -> None:
         """Buffers from the process group's allocator."""

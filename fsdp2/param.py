@@ -177,6 +177,8 @@ class FSDPParam:
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
             mapping[name] = sharded
+        if self.unsharded is not None and self.unsharded.requires_grad is not self.requires_grad:
+            self.unsharded.requires_grad_(self.requires_grad)
 
     @property
     def path(self) -> str:
@@ -250,7 +252,6 @@ class FSDPParam:
             and (found is self.sharded or local.numel() > 0)  # empty ones all have the same address
             and local.dtype == self.local.dtype
             and local.device == self.local.device
-            and found.requires_grad is self.requires_grad
         )
 
     def take_unsharded(self, alias: torch.Tensor) -> None:
@@ -263,7 +264,7 @@ class FSDPParam:
         unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
         if spec is not None:
             _torch.set_local(unsharded, alias)
-        if self.requires_grad:
+        if alias.dtype.is_floating_point or alias.dtype.is_complex:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
         succeed(unsharded, self.sharded)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays

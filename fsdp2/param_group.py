@@ -7,7 +7,7 @@ the layers below; does not know modules' hooks, order or prefetch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -104,24 +104,38 @@ class FSDPParamGroup:
                     f"model.to('{home}')."
                 )
 
-    def _lay_out_anew(self) -> None:
-        """After a setting that changes how parameters travel: move the shards accordingly."""
-        self.reshard()
-        self.adopt_replaced()
-        with torch.inference_mode(False):
-            self._lay_out()
-        if self.comm is not None:
-            self.comm.gathers_follow_compute()
-
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
-        self.storage.custom = comm
-        self._lay_out_anew()
+        if self._phase is ParamPhase.UNSHARDING:
+            self.reshard()
+        with torch.inference_mode(False):
+            self.storage.set_custom(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
         """Reduce with ``comm``; None: with torch.distributed's. Everything then travels packed."""
         self.reducer.custom = comm
+        self.settings_changed()
+
+    def settings_changed(self) -> None:
+        """Take over a changed setting of the reducer, once the reductions in flight have ended as they began."""
+        if self.comm is not None:
+            self.comm.retire_reduces(0)
         self.reducer.settings_changed()
+
+    def refuse_rescaling(self) -> None:
+        """Refuse another scaling while gradients that were scaled by the present one wait for their all-reduce.
+
+        Raises:
+            FSDPRuntimeError: they do.
+        """
+        if self.comm is not None:
+            self.comm.retire_reduces(0)
+        if self.reducer.awaits_all_reduce():
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
+                "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
+                "or after the one that all-reduces."
+            )
 
     def set_gathers_on_compute(self, enable: bool) -> None:
         """Whether all-gathers are issued from the current stream, as asynchronous works."""
@@ -130,7 +144,8 @@ class FSDPParamGroup:
 
     def rest_on_all_ranks(self) -> None:
         """Reshard to all ranks after forward, or not at all, if it was to fewer."""
-        if self._phase is ParamPhase.SHARDED_POST_FORWARD:
+        is_under_way = self._phase is ParamPhase.UNSHARDING and self._resumes
+        if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
             self.reshard()
         self.storage.post_forward = None
 
@@ -171,28 +186,17 @@ class FSDPParamGroup:
     def adopt_replaced(self) -> None:
         """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
 
-        Only while the sharded parameters are registered. The buffers are rebuilt, and the plan if there was one.
+        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
+        there was one.
 
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._phase is not ParamPhase.SHARDED or self._is_as_planned():
+        if self._phase is not ParamPhase.SHARDED or self._is_as_planned() or self._adopt_in_place():
             return
         if self.comm is not None:
-            self.comm.retire_reduces(0)  # what is in flight may have been packed by the old plan
-        # Look at all of them before changing any.
-        replacements = [param.registered() for param in self.params]
-        in_place = all(param.lies_under(found) for param, found in zip(self.params, replacements, strict=True))
-        for param, found in zip(self.params, replacements, strict=True):
-            if found is not param.sharded:
-                succeed(param.sharded, found)
-            param.adopt(found)
-        self._sharded = tuple(param.sharded for param in self.params)
-        if in_place:  # converted to what they were, as by model.to(device): only the wrappers are new
-            self._gathered_version = self._version()
-            if self.plan is not None:
-                self.reducer.lay_out(self.params)
-            return
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        self._take_over(self._replacements())
         self._freshness.stale = True
         with torch.inference_mode(False):
             self._lay_out()
@@ -200,6 +204,38 @@ class FSDPParamGroup:
             self.comm.gathers_follow_compute()  # which has just written the new shard buffers
         if self.comm is not None and all(param.local.device == self.storage.home.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+
+    def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
+        """What is registered now, all of it looked at before anything is changed."""
+        return [(param, param.registered()) for param in self.params]
+
+    def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
+        for param, found in replacements:
+            if found is not param.sharded:
+                succeed(param.sharded, found)
+            param.adopt(found)
+        self._sharded = tuple(param.sharded for param in self.params)
+
+    def _adopt_in_place(self) -> bool:
+        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
+
+        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
+
+        Returns:
+            Whether that was all.
+        """
+        replacements = self._replacements()
+        if not all(param.lies_under(found) for param, found in replacements):
+            return False
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        was_stale = self._is_stale()
+        self._take_over(replacements)
+        self._gathered_version = self._version()
+        self._freshness.stale = self._freshness.stale or was_stale
+        if self.plan is not None:
+            self.reducer.lay_out(self.params)
+        return True
 
     # -- unshard
 
@@ -224,20 +260,39 @@ class FSDPParamGroup:
         """
         if self._phase is not ParamPhase.SHARDED:
             if for_backward or not self._is_stale():
-                if self._phase is ParamPhase.SHARDED_POST_FORWARD:
+                if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
+                    return
+                if self._rests_as_left():
                     self._start()
-                return
+                    return
             self.reshard()
         if for_backward and self._is_stale():
-            raise FSDPRuntimeError(
-                f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
-                "values of before. Run all backwards before the optimizer steps, or anything else writes them."
-            )
+            self._refuse_backward()
         if not self._is_as_planned():
+            if for_backward and not self._adopt_in_place():
+                self._refuse_backward()
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
         self._start()
+
+    def _rests_as_left(self) -> bool:
+        """Whether what is registered after forward is what was, neither written nor frozen."""
+        post_forward = self.storage.post_forward
+        assert post_forward is not None, "the parameters rest there"
+        if post_forward.changed() is not None:
+            return False
+        for mapping, name, param in self._swaps:
+            found: nn.Parameter | None = mapping.get(name)
+            if found is None or found is not param.post_forward or found.requires_grad is not param.requires_grad:
+                return False
+        return True
+
+    def _refuse_backward(self) -> NoReturn:
+        raise FSDPRuntimeError(
+            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
+            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
+        )
 
     def _start(self) -> None:
         self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
@@ -327,7 +382,11 @@ class FSDPParamGroup:
         elif self._ticket is not None:
             self._ticket.wait_for_works()
         self._ticket = None
-        replaced = self.storage.changed() if self._phase is ParamPhase.UNSHARDED else None
+        replaced: FSDPParam | None = None
+        if self._phase is ParamPhase.UNSHARDED:
+            replaced = self.storage.changed()
+        elif self._phase is ParamPhase.SHARDED_POST_FORWARD and self.storage.post_forward is not None:
+            replaced = self.storage.post_forward.changed()
         for mapping, name, param in self._swaps:
             found: nn.Parameter | None = mapping.get(name)
             if found is not None and (found is param.unsharded or found is param.post_forward):

@@ -16,6 +16,7 @@ from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Resizable, storage_alias
 from fsdp2.gather import Gather, Source
 from fsdp2.mesh import DataParallelMesh
+from fsdp2.param import FSDPParam, succeed
 from fsdp2.placement import local_shard
 
 
@@ -32,10 +33,12 @@ class PostForward:
         self.gather: Gather
         self._parts: list[Resizable] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._params: list[FSDPParam] = []
+        self._versions: list[tuple[int, int]] = []
 
     def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device) -> None:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
-        self._parts, self._copies, sources = [], [], []
+        self._parts, self._copies, self._params, sources = [], [], [], []
         for each in buffers:
             layout = each.layout.over(self.mesh.world_size, each.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
@@ -43,6 +46,7 @@ class PostForward:
                 local = storage_alias(part.flat, slot.shard_offset, slot.local_shape(self.mesh.rank))
                 whole = each.unsharded.flat.narrow(0, slot.unsharded_offset, slot.numel).view(slot.shape)
                 self._copies.append((local, local_shard(whole, slot.dim, slot.rows, self.mesh.rank)))
+                self._params.append(param)
                 param.post_forward = self._parameter(local, param.sharded, slot.dim)
             sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
@@ -56,6 +60,7 @@ class PostForward:
         )
         parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
+        succeed(parameter, sharded)
         return parameter
 
     def take(self) -> None:
@@ -64,6 +69,22 @@ class PostForward:
             part.allocate()
         with _torch.without_grad():
             _torch.foreach_copy([local for local, _ in self._copies], [whole for _, whole in self._copies])
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        version_of = _torch.version_of
+        return [
+            (version_of(param.post_forward), version_of(local))
+            for param, (local, _) in zip(self._params, self._copies, strict=True)
+            if param.post_forward is not None
+        ]
+
+    def changed(self) -> FSDPParam | None:
+        """A parameter that was written while it rested here, if there is one. After `take`."""
+        for param, before, now in zip(self._params, self._versions, self._current_versions(), strict=True):
+            if before != now:
+                return param
+        return None
 
     def free(self) -> None:
         """Free the parts, once they have been gathered."""

@@ -151,7 +151,7 @@ class GradientReducer:
             )
 
     def settings_changed(self) -> None:
-        """Take over a changed setting. Reductions in flight end as they began."""
+        """Take over a changed setting. No reduction is in flight."""
         if self._params:
             self.lay_out(self._params)
 

@@ -16,7 +16,7 @@ from fsdp2.common import FSDPNotImplementedError
 from fsdp2.custom_comm import AllGather
 from fsdp2.extensions import ExtensionGather, is_extended
 from fsdp2.gather import Gather, Member, Source
-from fsdp2.layout import DIRECT_THRESHOLD_BYTES, BufferLayout
+from fsdp2.layout import BufferLayout
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam
 from fsdp2.plan import BuffersPlan, ParamPlan
@@ -57,7 +57,6 @@ class GroupStorage:
                 by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
             elif self.home.is_host:
                 param.move(self.home.device)
-        threshold = DIRECT_THRESHOLD_BYTES if self.custom is None else float("inf")
         self._buffers = tuple(
             DtypeBuffers(
                 params,
@@ -66,7 +65,6 @@ class GroupStorage:
                     [param.sharding.dim for param in params],
                     world_size=self._mesh.world_size,
                     itemsize=min(dtype.itemsize for dtype in dtypes),
-                    direct_threshold_bytes=threshold,
                 ),
                 rank=self._mesh.rank,
                 home=self.home,
@@ -94,8 +92,7 @@ class GroupStorage:
         for buffers in self._buffers:
             buffers.prepare(mesh.device)
             buffers.keeps_memory = self._keeps_memory
-        sources = [Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers]
-        self._gather = Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom)
+        self._gather = self._make_gather()
         if self.post_forward is not None:
             self.post_forward.prepare(self._buffers, mesh.device)
         self._gather.free()
@@ -105,6 +102,30 @@ class GroupStorage:
         if self._extensions is not None:
             self._extensions.keeps_memory = self._keeps_memory
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
+
+    def _make_gather(self) -> Gather:
+        """The gather from the shards; the unsharded buffers have memory."""
+        sources = [
+            Source(buffers, buffers.shard, buffers.layout if self.custom is None else buffers.layout.all_packed())
+            for buffers in self._buffers
+        ]
+        mesh = self._mesh
+        return Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom)
+
+    def set_custom(self, comm: AllGather | None) -> None:
+        """Gather with ``comm`` from now on. Nothing moves, and unsharded parameters stay: none is being gathered."""
+        self.custom = comm
+        if self._gather is None:
+            return
+        empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
+        for buffers in empty:
+            buffers.unsharded.allocate()
+        self._gather = self._make_gather()
+        self._gather.free()
+        for buffers in empty:
+            buffers.free()
+        if self._extensions is not None:
+            self._extensions.custom = comm
 
     # -- one gather
 

@@ -89,11 +89,8 @@ def _check_script(path: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    try:
-        found = importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):
-        found = False
-    if not found:
+    package = name.partition(".")[0]  # what lies deeper is found by importing the package, which must wait
+    if not package or importlib.util.find_spec(package) is None:
         hint = f"; for a file, leave out -m: python -m fsdp2.compat {name}" if os.path.exists(name) else ""
         raise UsageError(f"no module named {name}{hint}")
 
