@@ -319,11 +319,6 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
     data = local_data(parameter)
     if is_extended(data):
         check_extension(data, where)
-    elif is_subclass(data):
-        raise FSDPNotImplementedError(
-            f"{where} is a tensor subclass, {type(data).__name__}, which has no fsdp_pre_all_gather and "
-            "fsdp_post_all_gather that say how to gather it."
-        )
     if parameter.dim() == 0:
         raise FSDPValueError(
             f"{where} has no dim to shard: it is 0-D. Make it 1-D, shape (1,), or pass it in ignored_params."

@@ -16,6 +16,7 @@ given back around each use. From then on ``out`` is that unsharded tensor, to be
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,17 +28,17 @@ from fsdp2.buffers import Resizable, contiguous_stride, on_the_wire, storage_ali
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Member
-from fsdp2.layout import PACKED_ALIGNMENT_BYTES, align
+from fsdp2.layout import PACKED_ALIGNMENT_BYTES, align, ceil_div
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.param import FSDPParam
+from fsdp2.param import FSDPParam, is_subclass
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` gathers itself."""
-    return hasattr(tensor, _PRE) or hasattr(tensor, _POST)
+    """Whether ``tensor`` gathers itself, or lies in no flat buffer, as tensor subclasses do."""
+    return hasattr(tensor, _PRE) or hasattr(tensor, _POST) or is_subclass(tensor)
 
 
 def check_extension(tensor: torch.Tensor, where: str) -> None:
@@ -46,6 +47,8 @@ def check_extension(tensor: torch.Tensor, where: str) -> None:
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
     """
+    if not (hasattr(tensor, _PRE) or hasattr(tensor, _POST)):
+        return  # a subclass that says nothing: its values are gathered, as copying it to a plain tensor gives them
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
         missing = _POST if hasattr(tensor, _PRE) else _PRE
         raise FSDPTypeError(f"{where} has only one of {_PRE} and {_POST}: define {missing} too.")
@@ -79,6 +82,13 @@ class _Extended:
     metadata: Any = None
     is_made: bool = False
     releases: bool = False
+
+
+def _take_as_it_is(
+    outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """In the place of ``fsdp_post_all_gather``: what has arrived is the parameter, and lies where it lay before."""
+    return (outputs[0], ()) if out is None else None
 
 
 class ExtensionGather:
@@ -140,6 +150,8 @@ class ExtensionGather:
     def _inputs_of(self, each: _Extended) -> list[torch.Tensor]:
         param, mesh = each.param, self._mesh
         local: Any = param.local
+        if not hasattr(local, _PRE):
+            return [self._plain_values(param)]
         if local.device != mesh.device:
             local = local.to(mesh.device, non_blocking=True)
         before = getattr(local, _PRE, None) or getattr(param.local, _PRE)
@@ -150,6 +162,16 @@ class ExtensionGather:
             module = param.uses[0][0]
             inputs, each.metadata = before(mesh.shard_mesh, size, contiguous_stride(size), module, param.policy)
         return list(inputs)
+
+    def _plain_values(self, param: FSDPParam) -> torch.Tensor:
+        """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
+        dim = param.sharding.dim
+        shape = list(param.shape)
+        shape[dim] = ceil_div(shape[dim], self._mesh.world_size)
+        values = torch.zeros(shape, dtype=param.param_dtype, device=self._mesh.device)
+        if param.local.numel():
+            values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
+        return values
 
     def _refuse_other_sizes(self, inputs: list[list[torch.Tensor]]) -> None:
         sizes = [[tensor.size() for tensor in tensors] for tensors in inputs]
@@ -192,9 +214,13 @@ class ExtensionGather:
         for each in self._extended:
             self._allocate(each)
         for each, index, start, nbytes in self._pieces:
-            alias = each.aliases[index]
             if nbytes:
-                alias.view(self._mesh.world_size, -1).copy_(staged[:, start : start + nbytes].view(alias.dtype))
+                alias, world_size = each.aliases[index], self._mesh.world_size
+                assert each.sizes is not None, "inputs were asked for"
+                outer = math.prod(each.sizes[index][: each.param.sharding.dim])
+                piece = staged[:, start : start + nbytes].view(alias.dtype)
+                # In dim 0 rank order is the order of the output; else ranks alternate.
+                alias.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
         self._staging = self._send = None
         for each in self._extended:
             self._make_unsharded(each)
@@ -214,8 +240,12 @@ class ExtensionGather:
     def _make_unsharded(self, each: _Extended) -> None:
         param, local = each.param, each.param.local
         assert each.sizes is not None, "inputs were asked for"
-        outputs = tuple(output.flat.view(-1, *size[1:]) for output, size in zip(each.outputs, each.sizes, strict=True))
-        after = getattr(local, _POST)
+        dim, world_size = param.sharding.dim, self._mesh.world_size
+        outputs = tuple(
+            output.flat.view(*size[:dim], world_size * size[dim], *size[dim + 1 :])
+            for output, size in zip(each.outputs, each.sizes, strict=True)
+        )
+        after: Any = getattr(local, _POST, _take_as_it_is)
         metadata, each.metadata = each.metadata, None
         if each.is_made:
             after(outputs, metadata, param.param_dtype, out=param.unsharded)

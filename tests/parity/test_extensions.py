@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.harness import Reference, multi_rank
 from tests.harness.models import Batch, ModelCase
@@ -128,10 +129,16 @@ class Halves(FiveArguments):
         value = high.float() + low.float()
         CALLS.append(("post", {"out": out is not None, "dtype": param_dtype, "shapes": [t.shape for t in outputs]}))
         if out is not None:
+            out = _local(out)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(value.view(-1)[: out.numel()].view_as(out))
             return None
         return value, (value,)
+
+
+def _local(out: Tensor) -> Tensor:
+    """Of a tensor parallel parameter ``out`` is the DTensor."""
+    return out._local_tensor if isinstance(out, DTensor) else out
 
 
 def _post(self: Wrapped, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None) -> Any:
@@ -139,6 +146,7 @@ def _post(self: Wrapped, outputs: tuple[Tensor, ...], metadata: Any, dtype: torc
     (output,) = outputs
     CALLS.append(("post", {"out": out is not None, "dtype": dtype, "shapes": [output.shape]}))
     if out is not None:
+        out = _local(out)
         if output.dtype == out.dtype:
             assert out.untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
         else:

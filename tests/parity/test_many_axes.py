@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
-from tests.harness.compare import SUM_ORDER
+from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, beyond_torch
+from tests.parity.implementation import API, beyond_torch, installed_from
 from tests.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, data_axes, parallelized, tensor_parallel, train_2d, world
 from tests.parity.programs import TOWER, mesh_of, shard, train, trainable
+from tests.parity.test_extensions import FiveArguments, Halves, Wrapped
+from tests.parity.test_spmd_mesh import EVEN as SPMD_EVEN
+from tests.parity.test_spmd_mesh import UNEVEN as SPMD_UNEVEN
+from tests.parity.test_spmd_mesh import distribute, sharded, spmd_loss, spmd_mesh, train_spmd
 
 
 @multi_rank(4)
@@ -152,6 +157,102 @@ def test_parameters_on_three_axes_of_model_parallelism() -> None:
     model = expert_on(mesh["ep", "tp", "cp"], [Shard(0), Shard(1), Replicate()], mesh["dp"])
     assert model.weight.device_mesh.mesh_dim_names == ("dp", "ep", "tp", "cp")
     train(EXPERT, model, world_size=2, rank=dist.get_rank() // 2, tolerance=PARTIAL_SUMS, steps=2)
+
+
+# ---- axes in other orders, and data parallelism without shards -----------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("case", [SPMD_EVEN, SPMD_UNEVEN], ids=str)
+def test_the_data_axis_may_come_last(case: ModelCase) -> None:
+    """FSDP then cuts what tensor parallelism has cut, in the order of the mesh: nothing is strided."""
+    mesh = spmd_mesh(tp=2, dp=2)
+    model = sharded(case, mesh, dims={"shard": "dp"})
+    assert model.up.weight.placements == (Shard(0), Shard(0))
+    assert model.down.weight.placements == (Shard(1), Shard(0))
+    assert_same("parameters", full_parameters(model), {n: p.detach() for n, p in case.build().named_parameters()})
+    train(case, model, world_size=2, rank=dist.get_rank() % 2, loss=partial(spmd_loss, mesh), tolerance=PARTIAL_SUMS)
+
+
+@multi_rank(4)
+@installed_from((2, 13), "2.11's DTensor takes the linear layer's gradient for float32")
+def test_mixed_precision_on_an_spmd_mesh() -> None:
+    mesh = spmd_mesh(dp=2, tp=2)
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    policy = API.MixedPrecisionPolicy(**precision)
+    model = sharded(SPMD_EVEN, mesh, dims={"shard": "dp"}, mp_policy=policy)
+    rounding = Tolerance(rtol=5e-2, atol=5e-3, reason="bfloat16 partial sums")
+    reference = Reference(SPMD_EVEN, world_size=2, **precision)
+    train_spmd(SPMD_EVEN, model, mesh, steps=2, reference=reference, tolerance=rounding)
+
+
+@multi_rank(4)
+def test_spmd_models_on_meta_and_their_state_dicts() -> None:
+    mesh = spmd_mesh(dp=2, tp=2)
+    state = sharded(SPMD_UNEVEN, mesh, dims={"shard": "dp"}).state_dict()
+    with torch.device("meta"):
+        model = SPMD_UNEVEN.make_model()
+    distribute(model, mesh)
+    for unit in SPMD_UNEVEN.units(model):
+        API.fully_shard(unit, mesh=mesh, dp_mesh_dims=API.DataParallelMeshDims(shard="dp"))
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    train_spmd(SPMD_UNEVEN, model, mesh, steps=2)
+
+
+@multi_rank(4)
+def test_replicated_parameters_unshard_reshard_and_load() -> None:
+    mesh = spmd_mesh(rep=4)
+    model = sharded(SPMD_UNEVEN, mesh, dims={"replicate": "rep"}, seed=1)
+    model.load_state_dict(sharded(SPMD_UNEVEN, mesh, dims={"replicate": "rep"}).state_dict())
+    model.up.unshard()
+    assert torch.equal(model.up.weight.full_tensor(), SPMD_UNEVEN.build().up.weight)
+    model.up.reshard()
+    assert model.up.weight.placements == (Replicate(),)
+    train_spmd(SPMD_UNEVEN, model, mesh)
+
+
+@multi_rank(4)
+def test_replicated_parameters_accumulate_in_both_ways() -> None:
+    mesh = spmd_mesh(rep=4)
+    for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+        model = sharded(SPMD_UNEVEN, mesh, dims={"replicate": "rep"})
+        train_spmd(
+            SPMD_UNEVEN,
+            model,
+            mesh,
+            steps=2,
+            reference=Reference(SPMD_UNEVEN, world_size=4, microbatches=3),
+            before_forward=lambda micro, model=model, setter=setter: getattr(model, setter)(micro == 2),
+        )
+
+
+# ---- extensions under tensor parallelism ---------------------------------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("kind", [FiveArguments, Halves], ids=lambda each: each.__name__)
+def test_an_extension_within_a_tensor_parallel_parameter(kind: type[Wrapped]) -> None:
+    """The local tensor of the DTensor is the subclass; it is gathered along the data axis."""
+    mesh = world(2, 2)
+    model = parallelized_with_extension(kind, mesh)
+    batch = EVEN.batch(0, 0, dist.get_rank() // 2)
+    EVEN.loss(model, batch).backward()
+    record = Reference(EVEN, world_size=2).step()
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.full_tensor()
+        assert torch.allclose(gradient, record.gradients[name], rtol=1e-3, atol=1e-5), name
+
+
+def parallelized_with_extension(kind: type[Wrapped], mesh: DeviceMesh) -> Any:
+    model = tensor_parallel(EVEN.build(), mesh["tp"], sequence=True)
+    for block in model.blocks:
+        up = block.feed_forward.up
+        wrapped = kind(up.weight.to_local().detach().clone())
+        up.weight = nn.Parameter(DTensor.from_local(wrapped, mesh["tp"], [Shard(0)], run_check=False))
+    for unit in EVEN.units(model):
+        API.fully_shard(unit, mesh=mesh["dp"])
+    return model
 
 
 # ---- optimizer state -----------------------------------------------------------------------------

@@ -271,5 +271,5 @@ def test_each_piece_with_a_backward_of_its_own_is_one_reduction() -> None:
     with traced() as trace:
         for piece in leaf.chunk(CHUNKS):
             model.head(piece).square().mean().backward()
-    numel = sum(p.numel() for module in (model.norm, model.head) for p in module.parameters())
-    assert [numel <= each.numel < 2 * numel for each in trace.of(SCATTER)] == [True] * CHUNKS
+    assert len(trace.of(SCATTER)) == CHUNKS
+    assert all(each.numel >= sum(p.numel() for p in model.head.parameters()) for each in trace.of(SCATTER))

@@ -96,8 +96,7 @@ def train_spmd(case: ModelCase, model: nn.Module, mesh: DeviceMesh, **options: A
         world_size=dist.get_world_size() // tensor_parallel_size,
         rank=rank,
         loss=partial(spmd_loss, mesh),
-        tolerance=PARTIAL_SUMS,
-        **options,
+        **{"tolerance": PARTIAL_SUMS, **options},
     )
 
 
