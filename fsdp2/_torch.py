@@ -76,9 +76,9 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     torch._chunk_cat(tensors, 0, num_chunks, out=out)  # type: ignore[arg-type]
 
 
-def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source into its destination, one kernel on accelerators."""
-    torch._foreach_copy_(destinations, sources)
+def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    """Copy each source into its destination, one kernel on accelerators; from the host, ``non_blocking`` if pinned."""
+    torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

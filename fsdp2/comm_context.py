@@ -161,14 +161,15 @@ class PendingReduce:
         held: tensors handed to the collective.
         then: issues what follows, the all-reduce over replicas, and returns its ticket. On devices without streams
             only, where it must be preceded by waiting on the host.
-        to_host: the gradients were copied to host memory, and the host must wait.
+        needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
+            add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
     """
 
     ticket: Ticket
     deliver: Callable[[], None]
     held: object
     then: Callable[[], Ticket] | None = None
-    to_host: bool = False
+    needs_host: Callable[[], bool] | None = None
 
 
 class FSDPCommContext:
@@ -187,6 +188,8 @@ class FSDPCommContext:
         self.max_pending_reduces = 1
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
+        self._to_host: list[Any] = []
+        self._host_reads: list[Any] = []
         self._unfinished: object = None
 
     def begin_handle(self, owner: object) -> None:
@@ -272,6 +275,8 @@ class FSDPCommContext:
         if self.device.has_streams and not sys.is_finalizing():
             self.compute_follows_reduces()
             self.compute_follows_gathers()
+            for pending in self._pending:  # may end on a stream of the user's
+                self._wait_for(pending.ticket, Wait.REDUCED)
 
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""
@@ -293,6 +298,20 @@ class FSDPCommContext:
                 self._all_reducing.append(pending)
         if keep == 0:
             self._finish_all_reduces()
+            self._wait_on_host(self._to_host)
+
+    def _wait_on_host(self, events: list[Any]) -> None:
+        for event in events:
+            self.device.block_host(event)
+        events.clear()
+
+    def host_writes_shards_after(self, event: Any) -> None:
+        """Shards in host memory are being read until ``event``: see `let_host_write_shards`."""
+        self._host_reads = [event]  # of one stream, so that the last one covers the others
+
+    def let_host_write_shards(self) -> None:
+        """Block the host until no copy reads the shards that it keeps. When control goes back to the user's code."""
+        self._wait_on_host(self._host_reads)
 
     def _finish_all_reduces(self) -> None:
         while self._all_reducing:
@@ -308,8 +327,11 @@ class FSDPCommContext:
 
     def _wait(self, pending: PendingReduce) -> None:
         self._wait_for(pending.ticket, Wait.REDUCED)
-        if pending.to_host and pending.ticket.event is not None:
-            self.device.block_host(pending.ticket.event)
+        if pending.needs_host is not None and pending.ticket.event is not None:
+            if pending.needs_host():
+                self.device.block_host(pending.ticket.event)
+            else:
+                self._to_host.append(pending.ticket.event)
 
     def _wait_for(self, ticket: Ticket, why: Wait) -> None:
         ticket.wait_for_works()

@@ -201,7 +201,7 @@ class Gather:
     def copy_in(self) -> None:
         """Cast, join or move to the device what cannot be sent as it lies: one copy of each element."""
         if self._copy_in_sources:
-            _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources)
+            _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
 
     def copy_out(self) -> None:
         """Move packed parameters from the staging buffer to their slots, and free what the gather needed.

@@ -306,6 +306,12 @@ class DtypeGradients:
         if self._buffer is not None and self._are_cleared():
             self._buffer.release()
 
+    def needs_values(self, packed: PackedGradients) -> bool:
+        """Whether `deliver` does more than to set ``.grad``."""
+        if packed.delivered is None or not self._are_cleared() or self._have_tensor_hooks():
+            return True
+        return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
+
     def _are_cleared(self) -> bool:
         """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
         for param in self.params:  # noqa: SIM110

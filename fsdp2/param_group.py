@@ -313,7 +313,6 @@ class FSDPParamGroup:
         group = self.mesh.group
         if self._resumes and storage.post_forward is not None:
             group = storage.post_forward.mesh.group
-            self.comm.gathers_follow_compute()  # which has written what is gathered
         as_works = not device.has_streams or self.gathers_on_compute
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
@@ -321,6 +320,8 @@ class FSDPParamGroup:
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
             members = storage.copy_in(resumes=self._resumes)
+            if storage.home.is_host and device.has_streams:
+                self.comm.host_writes_shards_after(device.record(stream))
             collectives.all_gather(members, group, self._ticket.works if as_works else None, storage.custom)
             self._issuing = False
             if not as_works:

@@ -64,7 +64,10 @@ class PostForward:
         return parameter
 
     def take(self) -> None:
-        """Copy this rank's parts out of the unsharded buffers. On the current stream, which has read them."""
+        """Copy this rank's parts out of the unsharded buffers. On the current stream, which has read them.
+
+        The gather from the parts follows: the unsharded buffers are freed next, for which it waits in any case.
+        """
         for part in self._parts:
             part.allocate()
         with _torch.without_grad():

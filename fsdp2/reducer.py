@@ -277,13 +277,17 @@ class GradientReducer:
         if ends_here:
             return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
         deliver = functools.partial(self._deliver, sent, device.has_streams)
-        to_host = self._home.is_host
+        needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
         if not device.has_streams:
             then = functools.partial(self._all_reduce_on_host, sent)
             goes_on = self._mesh.replicate_group is not None
-            return PendingReduce(ticket, deliver, sent, then if goes_on else None, to_host)
+            return PendingReduce(ticket, deliver, sent, then if goes_on else None, needs_host)
         ticket.event = self._finish_on_stream(sent, comm)
-        return PendingReduce(ticket, deliver, sent, None, to_host)
+        return PendingReduce(ticket, deliver, sent, None, needs_host)
+
+    def _needs_values(self, sent: list[_Sent]) -> bool:
+        """Whether delivery reads what was copied to the host."""
+        return any(each.gradients.needs_values(each.packed) for each in sent)
 
     def _settle_partial(self, sent: list[_Sent], ends_here: bool) -> None:
         if self._mesh.replicate_group is None:

@@ -170,11 +170,14 @@ class FSDPRoot:
         self._evaluation_order.end()
         self._evaluation_order.commit()
         self._drop_ahead()
+        if not torch.is_grad_enabled():
+            self.comm.let_host_write_shards()
 
     def _drop_ahead(self) -> None:
         for group in self.groups:
             if group in self.iteration.ahead:
                 group.reshard()
+                self.comm.let_host_write_shards()
         self.iteration.ahead.clear()
 
     # -- backward
@@ -244,6 +247,7 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
+        self.comm.let_host_write_shards()
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order

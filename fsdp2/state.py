@@ -211,6 +211,7 @@ class FSDPState:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
         if self.root is not None:
             self.root.recover_if_failed()
+            self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.reshard()
 
