@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.harness.fake import FakeWorlds
 from tests.harness.pool import WorkerPools, start_fork_server
 from tests.harness.state import ProcessState, forget_meshes, seed_everything
+from tests.unit.parity_table import report_what_was_not_shown
 
 # Warnings are errors (pyproject.toml), here and on the ranks, but for these of torch's own.
 TOLERATED_WARNINGS: list[str] = []
@@ -35,6 +36,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
         start_fork_server()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the rows of docs/parity.md that a whole run has not shown, as on a torch that lacks what they need."""
+    report_what_was_not_shown(terminalreporter)
 
 
 @pytest.fixture(scope="session")

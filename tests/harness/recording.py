@@ -339,14 +339,14 @@ def recording() -> Iterator[Recorder]:
     with (
         mock.patch.object(fsdp2.state, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
-        mock.patch.object(fsdp2._torch, "all_gather_single", _with_recorded_works(recorder, gather)),
-        mock.patch.object(fsdp2._torch, "reduce_scatter_single", _with_recorded_works(recorder, scatter)),
+        mock.patch.object(fsdp2._torch, "all_gather_single", with_recorded_works(recorder, gather)),
+        mock.patch.object(fsdp2._torch, "reduce_scatter_single", with_recorded_works(recorder, scatter)),
         recorder,
     ):
         yield recorder
 
 
-def _with_recorded_works(recorder: Recorder, issue: Callable[..., Any]) -> Callable[..., Any]:
+def with_recorded_works(recorder: Recorder, issue: Callable[..., Any]) -> Callable[..., Any]:
     """``issue``, a collective whose last argument says whether it is asynchronous."""
 
     def issued(*args: Any) -> RecordedWork | None:

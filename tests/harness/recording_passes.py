@@ -37,7 +37,7 @@ class Passes:
         return self._touching(begin, end, lambda event: event.stream != COMPUTE)
 
     def reduces(self) -> dict[str, list[int]]:
-        """By group, in the order of issue: the collectives that its gradients come from, however many copies lie between.
+        """By group, in the order of issue: the collectives that its gradients come from, with copies in between or not.
 
         Followed back from the gradients, through what communication streams have written.
         """
@@ -53,8 +53,7 @@ class Passes:
         return found
 
     def _groups(self) -> list[str]:
-        every = set(self.recorded.names.values())
-        return sorted(name for name in every if gradients_of(name) in every)
+        return sorted({name for name in self.recorded.names.values() if not name.startswith(gradients_of(""))})
 
     def _touching(self, begin: str, end: str, accept: Callable[[Operation], bool]) -> dict[str, list[int]]:
         names, groups = self.recorded.names, self._groups()

@@ -103,7 +103,7 @@ class Training:
             fully_shard(unit, **options)
         width = model.inputs.in_features
         batch = torch.ones(2, width)
-        return Training._of(recorder, model, lambda: model(batch.to(model.inputs.weight.dtype)).square().sum())
+        return Training.of(recorder, model, lambda: model(batch.to(model.inputs.weight.dtype)).square().sum())
 
     @staticmethod
     def of_case(recorder: Recorder, case: ModelCase) -> Training:
@@ -112,10 +112,11 @@ class Training:
         for unit in case.units(model):
             fully_shard(unit)
         batch = case.batch(seed=0, step=0, rank=0)
-        return Training._of(recorder, model, lambda: case.loss(model, batch))
+        return Training.of(recorder, model, lambda: case.loss(model, batch))
 
     @staticmethod
-    def _of(recorder: Recorder, model: nn.Module, loss: Callable[[], Tensor]) -> Training:
+    def of(recorder: Recorder, model: nn.Module, loss: Callable[[], Tensor]) -> Training:
+        """Of a model that is sharded already."""
         name_unsharded(recorder, model)
         return Training(recorder, model, loss, adamw(model))
 

@@ -46,6 +46,7 @@ def custom_all_gather(log: list[dict[str, Any]]) -> Any:
                     "numel": output_tensor.numel(),
                     "input": input_tensor.numel(),
                     "dtype": output_tensor.dtype,
+                    "async_op": async_op,
                     "ranks": dist.get_process_group_ranks(group),
                     "own_memory": reference(output_tensor) in self.own,
                 }

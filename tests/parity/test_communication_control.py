@@ -12,7 +12,7 @@ from tests.harness import Accumulation, Reference, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import UNEVEN_MLP
 from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter, persistent_collectives
-from tests.parity.implementation import API
+from tests.parity.implementation import API, beyond_torch
 from tests.parity.programs import SIZES, TOWER, loss_on, mesh_of, shard, train
 from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
 
@@ -40,6 +40,25 @@ def test_a_custom_reduce_scatter_reduces_one_group_once_and_allocates_its_memory
     assert entry["ranks"] == list(range(world_size)) and entry["own_memory"]
 
 
+@multi_rank(2)
+def test_a_custom_all_gather_is_told_whether_it_may_be_asynchronous() -> None:
+    """By `unshard(async_op=True)`, and for forward and backward by `_set_unshard_async_op`; else it is not."""
+    model, log = shard(TOWER), []
+    model.b.set_custom_all_gather(custom_all_gather(log))
+    loss_on(TOWER, model).backward()
+    model.b.unshard()
+    model.b.reshard()
+    assert [entry["async_op"] for entry in log] == [False] * 3
+    log.clear()
+    handle = model.b.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    model.b.reshard()
+    model._set_unshard_async_op(True)
+    loss_on(TOWER, model).backward()
+    assert [entry["async_op"] for entry in log] == [True] * 3
+
+
 @multi_rank(2, 4)
 def test_one_call_carries_all_parameters_of_a_group(world_size: int) -> None:
     model, gathers, scatters = shard(UNEVEN_MLP), [], []
@@ -65,6 +84,7 @@ def test_training_with_custom_collectives(precision: dict[str, Any], world_size:
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("replicate", [1, 2])
+@beyond_torch("gradients are views of the buffers, which the next group overwrites")
 def test_training_with_collectives_that_use_their_buffers_again(replicate: int, world_size: int) -> None:
     """No gradient, and nothing that waits for its all-reduce, stays in a buffer that the next group writes."""
     model = shard(UNEVEN_MLP, mesh=mesh_of(replicate, world_size // replicate))
@@ -269,7 +289,8 @@ def test_gradient_sync_recurses_unless_told_not_to(recurse: bool) -> None:
     model = shard(TOWER)
     loss_on(TOWER, model).backward()
     model.zero_grad()
-    (model if recurse else model.b).set_requires_gradient_sync(False, recurse=recurse)
+    model.set_requires_gradient_sync(False, recurse=recurse)  # the root has no parameters of its own
+    model.b.set_requires_gradient_sync(False, recurse=False)
     with traced() as trace:
         loss_on(TOWER, model).backward()
     assert len(trace.of(SCATTER)) == (0 if recurse else 3) and trace.of(REDUCE) == []

@@ -149,7 +149,12 @@ def test_a_handle_of_a_module_without_parameters() -> None:
 def test_kept_storage_has_the_same_address_every_time(recurse: bool) -> None:
     model = shard(TOWER)
     loss_on(TOWER, model).backward()
-    (model if recurse else model.b).set_keep_unsharded_storage(True, recurse=recurse)
+    model.set_keep_unsharded_storage(True, recurse=recurse)  # the root has no parameters of its own
+    model.c.unshard()
+    weight = model.c.weight
+    model.c.reshard()
+    assert (weight.untyped_storage().size() > 0) == recurse
+    model.b.set_keep_unsharded_storage(True, recurse=False)
     addresses = []
     for _ in range(3):
         model.b.unshard()

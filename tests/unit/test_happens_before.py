@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.harness.happens_before import (
+    HOST,
     Access,
     Allocation,
     EventRecord,
@@ -17,7 +19,17 @@ from tests.harness.happens_before import (
     TraceEvent,
     find_violations,
 )
-from tests.harness.recording import COMPUTE, Recorder, RecordingDevice, recording
+from tests.harness.recording import (
+    BLOCKED,
+    COMPUTE,
+    COPIED,
+    LAUNCHED,
+    WORKED,
+    Recorder,
+    RecordingDevice,
+    recording,
+    with_recorded_works,
+)
 
 A, B, C = 0, 1, 2
 """Streams."""
@@ -144,6 +156,33 @@ def test_overlap_is_the_absence_of_order() -> None:
     assert order.before(0, 4) and order.before(1, 4) and not order.before(4, 0) and not order.concurrent(0, 4)
 
 
+# ---- the host ----------------------------------------------------------------------------------------------
+
+
+def test_what_the_host_has_done_is_over() -> None:
+    block = Allocation(1, HOST, 8)
+    assert kinds(block, writes(HOST, 1), reads(A, 1), reads(B, 1)) == []
+    assert kinds(Allocation(1, HOST, 8, written=True), reads(HOST, 1), writes(A, 1)) == []
+
+
+def test_the_host_reads_what_the_device_writes_after_waiting_only() -> None:
+    block = Allocation(1, HOST, 8)
+    assert kinds(block, writes(A, 1), reads(HOST, 1)) == [Kind.RACE]
+    assert kinds(block, writes(A, 1), EventRecord(A, 7), StreamWait(HOST, 7), reads(HOST, 1)) == []
+    assert kinds(block, EventRecord(A, 7), writes(A, 1), StreamWait(HOST, 7), reads(HOST, 1)) == [Kind.RACE]
+    assert kinds(Allocation(1, HOST, 8, written=True), reads(A, 1), writes(HOST, 1)) == [Kind.RACE]
+
+
+def test_a_wait_of_the_host_orders_no_stream() -> None:
+    trace = [Allocation(1, A, 8), writes(A, 1), EventRecord(A, 7), StreamWait(HOST, 7)]
+    assert kinds(*trace, reads(B, 1)) == [Kind.RACE]
+    assert kinds(*trace, Allocation(2, HOST, 8), writes(HOST, 2), reads(B, 1)) == [Kind.RACE]
+
+
+def test_memory_of_the_host_is_handed_on_when_it_is_safe() -> None:
+    assert kinds(Allocation(1, HOST, 8), writes(A, 1), Release(1), Allocation(2, HOST, 8), writes(HOST, 2)) == []
+
+
 # ---- the recorder ------------------------------------------------------------------------------------------
 
 
@@ -231,3 +270,61 @@ def test_a_program_on_two_streams_needs_its_waits() -> None:
 
     assert program(waits=True) == []
     assert program(waits=False) == [Kind.RACE, Kind.RACE, Kind.REUSE]
+
+
+def test_what_is_computed_from_memory_of_the_host_alone_is_the_hosts() -> None:
+    ones = torch.ones(4)
+    with recording() as recorder:
+        with recorder.on_host():
+            home = torch.zeros(4)
+        with RecordingDevice(recorder).use(5):
+            (home[1:] * 2).add_(1.0)
+            ones * 2
+            home.copy_(ones, non_blocking=True)
+    streams = [event.stream for event in recorder.trace if isinstance(event, Operation)]
+    assert streams == [HOST, HOST, HOST, 5, 5]
+    assert [event.stream for event in recorder.trace if isinstance(event, Allocation)] == [HOST, HOST, 5, 5]
+
+
+def test_a_copy_to_the_host_is_waited_for_by_itself_or_by_the_host() -> None:
+    def program(*, asynchronous: bool, blocks: bool) -> tuple[list[Kind], list[object]]:
+        with recording() as recorder:
+            device, source = RecordingDevice(recorder), torch.ones(4)
+            with recorder.on_host():
+                home = torch.empty(4)
+            home.copy_(source, non_blocking=asynchronous)
+            if blocks:
+                device.block_host(device.record(COMPUTE))
+            home.add_(1.0)
+        waits = [event.why for event in recorder.trace if isinstance(event, StreamWait)]
+        return [violation.kind for violation in find_violations(recorder.trace)], waits
+
+    assert program(asynchronous=False, blocks=False) == ([], [COPIED])
+    assert program(asynchronous=True, blocks=True) == ([], [BLOCKED])
+    assert program(asynchronous=True, blocks=False) == ([Kind.RACE], [])
+
+
+def test_memory_of_both_places_meets_in_copies_only() -> None:
+    with recording() as recorder:
+        with recorder.on_host():
+            home = torch.ones(4)
+        with pytest.raises(AssertionError, match="on tensors of the host and of the device"):
+            home + torch.ones(4)
+
+
+def test_a_work_runs_beside_what_launched_it_until_it_is_waited_for() -> None:
+    def program(*, waits: bool) -> tuple[list[Kind], list[object]]:
+        with recording() as recorder:
+            source, result = torch.ones(4), torch.empty(4)
+            issue = with_recorded_works(recorder, lambda out, given, is_asynchronous: out.copy_(given))
+            work = issue(result, source, True)
+            assert work is not None
+            if waits:
+                work.wait()
+            result.add_(1.0)
+            assert issue(result, source, False) is None
+        found = [event.why for event in recorder.trace if isinstance(event, StreamWait)]
+        return [violation.kind for violation in find_violations(recorder.trace)], found
+
+    assert program(waits=True) == ([], [LAUNCHED, WORKED])
+    assert program(waits=False) == ([Kind.RACE] * 2, [LAUNCHED])

@@ -1,0 +1,107 @@
+"""`torch.distributed.pipelining` over fully sharded stages: 2 pipeline ranks x 2 data-parallel ranks.
+
+Usage:
+    torchrun --nproc-per-node 4 pipelining.py 1F1B [--reshard-after-forward]
+"""
+
+from __future__ import annotations
+
+import argparse
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from trial import Block, Report, batch, build, finish, gradient_norm, implementation, mean_over_ranks, squared_norm
+
+STEPS, MICROBATCHES, BLOCKS, RATE = 4, 4, 4, 0.2
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Of one microbatch."""
+    return torch.nn.functional.mse_loss(output, target)
+
+
+def main() -> None:
+    """Train, and report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("schedule")
+    parser.add_argument("--reshard-after-forward", action="store_true")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    whole = build(BLOCKS)
+    layers: list[nn.Module] = [*whole.blocks, whole.head]
+    reference = nn.Sequential(*deepcopy(layers))
+    schedule_class: Any = get_schedule_class(options.schedule)
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    rank = mesh.get_local_rank("pp")
+    if single:
+        indices, count = [rank], 2
+    elif issubclass(schedule_class, (ScheduleZBVZeroBubble, ScheduleDualPipeV)):
+        indices, count = [rank, 3 - rank], 4
+    else:
+        indices, count = [rank, rank + 2], 4
+    stages = make_stages(layers, mesh, indices, count, options.reshard_after_forward)
+    schedule = schedule_class(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_of)
+    train(schedule, stages, reference, mesh)
+
+
+def make_stages(
+    layers: list[nn.Module], mesh: DeviceMesh, indices: list[int], count: int, reshard: bool
+) -> list[PipelineStage]:
+    """This rank's stages, of ``count`` in all: each block a group, and their parent another,
+    which has the head's parameters in the last stage and none elsewhere."""
+    cut = [round(len(layers) * index / count) for index in range(count + 1)]
+    made = []
+    for index in indices:
+        module = nn.Sequential(*layers[cut[index] : cut[index + 1]])
+        for layer in module:
+            if isinstance(layer, Block):
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
+        made.append(PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp")))
+    return made
+
+
+def train(schedule: Any, stages: list[PipelineStage], reference: nn.Module, mesh: DeviceMesh) -> None:
+    """Train beside the reference, on plain SGD: a gradient of the wrong scale shows in the next loss."""
+    here = nn.ModuleList(stage.submod for stage in stages)
+    optimizer = torch.optim.SGD(here.parameters(), lr=RATE)
+    expected = torch.optim.SGD(reference.parameters(), lr=RATE)
+    report = Report(implementation(here))
+    data_rank = mesh.get_local_rank("dp")
+    for step in range(STEPS):
+        inputs, targets = batch(step, size=16)
+        loss = loss_of(reference(inputs), targets)
+        loss.backward()
+        losses: list[Tensor] = []
+        first = [inputs.chunk(2)[data_rank]] if any(stage.is_first for stage in stages) else []
+        if any(stage.is_last for stage in stages):
+            schedule.step(*first, target=targets.chunk(2)[data_rank], losses=losses)
+        else:
+            schedule.step(*first)
+        squares = torch.tensor([squared_norm(parameter.grad for parameter in here.parameters())])
+        dist.all_reduce(squares, group=mesh.get_group("pp"))
+        found = torch.stack(losses).mean() if losses else torch.zeros(())
+        # Two of the four ranks have the last stage.
+        report.add("loss", 2 * mean_over_ranks(found), loss.item())
+        report.add("gradient norm", squares.item() ** 0.5, gradient_norm(reference))
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    finish(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Scenarios of `fully_shard`'s policies and of the communication settings. A part of `recording_scenarios`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2.mesh
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from fsdp2.buffers import Home
+from fsdp2.gather import Source
+from tests.harness.recording import COMPUTE, Recorder, RecordingDevice
+from tests.harness.recording_meshes import HALF, replicate_and_shard
+from tests.harness.recording_training import STEPS, Expected, Stack, Training
+
+train = Training.of_stack
+
+# ---- mixed precision -----------------------------------------------------------------------------------------
+
+
+def half(recorder: Recorder, model: Stack | None = None) -> None:
+    """Cast before the gather; reduced in another dtype than delivered, so that arriving is one more copy."""
+    train(recorder, model, mp_policy=HALF).steps()
+
+
+def half_reduced_in_full(recorder: Recorder) -> None:
+    """Cast as gradients are packed; large ones as well."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for model in (Stack(), Stack(512, 514, blocks=2)):
+        train(recorder, model, mp_policy=policy).steps(3)
+
+
+def half_in_part(recorder: Recorder) -> None:
+    """Biases keep their dtype: two dtypes are gathered as bytes, and reduced in one."""
+
+    def chosen(parameter: nn.Parameter) -> torch.dtype | None:
+        return torch.float32 if parameter.dim() == 1 else None
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False, param_dtype_override_fn=chosen)
+    model = Stack()
+    for layer in (model.inputs, model.outputs, *(block.up for block in model.blocks)):
+        layer.forward = partial(_mixed_linear, layer)  # type: ignore[method-assign]
+    for block in model.blocks:
+        block.down.forward = partial(_mixed_linear, block.down)  # type: ignore[method-assign]
+    train(recorder, model, mp_policy=policy).steps()
+
+
+def _mixed_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    result = nn.functional.linear(x.to(layer.weight.dtype), layer.weight).float()
+    return result if layer.bias is None else result + layer.bias
+
+
+def half_accumulated(recorder: Recorder) -> None:
+    """Without communication gradients add up in full; with it, and into `.grad` that is set, they are delivered so."""
+    training = train(recorder, mp_policy=HALF)
+    for _ in range(STEPS):
+        for communicates in (False, True, True):
+            training.model.set_requires_gradient_sync(communicates)
+            training.loss().backward()
+        training.update()
+
+
+# ---- CPU offload -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
+    """Inside, `fully_shard` and its first iteration take the mesh's device for another than the host.
+
+    Of all devices only the CPU can be had here; with an index it equals no tensor's, so the engine takes them for two,
+    and copies. Which memory is the host's is known from `Home`.
+    """
+
+    def on_host(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocated(self: Home, *args: Any) -> Tensor:
+            with recorder.on_host() if self.is_host else nullcontext():
+                return allocate(self, *args)
+
+        return allocated
+
+    def is_sent_as_it_lies(source: Source) -> bool:
+        return source.shard.dtype == source.unsharded.dtype and not recorder.is_on_host(source.shard)
+
+    with (
+        mock.patch.object(fsdp2.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
+        mock.patch.object(Home, "zeros", on_host(Home.zeros)),
+        mock.patch.object(Home, "empty", on_host(Home.empty)),
+        mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),
+    ):
+        yield
+
+
+def offloaded(recorder: Recorder, model: Stack | None = None, **options: Any) -> None:
+    """Shards and gradients on the host, which steps there: copied in before gathers, out after reductions."""
+    with _host_is_another_place(recorder):
+        train(recorder, model, offload_policy=CPUOffloadPolicy(), **options).steps()
+
+
+def offloaded_replicas(recorder: Recorder) -> None:
+    """The same with HSDP and mixed precision."""
+    offloaded(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
+
+
+def offloaded_accumulating(recorder: Recorder) -> None:
+    """The host adds to `.grad`; reductions stay in flight from one backward to the next."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            for last in (False, True):
+                training.model.set_is_last_backward(last)
+                training.loss().backward()
+            training.update()
+
+
+def offloaded_and_written(recorder: Recorder) -> None:
+    """After forwards that no backward follows, whose gathers may still read, the host writes the shards."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.steps(1)
+            with torch.no_grad():
+                training.loss()
+            training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
+            training.loss()
+            training.model.reset_iter_state()
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------
+
+
+def _units(model: Any) -> list[Any]:
+    return [*model.blocks, model]
+
+
+def hooked(recorder: Recorder, *, own_stream: bool = False, accumulates: bool = False, **options: Any) -> None:
+    """`set_all_reduce_hook`: an all-reduce of the user's own, on a stream of ours or of theirs."""
+    training = train(recorder, **options)
+    stream = RecordingDevice(recorder).new_stream() if own_stream else None
+    for unit in _units(training.model):
+        unit.set_all_reduce_hook(lambda flat: dist.all_reduce(flat, dist.ReduceOp.AVG), stream=stream)
+    training.steps()
+    if accumulates:
+        training.loss().backward()
+        training.steps(1)
+
+
+def hook_fails(recorder: Recorder) -> None:
+    """The hook raises after it has launched something, on a stream of its own."""
+    training = train(recorder)
+    fails = False
+
+    def hook(flat: Tensor) -> None:
+        dist.all_reduce(flat, dist.ReduceOp.AVG)
+        if fails:
+            raise Expected
+
+    for unit in _units(training.model):
+        unit.set_all_reduce_hook(hook, stream=RecordingDevice(recorder).new_stream())
+    for _ in range(2):
+        training.steps(2)
+        fails = True
+        with suppress(Expected):
+            training.loss().backward()
+        fails = False
+        training.start_over()
+    training.steps(2)
+
+
+def hooked_deleted_in_flight(recorder: Recorder) -> None:
+    """A model is dropped while the hook runs on its stream; another is trained on the streams of the first."""
+    stream = RecordingDevice(recorder).new_stream()
+    for deleted in (True, False):
+        recorder.new_streams = count(10)
+        training = train(recorder, mp_policy=HALF)
+        if deleted:
+            for unit in _units(training.model):
+                unit.set_all_reduce_hook(lambda flat: dist.all_reduce(flat, dist.ReduceOp.AVG), stream=stream)
+        training.steps(2)
+        if deleted:
+            training.model.set_is_last_backward(False)
+            training.loss().backward()
+            training.optimizer.zero_grad()
+            del unit
+        del training
+        gc.collect()
+
+
+def two_reduces_in_flight(recorder: Recorder) -> None:
+    """`set_reduce_scatter_max_input_buffers(2)`, with deliveries by copies."""
+    training = train(recorder, mp_policy=HALF)
+    training.model.set_reduce_scatter_max_input_buffers(2)
+    training.steps()
+    training.loss().backward()
+    training.steps(1)
+
+
+def zeros_for_unused(recorder: Recorder) -> None:
+    """`set_reduce_scatter_unused_params(True)`: a block that is never called gets zeros."""
+    training = train(recorder)
+    training.model.set_reduce_scatter_unused_params(True)
+    training.model.order = [0, 2]
+    training.steps()
+
+
+def summed(recorder: Recorder) -> None:
+    """Collectives only sum, scaled before (of narrow range) and after; another divisor."""
+    for dtype in (torch.float32, torch.float16):
+        training = train(recorder, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        for unit in _units(training.model):
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_gradient_divide_factor(3.0)
+        training.steps(3)
+
+
+# ---- gathers -----------------------------------------------------------------------------------------------------
+
+
+def storage_kept(recorder: Recorder, **options: Any) -> None:
+    """`set_keep_unsharded_storage`, from the start, then no more, then again."""
+    training = train(recorder, **options)
+    for keep in (True, False, True):
+        training.model.set_keep_unsharded_storage(keep)
+        training.steps(2)
+
+
+def gathered_on_compute(recorder: Recorder) -> None:
+    """All-gathers as asynchronous works of the current stream; also turned off and on in between."""
+    training = train(recorder)
+    for enable in (True, False, True):
+        training.model._set_unshard_async_op(enable)
+        training.steps(2)
+        training.model.blocks[0].unshard(async_op=True)
+        training.model.blocks[1].unshard(async_op=True)
+        training.model.blocks[1].reshard()
+        training.steps(1)
+
+
+def gathered_far_ahead(recorder: Recorder) -> None:
+    """Explicit prefetching of two blocks at a time; one of the blocks is not gathered in backward."""
+    training = train(recorder)
+    blocks = training.model.blocks
+    training.model.set_modules_to_forward_prefetch(list(blocks[:2]))
+    blocks[0].set_modules_to_forward_prefetch(list(blocks[1:]))
+    blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
+    training.steps()
+
+
+class _Cached:
+    """A custom collective whose buffers are used again, one for each size."""
+
+    def __init__(self, collective: Callable[..., Any], *, again: bool) -> None:
+        self._collective = collective
+        self._again = again
+        self._buffers: dict[object, Tensor] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Fresh, or the one of before."""
+        key = (tuple(size), dtype)
+        if not self._again or key not in self._buffers:
+            self._buffers[key] = torch.empty(*size, dtype=dtype, device=device)
+        return self._buffers[key] if self._again else self._buffers.pop(key)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        """torch.distributed's."""
+        return self._collective(output_tensor, input_tensor, **kwargs)
+
+
+def custom_collectives(recorder: Recorder) -> None:
+    """Set on some blocks, after an optimizer step that the next gathers need not wait for but for the event."""
+    training = train(recorder)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for again in (False, True):
+        training.steps(2)
+        _set_post_optim_event(recorder, training)
+        for block in training.model.blocks[:2]:
+            block.set_custom_all_gather(_Cached(gather, again=again))
+            block.set_custom_reduce_scatter(_Cached(reduce, again=False))
+        training.steps(1)
+    training.model.set_requires_gradient_sync(False)
+    training.loss().backward()
+    training.model.set_requires_gradient_sync(True)
+    training.steps(2)
+
+
+def memory_of_the_process_group(recorder: Recorder) -> None:
+    """Buffers of the process group, which reductions have of their own."""
+    training = train(recorder, mp_policy=HALF)
+    training.model.set_separate_reduce_scatter_group(True)
+    for enable in (True, False):
+        for unit in _units(training.model):
+            unit.set_allocate_memory_from_process_group_for_comm(enable)
+        training.steps(2)
+
+
+# ---- iterations --------------------------------------------------------------------------------------------------
+
+
+def _set_post_optim_event(recorder: Recorder, training: Training) -> None:
+    training.model.set_post_optim_event(RecordingDevice(recorder).record(COMPUTE))
+
+
+def post_optim_event(recorder: Recorder) -> None:
+    """Gathers of a forward wait for the optimizer's step only, not for what comes between."""
+    training = train(recorder)
+    for _ in range(STEPS):
+        training.steps(1)
+        _set_post_optim_event(recorder, training)
+        torch.ones(4).add_(1.0)
+
+
+def finalized_by_hand(recorder: Recorder) -> None:
+    """Two backwards that only `finalize_backward` ends, at once or by a handle; then one that reduces itself."""
+    training = train(recorder)
+    model = training.model
+    model.set_manual_backward_finalization(True)
+    for step in range(STEPS):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            training.loss().backward()
+        handle = model.finalize_backward(async_op=step % 2 == 0)
+        if handle is not None:
+            handle.wait()
+        training.update()
+    model.set_manual_backward_finalization(False)
+    training.steps(1)
+
+
+def shared_context(recorder: Recorder) -> None:
+    """Two roots on the same streams, from the start."""
+    first, second = train(recorder), train(recorder, Stack(width=3))
+    share_comm_ctx([first.model, second.model])
+    for _ in range(STEPS):
+        made = first.model(torch.ones(2, 8))
+        loss = second.model(made).sum()
+        loss.backward()
+        first.update()
+        second.update()
+
+
+def shared_context_late(recorder: Recorder) -> None:
+    """The second root gives up its streams while its gradients are added to those of before."""
+    first, second = train(recorder), train(recorder)
+    first.steps(2)
+    second.steps(2)
+    second.loss().backward()
+    second.model.set_is_last_backward(False)
+    second.loss().backward()
+    second.model.set_is_last_backward(True)
+    share_comm_ctx([first.model, second.model])
+    second.update()
+    for training in (first, second, first, second):
+        training.steps(1)
+
+
+def one_group_reduces_twice(recorder: Recorder) -> None:
+    """One group, whose next reduction comes while its last, which may stay in flight, is delivered by a copy."""
+    model = nn.Linear(8, 8)
+    fully_shard(model, mp_policy=HALF)
+    model.set_reduce_scatter_max_input_buffers(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    for _ in range(STEPS):
+        for last in (False, False, True):
+            model.set_is_last_backward(last)
+            model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SETTINGS = {
+    function.__name__: function
+    for function in (
+        half, half_reduced_in_full, half_in_part, half_accumulated, offloaded, offloaded_replicas,
+        offloaded_accumulating, offloaded_and_written, hooked, hook_fails, hooked_deleted_in_flight,
+        two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute, gathered_far_ahead,
+        custom_collectives, memory_of_the_process_group, post_optim_event, finalized_by_hand, shared_context,
+        shared_context_late, one_group_reduces_twice,
+    )
+} | {
+    "half_direct": lambda recorder: half(recorder, Stack(512, 514)),
+    "offloaded_direct": lambda recorder: offloaded(recorder, Stack(512, 514)),
+    "hooked_on_its_own_stream": partial(hooked, own_stream=True, mp_policy=HALF),
+    "hooked_accumulating": partial(hooked, own_stream=True, accumulates=True),
+    "hooked_replicas": lambda recorder: hooked(recorder, mesh=replicate_and_shard()),
+    "storage_kept_by_neighbours": partial(storage_kept, reshard_after_forward=2),
+}  # fmt: skip

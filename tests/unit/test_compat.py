@@ -1,0 +1,331 @@
+"""`fsdp2.compat`: what the swap replaces and puts back. That programs then run is in `tests/clients`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed.fsdp
+from torch import nn
+
+import fsdp2
+from fsdp2.compat import Swap, bridges, install
+from fsdp2.compat.__main__ import Program, UsageError, main, parse
+from fsdp2.compat.after_import import AfterImport
+from fsdp2.compat.names import HOME, counterparts, torchs_own
+
+# Other tests of this process may have imported torch's names, or sharded with them.
+pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install:UserWarning")
+
+PUBLIC_MODULES = [
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+]
+PIPELINING = ["torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"]
+NAMES = [pair.name for pair in counterparts()]
+
+
+def module(name: str) -> ModuleType:
+    """By its full name (``import a.b as c`` would find the function ``fully_shard`` for the module of that name)."""
+    return importlib.import_module(name)
+
+
+def bindings(names: list[str]) -> dict[str, object]:
+    """Everything that is bound in modules."""
+    return {f"{name}.{key}": value for name in names for key, value in vars(module(name)).items()}
+
+
+def test_everything_public_in_torch_has_a_counterpart() -> None:
+    with install() as swap:
+        assert swap.lacking == ()
+    assert set(torch.distributed.fsdp._fully_shard.__all__) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", PUBLIC_MODULES)
+def test_names_are_replaced_and_put_back(name: str) -> None:
+    before = bindings([name])
+    held = [key for key in NAMES if key in vars(module(name))]
+    assert "fully_shard" in held
+    with install():
+        for key in held:
+            assert vars(module(name))[key] is getattr(fsdp2, key), key
+        others = {key: value for key, value in bindings([name]).items() if key.rpartition(".")[2] not in NAMES}
+        assert others == {key: value for key, value in before.items() if key.rpartition(".")[2] not in NAMES}
+    assert bindings([name]) == before
+
+
+def test_what_imports_later_gets_ours() -> None:
+    with install():
+        scope: dict[str, object] = {}
+        exec("from torch.distributed.fsdp import fully_shard, FSDPModule", scope)
+        exec("from torch.distributed._composable.fsdp.fully_shard import fully_shard as old", scope)
+    assert scope["fully_shard"] is scope["old"] is fsdp2.fully_shard
+    assert scope["FSDPModule"] is fsdp2.FSDPModule
+
+
+def test_torchs_implementation_stays_intact() -> None:
+    private = [f"torch.distributed.fsdp._fully_shard.{name}" for name in ("_fsdp_api", "_fsdp_common", "_fsdp_state")]
+    private.append("torch.distributed._composable.replicate_with_fsdp")
+    before = bindings(private)
+    with install() as swap:
+        assert bindings(private) == before
+        own = vars(module(HOME))
+        assert own["fully_shard"] is torchs_own("fully_shard") is not fsdp2.fully_shard
+        assert own["FSDPModule"] is torchs_own("FSDPModule") is not fsdp2.FSDPModule
+        # But for what torch._dynamo reads there.
+        changed = {each.name for each in swap.replacements if each.module == HOME}
+        assert changed == {"get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"}
+    assert torchs_own("get_cls_to_fsdp_cls") is own["get_cls_to_fsdp_cls"]
+
+
+def test_it_says_what_it_replaced() -> None:
+    with install() as swap:
+        lines = str(swap).splitlines()
+    assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard" in lines
+    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.module.FSDPModule" in lines
+    assert len(lines) == len(set(lines)) >= len(swap.replacements)
+
+
+def test_installing_twice_changes_nothing_more() -> None:
+    before = bindings(PUBLIC_MODULES)
+    with install():
+        with install() as inner:
+            assert inner.replacements == []
+        assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+    assert bindings(PUBLIC_MODULES) == before
+
+
+def test_uninstalling_twice_changes_nothing_more() -> None:
+    before = bindings(PUBLIC_MODULES)
+    swap = install()
+    swap.uninstall()
+    swap.uninstall()
+    assert bindings(PUBLIC_MODULES) == before
+    with install():
+        swap.uninstall()
+        assert torch.distributed.fsdp.fully_shard is fsdp2.fully_shard
+
+
+def test_an_exception_inside_puts_the_names_back_and_comes_through() -> None:
+    before = bindings(PUBLIC_MODULES)
+    with pytest.raises(KeyboardInterrupt), install():
+        raise KeyboardInterrupt
+    assert bindings(PUBLIC_MODULES) == before
+
+
+def test_a_name_that_fsdp2_lacks_stays_torchs_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs = torch.distributed.fsdp.share_comm_ctx
+    monkeypatch.setattr(fsdp2, "__all__", [name for name in fsdp2.__all__ if name != "share_comm_ctx"])
+    with install() as swap:
+        assert torch.distributed.fsdp.share_comm_ctx is torchs
+        assert swap.lacking == ("share_comm_ctx",)
+        assert "torch.distributed.fsdp.share_comm_ctx stays torch's: fsdp2 has no such name" in str(swap)
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_what_was_imported_before_is_left_alone_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ModuleType("client_of_torch")
+    client.shard = torch.distributed.fsdp.fully_shard  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "client_of_torch", client)
+    with pytest.warns(UserWarning, match=r"comes too late for .*client_of_torch\.shard") as warned, install() as swap:
+        assert client.shard is torchs_own("fully_shard")
+        assert "client_of_torch.shard" in swap.too_early
+        assert "client_of_torch.shard stays torch's: it was imported before install()" in str(swap)
+    assert warned[0].filename == __file__
+
+
+# Pipelining and torch._dynamo, which deal with modules of both implementations
+
+
+def test_pipelining_knows_modules_of_both(pipelining: list[ModuleType]) -> None:
+    torchs, ours = torchs_own("FSDPModule"), fsdp2.FSDPModule
+    assert isinstance(torchs, type)
+    originals = [each.FSDPModule for each in pipelining]
+    with install():
+        for each in pipelining:
+            for kind in (torchs, ours):
+                assert isinstance(object.__new__(type("Sharded", (kind, nn.Module), {})), each.FSDPModule)
+            assert not isinstance(nn.Linear(1, 1), each.FSDPModule)
+            assert issubclass(ours, each.FSDPModule)
+            assert issubclass(torchs, each.FSDPModule)
+    assert [each.FSDPModule for each in pipelining] == originals == [torchs, torchs]
+
+
+@pytest.fixture
+def pipelining() -> list[ModuleType]:
+    """Its modules that deal with FSDP, imported."""
+    return [module(name) for name in PIPELINING]
+
+
+def test_pipelining_up_to_2_14_ends_the_backward_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that `_PipelineStageBase.perform_reduce_grad` makes there."""
+    calls = []
+
+    class Stage:
+        def set_manual_backward_finalization(self, enabled: bool) -> None:
+            calls.append(f"manual {enabled}")
+
+        def finalize_backward(self) -> None:
+            calls.append("finalize")
+
+    def torchs() -> None:
+        raise AssertionError("not called")
+
+    torchs.state = lambda module: f"torch's state of {module}"  # type: ignore[attr-defined]
+    fully_shard = bridges.pipelined(lambda module: f"sharded {module}", torchs, Stage)
+    state = fully_shard.state(Stage())  # type: ignore[attr-defined]
+    assert list(state._state_ctx.all_states) == []
+    state._root_post_backward_final_callback()
+    assert calls == ["manual True", "finalize", "manual False"]
+    assert fully_shard("it") == "sharded it"
+    assert fully_shard.state("another") == "torch's state of another"  # type: ignore[attr-defined]
+
+
+def test_guards_find_the_classes_of_both() -> None:
+    mapping = bridges.both_mappings(lambda: {int: bool}, lambda: {str: bytes})()
+    assert (mapping[int], mapping[str], float in mapping) == (bool, bytes, False)
+    entered = []
+
+    @contextmanager
+    def enter(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.append(f"end of {name}")
+
+    with bridges.both_contexts(lambda: enter("ours"), lambda: enter("torch's"))():
+        assert entered == ["ours", "torch's"]
+    assert entered[2:] == ["end of torch's", "end of ours"]
+
+
+# Imports
+
+
+def test_a_watched_module_is_seen_once_it_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "watched_module.py").write_text("value = 1\ndef function():\n    return value\n")
+    (tmp_path / "other_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    watch = AfterImport(["watched_module"], lambda module: seen.append((module.__name__, module.value)))
+    watch.start()
+    try:
+        importlib.import_module("other_module")
+        assert seen == []
+        watched = importlib.import_module("watched_module")
+        assert seen == [("watched_module", 1)]
+        assert "return value" in inspect.getsource(watched.function)
+    finally:
+        watch.stop()
+        for name in ("watched_module", "other_module"):
+            sys.modules.pop(name, None)
+    watch.stop()
+    importlib.import_module("watched_module")
+    assert len(seen) == 1
+
+
+LATER = """
+import sys, fsdp2, fsdp2.compat
+with fsdp2.compat.install() as swap:
+    assert "torch.distributed.pipelining.stage" not in sys.modules
+    import torch.distributed.pipelining as pipelining
+    from torch.distributed.pipelining import schedules, stage
+    assert issubclass(stage.FSDPModule, fsdp2.FSDPModule) and stage.FSDPModule is schedules.FSDPModule
+    assert schedules.UnshardHandle is fsdp2.UnshardHandle
+    assert "torch.distributed.pipelining.stage.FSDPModule -> " in str(swap)
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+assert FSDPModule.__module__ == "torch.distributed.fsdp"
+assert stage.FSDPModule is schedules.FSDPModule is FSDPModule and schedules.UnshardHandle is UnshardHandle
+print("passed")
+"""
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in ``folder``. 3 to 4 s."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+
+
+def test_pipelining_imported_later(tmp_path: Path) -> None:
+    done = run("-c", LATER, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+
+
+# The command
+
+
+PROGRAM = """
+import sys
+from torch.distributed.fsdp import fully_shard
+import beside
+print(__name__, __file__, sys.argv, fully_shard.__module__, beside.value, sep="|")
+sys.exit(3)
+"""
+
+
+def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "beside.py").write_text("value = 7")
+    done = run("-m", "fsdp2.compat", "-v", "folder/program.py", "--flag", "-m", folder=tmp_path)
+    expected = ["__main__", "folder/program.py", "['folder/program.py', '--flag', '-m']", "fsdp2.api", "7"]
+    assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
+    assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard" in done.stderr
+
+
+def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "program.py").write_text(PROGRAM)
+    (tmp_path / "beside.py").write_text("value = 8")
+    done = run("-m", "fsdp2.compat", "-m", "package.program", "x", folder=tmp_path)
+    path = str(tmp_path / "package" / "program.py")
+    expected = ["__main__", path, f"['{path}', 'x']", "fsdp2.api", "8"]
+    assert (done.returncode, done.stdout) == (3, "|".join(expected) + "\n"), done.stderr
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.touch()
+    assert parse([str(script), "-m", "--help"]) == Program(str(script), False, ("-m", "--help"), verbose=False)
+    assert parse(["-v", "-m", "json.tool", "-v"]) == Program("json.tool", True, ("-v",), verbose=True)
+    assert parse(["--help"]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no program named"),
+        (["-m"], "no module named after -m"),
+        (["--nproc", "2", "train.py"], "unknown option --nproc; options of the program come after its name"),
+        (["missing.py"], "no such file: missing.py"),
+        (["json.tool"], "no such file: json.tool; for a module, write -m json.tool"),
+        (["-m", "no_such_module"], "no module named no_such_module"),
+        (["-m", __file__], "leave out -m"),
+        (["-m", "torch.distributed.run", "train.py"], r"starts other processes.*torchrun \[options\] -m fsdp2.compat"),
+        (["/usr/bin/torchrun", "train.py"], "starts other processes"),
+        (["-m", "accelerate.commands.launch", "train.py"], "starts other processes"),
+    ],
+)
+def test_wrong_use_says_what_is_right(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(arguments)
+
+
+def test_wrong_use_ends_with_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp2.compat", "missing.py"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert str(ended.value).startswith("fsdp2.compat: no such file: missing.py\n\nusage: python -m fsdp2.compat")
+
+
+def test_a_swap_is_what_install_returns() -> None:
+    swap = install()
+    assert isinstance(swap, Swap)
+    swap.uninstall()

@@ -1,0 +1,174 @@
+"""`Gather` by itself: copies in, an exchange as collectives do it, copies out; all parameters are what they were.
+
+No process group: all ranks live in this process, one `Gather` each.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp2.buffers import Resizable
+from fsdp2.custom_comm import AllGather
+from fsdp2.gather import Gather, Source
+from fsdp2.layout import BufferLayout
+from fsdp2.placement import local_shard
+
+CPU = torch.device("cpu")
+Dtypes = tuple[torch.dtype, torch.dtype]
+
+
+class FreshMemory(AllGather):
+    """Allocates, and counts what is borrowed; the exchange is the test's."""
+
+    def __init__(self) -> None:
+        self.borrowed = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Filled with garbage."""
+        self.borrowed += 1
+        return torch.full(tuple(size), 99, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Not called here."""
+
+
+def exchange(gathers: Sequence[Gather]) -> None:
+    """What an all-gather does, member by member."""
+    for members in zip(*(gather.members for gather in gathers), strict=True):
+        inputs = [input for _, input in members]
+        assert all(input.is_contiguous() and input.dim() == 1 for input in inputs)
+        assert all(input.dtype == output.dtype for output, input in members)
+        everything = torch.cat(inputs)
+        for output, _ in members:
+            assert output.is_contiguous() and output.shape == everything.shape
+            output.copy_(everything)
+
+
+def sources_of(
+    whole: Sequence[Sequence[Tensor]],
+    dims: Sequence[Sequence[int]],
+    dtypes: Sequence[Dtypes],
+    *,
+    world_size: int,
+    threshold: float,
+) -> list[list[Source]]:
+    """For every rank one source for each of ``dtypes`` (of the shard, of the unsharded buffer)."""
+    ranks = []
+    for rank in range(world_size):
+        sources = []
+        for params, cuts, (dtype, unsharded_dtype) in zip(whole, dims, dtypes, strict=True):
+            layout = BufferLayout.build(
+                [tuple(param.shape) for param in params],
+                cuts,
+                world_size=world_size,
+                itemsize=min(dtype.itemsize, unsharded_dtype.itemsize),
+                direct_threshold_bytes=threshold,
+            )
+            shard = torch.zeros(layout.shard_numel, dtype=dtype)
+            for param, slot in zip(params, layout.slots, strict=True):
+                local = local_shard(param, slot.dim, slot.rows, rank)
+                shard[slot.shard_offset : slot.shard_offset + local.numel()] = local.flatten()
+            unsharded = Resizable(torch.empty(layout.unsharded_numel, dtype=unsharded_dtype))
+            sources.append(Source(SimpleNamespace(unsharded=unsharded), shard, layout))  # type: ignore[arg-type]
+        ranks.append(sources)
+    return ranks
+
+
+def assert_gathered(sources: Sequence[Source], whole: Sequence[Sequence[Tensor]]) -> None:
+    for source, params in zip(sources, whole, strict=True):
+        for param, slot in zip(params, source.layout.slots, strict=True):
+            found = source.unsharded[slot.unsharded_offset :][: math.prod(slot.shape)].view(slot.shape)
+            assert torch.equal(found, param.to(found.dtype))
+
+
+FULL, HALF, WIDE = torch.float32, torch.bfloat16, torch.float64
+DTYPES: dict[str, list[Dtypes]] = {
+    "as it lies": [(FULL, FULL)],
+    "cast": [(FULL, HALF)],
+    "widened": [(HALF, WIDE)],
+    "two dtypes": [(FULL, FULL), (WIDE, WIDE)],
+    "cast in part": [(FULL, HALF), (FULL, FULL), (torch.int32, torch.int32)],
+}
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["ours", "custom"])
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom: bool) -> None:
+    generator = random.Random(seed)
+    world_size = generator.choice([1, 2, 3, 4])
+    whole, dims = [], []
+    for dtype, _ in dtypes:
+        cuts = [generator.choice([0, 0, 1, 2]) for _ in range(generator.randint(1, 5))]
+        sizes = [[generator.choice([0, 1, 3, 8, 21]) for _ in range(3)] for _ in cuts]
+        for shape, dim in zip(sizes, cuts, strict=True):
+            if dim > 0:
+                shape[dim] = world_size * generator.choice([0, 1, 3])
+        whole.append([torch.randint(-99, 99, shape).to(dtype) for shape in sizes])
+        dims.append(cuts)
+    threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])
+    ranks = sources_of(whole, dims, dtypes, world_size=world_size, threshold=threshold)
+    comms = [FreshMemory() if custom else None for _ in range(world_size)]
+    gathers = [Gather(sources, world_size, rank, CPU, comms[rank]) for rank, sources in enumerate(ranks)]
+    for gather, sources in zip(gathers, ranks, strict=True):
+        gather.free()
+        for source in sources:
+            source.buffers.unsharded.free()
+    for _ in range(2):  # the second time in memory that was freed and given back
+        for gather in gathers:
+            gather.allocate()
+            gather.copy_in()
+        exchange(gathers)
+        for gather, sources in zip(gathers, ranks, strict=True):
+            gather.copy_out()
+            assert gather.allocated_bytes == 0
+            assert_gathered(sources, whole)
+            for source in sources:
+                source.buffers.unsharded.free()
+    packs = any(source.layout.packed_numel for source in ranks[0])
+    assert all(comm is None or comm.borrowed == 2 * packs for comm in comms)
+
+
+def test_while_it_is_in_flight_a_packed_gather_holds_its_staging_buffer_only() -> None:
+    whole = [[torch.randn(8, 3), torch.randn(5)]]
+    (first, *_) = sources_of(whole, [[0, 0]], [(FULL, FULL)], world_size=2, threshold=float("inf"))
+    gather = Gather(first, 2, 0, CPU, None)
+    gather.free()
+    unsharded = first[0].buffers.unsharded
+    unsharded.free()
+    gather.allocate()
+    assert unsharded.storage.nbytes() == 0
+    assert gather.allocated_bytes == 2 * first[0].layout.packed_numel * 4
+    gather.copy_out()
+    assert unsharded.storage.nbytes() == unsharded.nbytes and gather.allocated_bytes == 0
+
+
+def test_one_dtype_is_sent_as_it_is_and_several_as_bytes() -> None:
+    """Integers too: on the wire nothing may round."""
+
+    def members(*dtypes: Dtypes) -> list[torch.dtype]:
+        whole = [[torch.ones(4, dtype=dtype)] for dtype, _ in dtypes]
+        sources = sources_of(whole, [[0]] * len(dtypes), dtypes, world_size=2, threshold=float("inf"))
+        return [input.dtype for _, input in Gather(sources[0], 2, 0, CPU, None).members]
+
+    assert members((FULL, FULL)) == [FULL]
+    assert members((FULL, HALF)) == [HALF]
+    assert members((torch.int64, torch.int64)) == [torch.uint8]
+    assert members((FULL, FULL), (FULL, HALF)) == [torch.uint8]
+
+
+def test_what_needs_no_copy_is_not_copied() -> None:
+    whole = [[torch.randn(8, 4), torch.randn(3)]]
+    for threshold, copies_out in ((0, False), (float("inf"), True)):
+        (first, *_) = sources_of(whole, [[0, 0]], [(FULL, FULL)], world_size=2, threshold=threshold)
+        gather = Gather(first, 2, 0, CPU, None)
+        assert all(input.untyped_storage().data_ptr() == first[0].shard.data_ptr() for _, input in gather.members)
+        assert (gather.allocated_bytes > 0) == copies_out

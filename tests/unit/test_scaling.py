@@ -1,0 +1,113 @@
+"""`Scaling.choose`: however it is shared out, the mean comes out exactly; narrow dtypes neither overflow nor vanish.
+
+Ranks and collectives are simulated; every step rounds to the dtype, as on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.collectives import Scaling
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIZES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (3, 2), (8, 4), (64, 16)]
+
+
+def combined(parts: Tensor, op: object) -> Tensor:
+    """``parts`` (ranks, ...) reduced with ``op``: one rank after the other, in their own dtype."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    if op == dist.ReduceOp.AVG:
+        return total / len(parts)
+    assert op == dist.ReduceOp.SUM
+    return total
+
+
+def reduced(values: Tensor, scaling: Scaling) -> Tensor:
+    """What comes of ``values`` (world_size, replicas, n), reduced over the first dim and then over the second."""
+    sent = values / scaling.before if scaling.before != 1.0 else values
+    scattered = torch.stack([combined(sent[:, replica], scaling.scatter_op) for replica in range(sent.shape[1])])
+    result = combined(scattered, scaling.replicate_op)
+    return result / scaling.after if scaling.after != 1.0 else result
+
+
+@pytest.mark.parametrize("only_sums", [False, True])
+@pytest.mark.parametrize(("world_size", "replicas"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_mean_is_exact(dtype: torch.dtype, world_size: int, replicas: int, only_sums: bool) -> None:
+    """Of values that add up without rounding: then there is one right answer."""
+    ranks = world_size * replicas
+    mean = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    spread = torch.ones(ranks, 1, dtype=torch.float64)  # +1, -1 in pairs around the mean
+    spread[1::2] = -1.0
+    if ranks % 2:
+        spread[-1] = 0.0
+    values = (mean + spread).to(dtype).view(world_size, replicas, -1)
+    scaling = Scaling.choose(dtype, world_size, replicas, only_sums=only_sums)
+    assert torch.equal(reduced(values, scaling), mean.to(dtype))
+
+
+@pytest.mark.parametrize("only_sums", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 4.0, 6.0, 0.5, 100.0])
+@pytest.mark.parametrize(("world_size", "replicas"), SIZES[:-2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_factor_divides_the_sum(
+    dtype: torch.dtype, world_size: int, replicas: int, factor: float, only_sums: bool
+) -> None:
+    values = torch.tensor([12.0, -24.0, 6.0, 0.0], dtype=dtype).expand(world_size, replicas, -1)
+    scaling = Scaling.choose(dtype, world_size, replicas, factor=factor, only_sums=only_sums)
+    expected = values[0, 0].double() * world_size * replicas / factor
+    found = reduced(values, scaling).double()
+    # The division is rounded once, by whoever does it; powers of two before it change nothing.
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=0.0)
+    if math.log2(factor).is_integer() or dtype is torch.float64:
+        torch.testing.assert_close(found, expected, rtol=1e-15, atol=0.0)
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(64, 1), (16, 16), (256, 4)])
+def test_half_precision_neither_overflows_nor_vanishes(world_size: int, replicas: int) -> None:
+    """A sum over all ranks would be infinite, a division by their number before it zero."""
+    ranks = world_size * replicas
+    limits = torch.finfo(torch.float16)
+    smallest = limits.smallest_normal * limits.eps
+    values = torch.tensor([limits.max / math.sqrt(ranks) / 2, smallest * math.sqrt(ranks)], dtype=torch.float16)
+    ours = Scaling.choose(torch.float16, world_size, replicas)
+    assert torch.equal(reduced(values.expand(world_size, replicas, -1), ours), values)
+    after, before = replace(ours, before=1.0, after=float(ranks)), replace(ours, before=float(ranks), after=1.0)
+    assert torch.isinf(reduced(values.expand(world_size, replicas, -1), after)[0])
+    assert reduced(values.expand(world_size, replicas, -1), before)[1] != values[1]
+
+
+def test_collectives_divide_where_they_can() -> None:
+    """No kernel of ours where the backend averages."""
+    mean, total = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert Scaling.choose(dtype, 8, 1) == Scaling(1.0, mean, mean, 1.0)
+        assert Scaling.choose(dtype, 8, 4) == Scaling(1.0, mean, mean, 1.0)
+        assert Scaling.choose(dtype, 8, 4, factor=8.0) == Scaling(1.0, mean, total, 1.0)
+        assert Scaling.choose(dtype, 1, 1) == Scaling(1.0, total, total, 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [None, 3.0, 8.0])
+def test_only_sums_are_asked_for_where_that_is_set(dtype: torch.dtype, factor: float | None) -> None:
+    scaling = Scaling.choose(dtype, 8, 2, factor=factor, only_sums=True, premultiplies=True)
+    assert scaling.scatter_op == scaling.replicate_op == dist.ReduceOp.SUM
+    assert scaling.before * scaling.after == (factor or 16.0)
+    assert (scaling.before == 1.0) == (dtype is not torch.float16)
+
+
+def test_a_backend_that_multiplies_before_it_sums_is_let_to() -> None:
+    scaling = Scaling.choose(torch.float32, 8, 2, factor=5.0, premultiplies=True)
+    assert scaling.before == scaling.after == 1.0 and scaling.replicate_op == dist.ReduceOp.SUM
+    assert scaling.scatter_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    # Not in a dtype in which the product could vanish, and not where nothing is reduced.
+    assert Scaling.choose(torch.float16, 8, 2, factor=5.0, premultiplies=True).scatter_op == dist.ReduceOp.SUM
+    assert Scaling.choose(torch.float32, 1, 2, factor=5.0, premultiplies=True).after == 5.0

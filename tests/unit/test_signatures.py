@@ -1,0 +1,148 @@
+"""Every call that the installed torch takes, ours takes: names, order, kinds and defaults of all arguments.
+
+Ours may have more, and newer, names; then with defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp2
+from tests.unit import torch_api
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+FUNCTIONS = sorted(torch_api.functions())
+CLASSES = sorted(torch_api.classes())
+METHODS = [(name, method) for name, cls in torch_api.classes().items() for method in torch_api.methods(cls)]
+DATACLASSES = [name for name, cls in torch_api.classes().items() if dataclasses.is_dataclass(cls)]
+
+
+def same_default(theirs: Any, ours: Any) -> bool:
+    """Equal; of policies, field by field, as their classes differ."""
+    if dataclasses.is_dataclass(theirs) and not isinstance(theirs, type):
+        fields = [field.name for field in dataclasses.fields(theirs)]
+        same_class = type(theirs).__name__ == type(ours).__name__
+        return same_class and all(getattr(theirs, name) == getattr(ours, name) for name in fields)
+    return theirs is ours or (type(theirs) is type(ours) and theirs == ours)
+
+
+def assert_takes_the_same(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Whatever can be passed to ``theirs`` can be passed to ``ours``, and means the same argument."""
+    expected = [each for each in inspect.signature(theirs).parameters.values() if each.kind not in VARIADIC]
+    found = inspect.signature(ours).parameters
+    for parameter in expected:
+        assert parameter.name in found, f"no argument {parameter.name}"
+        mine = found[parameter.name]
+        assert mine.kind == parameter.kind, f"{parameter.name}: {mine.kind} instead of {parameter.kind}"
+        assert same_default(parameter.default, mine.default), f"{parameter.name}: default {mine.default!r}"
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    order = [each.name for each in expected if each.kind in positional]
+    assert [each.name for each in found.values() if each.kind in positional][: len(order)] == order
+    names = {each.name for each in expected}
+    more = [each for each in found.values() if each.name not in names and each.kind not in VARIADIC]
+    if len(expected) == len(inspect.signature(theirs).parameters):  # theirs names all that it takes
+        assert [each.name for each in more if each.default is inspect.Parameter.empty] == []
+
+
+def test_every_public_name_is_there() -> None:
+    missing = set(torch_api.public_names()) - set(vars(fsdp2))
+    assert not missing
+    assert set(torch_api.public_names()) <= set(fsdp2.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_the_same_arguments(name: str) -> None:
+    assert_takes_the_same(torch_api.functions()[name], getattr(fsdp2, name))
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS, ids=lambda each: each)
+def test_methods_take_the_same_arguments(name: str, method: str) -> None:
+    assert_takes_the_same(getattr(torch_api.classes()[name], method), getattr(getattr(fsdp2, name), method))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_constructors_take_the_same_arguments(name: str) -> None:
+    assert_takes_the_same(torch_api.classes()[name], getattr(fsdp2, name))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_derive_from_one_another_alike(name: str) -> None:
+    theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
+    bases = [base for base in torch_api.classes() if issubclass(theirs, torch_api.classes()[base])]
+    assert all(issubclass(ours, getattr(fsdp2, base)) for base in bases), bases
+
+
+@pytest.mark.parametrize("name", DATACLASSES)
+def test_dataclasses_are_dataclasses_with_the_same_fields_first(name: str) -> None:
+    theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
+    assert dataclasses.is_dataclass(ours)
+    expected = [field.name for field in dataclasses.fields(theirs)]
+    assert [field.name for field in dataclasses.fields(ours)][: len(expected)] == expected
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_properties_are_there(name: str) -> None:
+    ours = getattr(fsdp2, name)
+    assert [each for each in torch_api.properties(torch_api.classes()[name]) if not hasattr(ours, each)] == []
+
+
+@pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
+def test_the_same_methods_are_abstract(name: str) -> None:
+    theirs, ours = torch_api.classes()[name], getattr(fsdp2, name)
+    assert ours.__abstractmethods__ == theirs.__abstractmethods__ != frozenset()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [fsdp2.MixedPrecisionPolicy(), fsdp2.OffloadPolicy(), fsdp2.CPUOffloadPolicy(), fsdp2.DataParallelMeshDims("dp")],
+    ids=lambda each: type(each).__name__,
+)
+def test_policies_are_frozen(policy: Any) -> None:
+    """`fully_shard` has read them: a change would do nothing."""
+    for name in [field.name for field in dataclasses.fields(policy)] or ["anything"]:
+        with pytest.raises((dataclasses.FrozenInstanceError, TypeError)):  # TypeError: of slots, on some versions
+            setattr(policy, name, None)
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
+def test_policies_refuse_dtypes_that_lose_values(field: str) -> None:
+    with pytest.raises(fsdp2.FSDPValueError, match=field):
+        fsdp2.MixedPrecisionPolicy(**{field: torch.int32})
+    with pytest.raises(fsdp2.FSDPTypeError, match=field):
+        fsdp2.MixedPrecisionPolicy(**{field: "bfloat16"})
+
+
+# Each differs from ``takes(a, *, b=1)`` in one thing.
+DIFFERENT: dict[str, Callable[..., Any]] = {
+    "name": lambda other, *, b=1: None,
+    "order": lambda c=0, a=0, *, b=1: None,
+    "kind": lambda a, b=1: None,
+    "default": lambda a, *, b=2: None,
+    "type of default": lambda a, *, b=True: None,
+    "missing": lambda a: None,
+    "more": lambda a, *, b=1, c: None,
+}
+
+
+@pytest.mark.parametrize("difference", list(DIFFERENT))
+def test_the_comparison_notices(difference: str) -> None:
+    def takes(a: int, *, b: int = 1) -> None: ...
+
+    assert_takes_the_same(takes, lambda a, c=0, *, b=1, d=2: None)
+    with pytest.raises(AssertionError):
+        assert_takes_the_same(takes, DIFFERENT[difference])
+
+
+def test_settings_that_take_keywords_only_refuse_positions() -> None:
+    """By the way they are declared: what `recurse` is to all setters but one."""
+    for method in ("set_requires_gradient_sync", "set_reshard_after_backward", "set_keep_unsharded_storage"):
+        parameter = inspect.signature(getattr(fsdp2.FSDPModule, method)).parameters["recurse"]
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(fsdp2.FSDPModule.set_reshard_after_forward).parameters
+    assert parameters["recurse"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
