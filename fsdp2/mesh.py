@@ -103,9 +103,16 @@ class DataParallelMesh:
         """Read a mesh info: ours, or one of torch's own class.
 
         Raises:
-            FSDPValueError: a device type that this process does not have, or a mesh that does not contain this rank.
+            FSDPValueError: a device type that this process does not have, or other dims than those of the mesh.
         """
         mesh, shard, replicate = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
+        used = [dim for dim in (replicate, shard) if dim is not None]
+        if used != list(range(mesh.ndim)):
+            raise FSDPValueError(
+                f"a mesh info must use all dims of its mesh, (replicate, shard) in this order; got {type(info).__name__} "
+                f"with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take the dims out of a larger "
+                "mesh first, e.g. FSDPMeshInfo(mesh['shard'], shard_mesh_dim=0)."
+            )
         return cls(
             mesh,
             device_of(mesh),
@@ -114,8 +121,8 @@ class DataParallelMesh:
             0 if shard is None else mesh.get_local_rank(shard),
             None if replicate is None else mesh.get_group(replicate),
             1 if replicate is None else mesh.size(replicate),
-            info.dp_mesh_dims,
-            info.spmd_mesh,
+            getattr(info, "dp_mesh_dims", None),  # torch 2.11's own have neither
+            getattr(info, "spmd_mesh", None),
         )
 
     @property

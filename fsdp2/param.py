@@ -177,8 +177,9 @@ class FSDPParam:
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
         for mapping, name in self.registrations:
             mapping[name] = sharded
-        if self.unsharded is not None and self.unsharded.requires_grad is not self.requires_grad:
-            self.unsharded.requires_grad_(self.requires_grad)
+        for other in (self.unsharded, self.post_forward):
+            if other is not None and other.requires_grad is not self.requires_grad:
+                other.requires_grad_(self.requires_grad)
 
     @property
     def path(self) -> str:
