@@ -109,8 +109,8 @@ class DataParallelMesh:
         used = [dim for dim in (replicate, shard) if dim is not None]
         if used != list(range(mesh.ndim)):
             raise FSDPValueError(
-                f"a mesh info must use all dims of its mesh, (replicate, shard) in this order; got {type(info).__name__} "
-                f"with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take the dims out of a larger "
+                "a mesh info must use all dims of its mesh, (replicate, shard) in this order; got "
+                f"{type(info).__name__} with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take the dims out of a larger "
                 "mesh first, e.g. FSDPMeshInfo(mesh['shard'], shard_mesh_dim=0)."
             )
         return cls(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,14 +42,34 @@ def run_client(program: str, *arguments: str, ranks: int, folder: Path) -> Repor
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
     }
+    # In a session of its own, with its workers: a hang must not leave them behind.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=folder,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
-    except subprocess.TimeoutExpired as expired:
-        output = (expired.stdout or b"") + (expired.stderr or b"")
-        pytest.fail(f"no end after {TIMEOUT_S:.0f} s\n{output.decode(errors='replace')[-8000:]}", pytrace=False)
-    if done.returncode != 0:
-        pytest.fail(f"exit code {done.returncode}\n{_root_cause(done.stdout + done.stderr)}", pytrace=False)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"no end after {TIMEOUT_S:.0f} s\n{_stop(process)[-8000:]}", pytrace=False)
+    if process.returncode != 0:
+        pytest.fail(f"exit code {process.returncode}\n{_root_cause(output)}", pytrace=False)
     return Report(**json.loads(report.read_text()))
+
+
+def _stop(process: subprocess.Popen[str]) -> str:
+    """End the launcher, which then ends its workers; return what they had written."""
+    process.terminate()
+    try:
+        output, _ = process.communicate(timeout=40)  # the launcher waits 30 s for workers that do not react
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return output
 
 
 def _root_cause(output: str) -> str:

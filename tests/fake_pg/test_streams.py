@@ -30,7 +30,7 @@ from tests.harness.happens_before import (
     Violation,
     find_violations,
 )
-from tests.harness.recording import BLOCKED, COMPUTE, COPIED, WORKED, recording
+from tests.harness.recording import BLOCKED, COMPUTE, WORKED, recording
 from tests.harness.recording_passes import Passes
 from tests.harness.recording_scenarios import SCENARIOS, Recording, record
 from tests.harness.recording_sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
@@ -105,7 +105,7 @@ def waits(recorded: Recording) -> Iterator[tuple[int, StreamWait]]:
     return ((index, event) for index, event in enumerate(recorded.trace) if isinstance(event, StreamWait))
 
 
-REASONS = (*Wait, WORKED, BLOCKED, COPIED)
+REASONS = (*Wait, WORKED, BLOCKED)
 
 
 @pytest.mark.parametrize("why", REASONS, ids=lambda why: why.name if isinstance(why, Wait) else why)
@@ -116,10 +116,7 @@ def test_no_reason_to_wait_can_be_dropped(why: object) -> None:
 UNSEEN = {
     ("never_resharded", Wait.READ),  # nothing is gathered twice between two optimizer steps
     ("one_group_reduces_twice", Wait.READ),
-    # A shard that was copied to the device is next written after a reduction that was waited for.
-    ("offloaded", COPIED), ("offloaded_direct", COPIED), ("offloaded_replicas", COPIED),
-    ("offloaded_accumulating", COPIED),
-}  # fmt: skip
+}
 """Where a reason is given, and something else happens to order the same."""
 
 

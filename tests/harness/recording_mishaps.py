@@ -133,6 +133,22 @@ def replaced(recorder: Recorder) -> None:
     training.steps(2)
 
 
+def replaced_in_flight(recorder: Recorder) -> None:
+    """Another parameter is registered while the reduction of its group is in flight, to be added to `.grad`."""
+    training = train(recorder)
+    for layer in (training.model.blocks[0].up, training.model.inputs):
+        training.steps(2)
+        training.loss().backward()
+        training.model.set_is_last_backward(False)
+        training.loss().backward()
+        training.model.set_is_last_backward(True)
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+        training.loss().backward()
+        training.optimizer = adamw(training.model)
+        training.update()
+    training.steps(2)
+
+
 def frozen_and_unfrozen(recorder: Recorder) -> None:
     """Parameters change `requires_grad`, also while the reduction of their group is in flight."""
     training = train(recorder)
@@ -173,5 +189,5 @@ def deleted_in_flight(recorder: Recorder) -> None:
 
 MISHAPS = (
     forward_fails, backward_fails, gather_fails, reduce_fails, reset_by_hand, root_taken_over, loaded, assigned,
-    replaced, frozen_and_unfrozen, converted, deleted_in_flight,
+    replaced, replaced_in_flight, frozen_and_unfrozen, converted, deleted_in_flight,
 )  # fmt: skip

@@ -121,17 +121,66 @@ def offloaded_accumulating(recorder: Recorder) -> None:
             training.update()
 
 
+def _write(training: Training) -> None:
+    """The host changes the sharded parameters of the blocks, by itself."""
+    with torch.no_grad():
+        for parameter in training.optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+
+
 def offloaded_and_written(recorder: Recorder) -> None:
-    """After forwards that no backward follows, whose gathers may still read, the host writes the shards."""
+    """The host writes the shards: after an evaluation, and where gathers, which may still read them, were in vain."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for order in ([0, 1], [0, 2]):
+            training.model.order = [0, 1, 2]
+            training.steps(2)
+            with torch.no_grad():
+                training.loss()
+            _write(training)
+            training.model.order = order  # what was gathered for another is dropped
+            training.loss()
+            _write(training)
+            training.steps(1)
+
+
+def offloaded_and_loaded(recorder: Recorder) -> None:
+    """The host loads the shards after a forward that no backward follows."""
     with _host_is_another_place(recorder):
         training = train(recorder, offload_policy=CPUOffloadPolicy())
         for _ in range(STEPS):
             training.steps(1)
-            with torch.no_grad():
-                training.loss()
+            training.loss()
             training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
+
+
+def offloaded_without_communication(recorder: Recorder) -> None:
+    """The host writes the shards after a backward that reduced nothing, so that it waited for nothing."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.model.set_requires_gradient_sync(False)
+            training.loss().backward()
+            _write(training)
+            training.model.set_requires_gradient_sync(True)
+            training.steps(1)
+
+
+def offloaded_and_written_between(recorder: Recorder) -> None:
+    """The host writes the shards after a forward that no backward follows, after `reset_iter_state` and `reshard`."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.steps(1)
+            training.loss()
+            _write(training)
             training.loss()
             training.model.reset_iter_state()
+            _write(training)
+            for block in training.model.blocks:
+                block.unshard()
+                block.reshard()
+            _write(training)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -209,6 +258,25 @@ def zeros_for_unused(recorder: Recorder) -> None:
     training.model.set_reduce_scatter_unused_params(True)
     training.model.order = [0, 2]
     training.steps()
+
+
+def settings_in_flight(recorder: Recorder) -> None:
+    """Settings change while reductions are in flight, which are added to `.grad` first."""
+    training = train(recorder)
+    changes: list[Callable[[Any], None]] = [
+        lambda model: model.set_gradient_divide_factor(3.0),
+        lambda model: model.set_separate_reduce_scatter_group(True),
+        lambda model: model.set_reduce_scatter_unused_params(True),
+    ]
+    for change in changes:
+        training.steps(1)
+        training.loss().backward()
+        training.model.set_is_last_backward(False)
+        training.loss().backward()
+        training.model.set_is_last_backward(True)
+        change(training.model)
+        training.update()
+    training.steps(2)
 
 
 def summed(recorder: Recorder) -> None:
@@ -380,7 +448,8 @@ SETTINGS = {
     function.__name__: function
     for function in (
         half, half_reduced_in_full, half_in_part, half_accumulated, offloaded, offloaded_replicas,
-        offloaded_accumulating, offloaded_and_written, hooked, hook_fails, hooked_deleted_in_flight,
+        offloaded_accumulating, offloaded_and_written, offloaded_and_loaded, offloaded_without_communication,
+        offloaded_and_written_between, settings_in_flight, hooked, hook_fails, hooked_deleted_in_flight,
         two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute, gathered_far_ahead,
         custom_collectives, memory_of_the_process_group, post_optim_event, finalized_by_hand, shared_context,
         shared_context_late, one_group_reduces_twice,

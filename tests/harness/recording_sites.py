@@ -1,7 +1,7 @@
-"""Where fsdp2 makes streams wait, read from its source. A part of `recording`.
+"""Where fsdp2 makes streams, or the host, wait, read from its source. A part of `recording`.
 
-A *site* is a call, outside of `comm_context`, by which a wait is issued: of ``device.wait`` itself, or of a method of
-`FSDPCommContext` that leads to one.
+A *site* is a call, outside of `comm_context`, by which a wait is issued: of ``device.wait`` or ``device.block_host``
+itself, or of a method of `FSDPCommContext` that leads to one.
 """
 
 from __future__ import annotations
@@ -72,13 +72,18 @@ def device_waits(tree: ast.AST) -> list[ast.Call]:
     ]
 
 
+def host_blocks(tree: ast.AST) -> list[ast.Call]:
+    """The calls of ``device.block_host(event)`` in ``tree``."""
+    return [call for name, call in method_calls(tree) if name == "block_host"]
+
+
 @cache
 def waiting_methods() -> frozenset[str]:
     """The methods of `FSDPCommContext` that lead to a wait."""
     context = next(
         node for node in ast.walk(sources()[SEAM]) if isinstance(node, ast.ClassDef) and node.name == _CONTEXT
     )
-    waiting = {method.name for method in functions(context) if device_waits(method)}
+    waiting = {method.name for method in functions(context) if device_waits(method) or host_blocks(method)}
     while more := {
         method.name
         for method in functions(context)
@@ -98,6 +103,7 @@ def wait_sites() -> tuple[Site, ...]:
         for function in functions(tree):
             calls = [(name, call) for name, call in method_calls(function) if name in waiting_methods()]
             calls += [("wait", call) for call in device_waits(function)]
+            calls += [("block_host", call) for call in host_blocks(function)]
             for number, (name, call) in enumerate(calls, start=1):
                 lines = range(call.lineno, (call.end_lineno or call.lineno) + 1)
                 found.append(Site(file, function.name, name, number, lines))

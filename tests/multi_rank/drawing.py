@@ -82,7 +82,7 @@ class Program:
     clip: bool
     in_backward: bool
     prefetch: tuple[tuple[str, int, tuple[int, ...]], ...]  # direction, unit, units to gather
-    settings: tuple[tuple[str, Any, int], ...]  # name, value, step before which it is set
+    settings: tuple[tuple[str, Any, int, str], ...]  # name, value, step, and the point of its first pass
     events: tuple[Event, ...]
     refusal: str | None = None
     notes: tuple[str, ...] = field(default=())
@@ -110,7 +110,8 @@ class Program:
         }
         found |= {f"reshard {unit.reshard}" for unit in self.units}
         found |= {f"checkpoint {kind}" for kind in model.checkpoint}
-        found |= {f"set {name}" for name, _, _ in self.settings}
+        found |= {f"set {name}" for name, _, _, _ in self.settings}
+        found |= {"set between forward and backward" for _, _, _, point in self.settings if point == "middle"}
         found |= {f"{direction} prefetch" for direction, _, _ in self.prefetch}
         found |= {f"{event.action} {event.point}" for event in self.events}
         found |= {"list of modules" for unit in self.units if len(unit.names) > 1}
@@ -292,8 +293,8 @@ class _Drawing:
             lists.append((self.choose(["forward", "backward"]), self.random.randrange(units), upcoming))
         return tuple(lists)
 
-    def _settings(self, units: int) -> tuple[tuple[str, Any, int], ...]:
-        """Each is made before some step; step 0: before the first forward."""
+    def _settings(self, units: int) -> tuple[tuple[str, Any, int, str], ...]:
+        """Each is made at the start of a step, or between forward and backward of its first pass."""
         chosen: list[tuple[str, Any]] = []
         one = self.random.randrange(units)
         possible: list[tuple[str, Any]] = [
@@ -319,19 +320,25 @@ class _Drawing:
         names = {name for name, _ in chosen}
         if names & {"custom_all_gather", "custom_reduce_scatter"}:  # exclude each other
             chosen = [(name, value) for name, value in chosen if name != "group_memory"]
-        return tuple((name, value, self.choose([0, 0, 1, 2])) for name, value in chosen)
+        # What these change is defined for whole passes only.
+        of_passes = ("divide_factor", "all_reduce_hook", "refreeze")
+        points = ["start", "start", "middle"]
+        return tuple(
+            (name, value, self.choose([0, 0, 1, 2]), "start" if name in of_passes else self.choose(points))
+            for name, value in chosen
+        )
 
     def _events(self, units: int, model: ModelDraw, forwards: tuple[int, ...], zero: str) -> tuple[Event, ...]:
         events = []
-        for _ in range(self.choose([0, 0, 1, 2, 4])):
+        for _ in range(self.choose([0, 0, 1, 2, 4, 6])):
             step, number = self.random.randrange(STEPS), self.random.randrange(len(forwards))
             point = self.choose(["before forward", "before backward", "after backward", "before step", "after step"])
             action = self.choose(["unshard", "unshard_async", "unshard_wait", "reshard", "eval", "inference", "save"])
             if point in ("before step", "after step"):
                 number = -1
-            if point in ("before step", "after step") and self.chance(0.4):
-                action = self.choose(["load", "load_full", "load_assign"] if zero == "none" and point == "after step"
-                                     else ["load", "load_full"])
+                if self.chance(0.4):
+                    assigns = zero == "none" and point == "after step"
+                    action = self.choose(["load", "load_full", *(["load_assign"] if assigns else [])])
             elif number == 0 and zero == "none" and point == "before forward" and self.chance(0.3):
                 action = self.choose(["fail_forward", "fail_backward"])
             target = self.random.randrange(model.blocks if action.startswith("fail") else units)

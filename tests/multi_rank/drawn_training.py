@@ -68,7 +68,7 @@ def run(program: Program) -> str | None:
 
 
 def _step(program: Program, sharded: _Sharded, plain: _Plain, step: int) -> None:
-    sharded.change_settings(step)
+    sharded.change_settings(step, "start")
     plain.change_settings(step)
     losses = sharded.passes(step)
     expected = plain.passes(step)
@@ -122,7 +122,7 @@ class _Plain:
         self.zeros_for_unused = False
 
     def change_settings(self, step: int) -> None:
-        for name, value, when in self.program.settings:
+        for name, value, when, _ in self.program.settings:
             if when != step:
                 continue
             if name == "divide_factor":
@@ -338,9 +338,9 @@ class _Sharded:
 
     # -- settings
 
-    def change_settings(self, step: int) -> None:
-        for name, value, when in self.program.settings:
-            if when == step:
+    def change_settings(self, step: int, point: str) -> None:
+        for name, value, when, where in self.program.settings:
+            if (when, where) == (step, point):
                 self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
@@ -388,6 +388,8 @@ class _Sharded:
             self.at(step, number, "before forward")
             loss = self._loss(step, number)
             self.at(step, number, "before backward")
+            if number == 0:
+                self.change_settings(step, "middle")
             loss.backward()
             self.at(step, number, "after backward")
             losses.append(loss.detach())
@@ -513,9 +515,12 @@ class _Sharded:
         if action == "load_full":
             set_model_state_dict(self.model, state, options=options)
         else:
-            # An ignored parameter that is replaced is lost to the optimizer.
-            self.model.load_state_dict(state, assign=action == "load_assign" and self.model.own is None)
+            self.model.load_state_dict(state, assign=action == "load_assign" and self._may_replace())
         self.refresh()
+
+    def _may_replace(self) -> bool:
+        """Optimizers lose an ignored parameter that is replaced, and every replaced one loses its hooks."""
+        return self.model.own is None and not self.program.in_backward
 
     def rest(self) -> None:
         """Reshard everything."""

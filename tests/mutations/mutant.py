@@ -2,7 +2,7 @@
 
 ``FSDP2_MUTANT`` says which: ``FSDPModule.set_custom_all_gather`` and ``share_comm_ctx`` then do nothing; of
 ``FSDPModule.set_requires_all_reduce(recurse)`` the argument is always True. Each call of the mutant leaves a byte in
-the file ``FSDP2_MUTANT_LOG``. Ranks are forked from a server that imports what `pool.PRELOADED` names: this module, too.
+the file ``FSDP2_MUTANT_LOG``. Ranks are forked from a server that imports what `pool.PRELOADED` names, so this as well.
 """
 
 from __future__ import annotations

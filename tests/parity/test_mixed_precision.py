@@ -379,3 +379,14 @@ def test_gradients_that_arrive_wider_are_not_rounded_before_the_reduction() -> N
     x = torch.full((WIDTH,), 1 + 2**-12)
     model(x).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), x)
+
+
+@multi_rank(2)
+@torch_from((2, 15), "they add up in param_dtype")
+def test_gradients_without_sync_add_up_in_the_original_dtype_if_nothing_else_is_said() -> None:
+    """Four times 2**-9 on top of 1: in bfloat16 each is lost, in fp32 their sum is not, whatever it is reduced in."""
+    model = API.fully_shard(nn.Linear(WIDTH, 1, bias=False), mp_policy=policy(param_dtype=BF16))
+    for micro in range(5):
+        model.set_requires_gradient_sync(micro == 4)
+        model(torch.full((1, WIDTH), 2.0**-9 if micro else 1.0)).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((1, WIDTH), 1 + 2.0**-7))

@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 
 import fsdp2
 from tests.unit import torch_api
@@ -20,6 +21,7 @@ from tests.unit.parity_table import (
     DOCUMENTED,
     TESTS,
     VERSIONS,
+    report_what_was_not_shown,
     rows,
     rows_of,
     shown_by,
@@ -124,3 +126,42 @@ def test_the_shown_by_an_argument_are_those_of_its_rows() -> None:
     assert recurse == ["parity/test_hsdp.py::test_requires_all_reduce_recurses_unless_told_not_to"]
     assert set(recurse) < set(shown_by("FSDPModule.set_requires_all_reduce"))
     assert shown_by("FSDPModule.set_nothing") == []
+
+
+# ---- what a run has shown ------------------------------------------------------------------------
+
+
+class Reporter:
+    """As much of pytest's as is asked."""
+
+    def __init__(self, *, keyword: str = "", **outcomes: list[str]) -> None:
+        self.config = SimpleNamespace(option=SimpleNamespace(keyword=keyword))
+        reports = {kind: [f"tests/{each}" for each in nodes] for kind, nodes in outcomes.items()}
+        self.stats = {kind: [SimpleNamespace(nodeid=each) for each in nodes] for kind, nodes in reports.items()}
+        self.lines: list[str] = []
+
+    def section(self, title: str) -> None:
+        self.lines.append(title)
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def test_a_whole_run_tells_what_it_has_not_shown() -> None:
+    first, *others = sorted({test for row in rows() for test in row.tests})
+    reporter = Reporter(passed=[f"{test}[2ranks]" for test in others], skipped=[first])
+    report_what_was_not_shown(reporter)
+    assert reporter.lines[1:] == [f"tests/{first}"]
+
+
+def test_nothing_is_told_of_a_narrowed_run_or_when_all_was_shown() -> None:
+    first, *others = sorted({test for row in rows() for test in row.tests})
+    one_file = [test for test in others if test.startswith("parity/test_hsdp.py")]
+    for reporter in (
+        Reporter(passed=[first, *others]),
+        Reporter(failed=[first], passed=others),
+        Reporter(passed=one_file),
+        Reporter(passed=others, skipped=[first], keyword="hsdp"),
+    ):
+        report_what_was_not_shown(reporter)
+        assert reporter.lines == []
