@@ -307,7 +307,7 @@ class FSDPCommContext:
 
     def host_writes_shards_after(self, event: Any) -> None:
         """Shards in host memory are being read until ``event``: see `let_host_write_shards`."""
-        self._host_reads = [event]  # of one stream, so that the last one covers the others
+        self._host_reads.append(event)
 
     def let_host_write_shards(self) -> None:
         """Block the host until no copy reads the shards that it keeps. When control goes back to the user's code."""

@@ -102,8 +102,11 @@ class FSDPModule:
 
         No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`.
         """
-        for group in self._get_fsdp_state().unit:
+        state = self._get_fsdp_state()
+        for group in state.unit:
             group.reshard()
+        if state.root is not None:
+            state.root.comm.let_host_write_shards()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the end of forward frees the unsharded parameters (else backward finds them in place).

@@ -170,8 +170,7 @@ class FSDPRoot:
         self._evaluation_order.end()
         self._evaluation_order.commit()
         self._drop_ahead()
-        if not torch.is_grad_enabled():
-            self.comm.let_host_write_shards()
+        self.comm.let_host_write_shards()
 
     def _drop_ahead(self) -> None:
         for group in self.groups:
@@ -280,6 +279,7 @@ class FSDPRoot:
         """
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
+        self.comm.let_host_write_shards()
         lost = [group.name for group in self.groups if group.abandon()]
         self.on_failure()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
