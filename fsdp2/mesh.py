@@ -110,8 +110,8 @@ class DataParallelMesh:
         if used != list(range(mesh.ndim)):
             raise FSDPValueError(
                 "a mesh info must use all dims of its mesh, (replicate, shard) in this order; got "
-                f"{type(info).__name__} with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take the "
-                "dims out of a larger mesh first, e.g. FSDPMeshInfo(mesh['shard'], shard_mesh_dim=0)."
+                f"{type(info).__name__} with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take "
+                "the dims out of a larger mesh first, e.g. FSDPMeshInfo(mesh['shard'], shard_mesh_dim=0)."
             )
         return cls(
             mesh,

@@ -442,8 +442,8 @@ def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | Non
     Raises:
         FSDPValueError: one of them is not sharded.
     """
-    if isinstance(modules, nn.Module):
-        raise FSDPValueError(f"{method} takes a list of sharded modules, got one {type(modules).__name__}.")
+    if not isinstance(modules, (list, tuple)):
+        raise FSDPValueError(f"{method} takes a list of sharded modules, got {modules!r}.")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise FSDPValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ class CommunicationSettings:
 
     def gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum by ``factor``."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
         for group in self._groups:
             group.refuse_rescaling()

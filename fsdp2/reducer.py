@@ -101,18 +101,19 @@ class GradientReducer:
         by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
         for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
             by_dtype.setdefault(dtype, []).append(param)
-        before = {one.dtype: one for one in self.dtypes}
-        self.dtypes = tuple(self._gradients(params, dtype) for dtype, params in by_dtype.items())
-        for one in self.dtypes:
-            earlier = before.pop(one.dtype, None)
-            if earlier is not None and earlier.partial is not None and earlier.layout == one.layout:
-                one.take_partial(earlier)
-        lost = [one for one in before.values() if one.partial is not None]
+        before = {one.dtype: one for one in self.dtypes if one.partial is not None}
+        dtypes = tuple(self._gradients(params, dtype) for dtype, params in by_dtype.items())
+        kept = {one.dtype for one in dtypes if one.dtype in before and before[one.dtype].layout == one.layout}
+        lost = [one for dtype, one in before.items() if dtype not in kept]
         if lost:
             raise FSDPRuntimeError(
                 f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
                 "for their all-reduce over replicas; change them after a backward with set_requires_all_reduce(True)."
             )
+        for one in dtypes:
+            if one.dtype in kept:
+                one.take_partial(before[one.dtype])
+        self.dtypes = dtypes
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )

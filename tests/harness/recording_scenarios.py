@@ -19,6 +19,7 @@ from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_
 from tests.harness.recording import Recorder, recording
 from tests.harness.recording_meshes import MESHES
 from tests.harness.recording_mishaps import MISHAPS
+from tests.harness.recording_offload import OFFLOADED
 from tests.harness.recording_settings import SETTINGS
 from tests.harness.recording_training import STEPS, Stack, Training
 
@@ -258,8 +259,13 @@ _PROGRAMS: dict[str, Scenario] = {
     )
 }  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {
-    **_CASES, **_PROGRAMS, **MESHES, **SETTINGS, "several_reduces_in_flight": partial(reduced_late, max_pending=3)
-}  # fmt: skip
+    **_CASES,
+    **_PROGRAMS,
+    **MESHES,
+    **SETTINGS,
+    **OFFLOADED,
+    "several_reduces_in_flight": partial(reduced_late, max_pending=3),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,7 +18,6 @@ RANKS = {"1d_2": 2, "1d_4": 4, "hsdp": 4, "tp": 4, "dims": 4}
 STEPS = 3
 
 REFUSALS = {
-    "int_with_tp": "tensor parallelism",
     "int_with_dims": "dp_mesh_dims",
     "uneven_dim": "cannot be sharded in dim 1",
 }
@@ -39,6 +38,11 @@ class ModelDraw:
     unused: bool  # a parameter of every block is never used
     frozen: tuple[str, ...]  # prefixes of names
     checkpoint: tuple[str, ...]  # of each block: none, block or feed, reentrant or not
+
+    def reduces_often(self, forwards: tuple[int, ...]) -> bool:
+        """Whether a parameter is reduced several times in a pass: each reentrant recompute is a backward of its own."""
+        is_reentrant = any(kind.endswith("reentrant") for kind in self.checkpoint)
+        return is_reentrant and (self.repeated or max(forwards) > 1)
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,14 @@ class Program:
     settings: tuple[tuple[str, Any, int, str], ...]  # name, value, step, and the point of its first pass
     events: tuple[Event, ...]
     refusal: str | None = None
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def is_exact(self) -> bool:
         """Whether the arithmetic is the reference's, bit for bit."""
         if self.accumulation == "manual" and len(self.forwards) > 1:
             return False  # what has no end of its own adds up unsharded until it is finalized
-        reentrant = any(kind.endswith("reentrant") for kind in self.model.checkpoint)
-        if reentrant and (self.model.repeated or max(self.forwards) > 1):
-            return False  # every recompute is a backward of its own, and reduces
+        if self.model.reduces_often(self.forwards):
+            return False
         return self.mesh == "1d_2" and not (self.param_dtype or self.clip or self.ignored)
 
     def features(self) -> set[str]:
@@ -175,14 +177,16 @@ class _Drawing:
                 ]
             )
         refusal = self._refusal() if self.chance(0.04) else None
-        model = self._model()
+        model = self._model(refusal)
         units = self._units(model, refusal)
         bf16 = self.chance(0.25)
         reduce_dtype = self.choose([None, "float32", "bfloat16"]) if bf16 else None
         forwards = self._forwards()
         accumulation = self._accumulation(len(forwards))
-        in_backward = len(forwards) == 1 and accumulation in ("plain", "not_last") and self.chance(0.15)
-        zero = "none" if in_backward else self.choose(["none", "none", "none", "zeros", "module", "module_zeros", "keep"])
+        in_backward = accumulation == "plain" and len(forwards) == 1 and self.chance(0.15)
+        in_backward = in_backward and not model.reduces_often(forwards)
+        zeros = ["none", "none", "none", "zeros", "module", "module_zeros", "keep"]
+        zero = "none" if in_backward else self.choose(zeros)
         clip = not in_backward and not self.is_tensor_parallel and self.chance(0.2)
         return Program(
             seed=self.seed,
@@ -208,14 +212,12 @@ class _Drawing:
             refusal=refusal,
         )
 
-    def _refusal(self) -> str:
-        if self.mesh == "tp":
-            return "int_with_tp"
-        if self.mesh == "dims" and "shard" in self.dims:
-            return self.choose(["int_with_dims", "uneven_dim"]) if not self.is_tensor_parallel else "int_with_dims"
-        return "uneven_dim"
+    def _refusal(self) -> str | None:
+        if self.mesh == "dims":
+            return "int_with_dims" if "shard" in self.dims else None
+        return None if self.mesh == "tp" else "uneven_dim"
 
-    def _model(self) -> ModelDraw:
+    def _model(self, refusal: str | None) -> ModelDraw:
         blocks = self.choose([1, 2, 2, 3])
         parts = ["inp", "head", *(f"blocks.{index}" for index in range(blocks))]
         parts += [f"blocks.{index}.{name}" for index in range(blocks) for name in ("norm", "feed.up", "feed.down.bias")]
@@ -229,7 +231,7 @@ class _Drawing:
             checkpoint = tuple(self.choose(kinds) for _ in range(blocks))
         return ModelDraw(
             width=8 if self.is_tensor_parallel else self.choose([3, 5, 8]),
-            hidden=self.choose([8, 12]) if self.is_tensor_parallel else self.choose([5, 7, 12]),
+            hidden=self.choose([8, 12] if self.is_tensor_parallel else [5, 7, 12] if refusal is None else [5, 7]),
             blocks=blocks,
             tied=self.mesh != "dims" and self.chance(0.2),
             repeated=self.chance(0.2),
@@ -259,14 +261,12 @@ class _Drawing:
         calls.append(("",))
         uniform = self.chance(0.5)
         options: list[bool | int | None] = [None, True, False]
-        if self.mesh == "1d_4":
-            options += [2, 2]
+        if self.mesh != "dims":  # the number of shards, or half of it
+            options += [2, 2] if self.mesh == "1d_4" else [2]
         first = self.choose(options)
         units = [UnitDraw(call, first if uniform else self.choose(options)) for call in calls]
-        if refusal in ("int_with_tp", "int_with_dims"):
-            names_with_tp = [index for index, unit in enumerate(units) if unit.names[0] != "shift"]
-            index = names_with_tp[0]
-            units[index] = UnitDraw(units[index].names, 2)
+        if refusal == "int_with_dims":
+            units[0] = UnitDraw(units[0].names, 2)
         return tuple(units)
 
     def _placement(self, refusal: str | None) -> str:

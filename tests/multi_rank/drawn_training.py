@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,7 +30,7 @@ from fsdp2 import (
 )
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
 from tests.multi_rank.drawing import REFUSALS, STEPS, Event, Program
-from tests.multi_rank.drawn_model import Drawn, build, inputs
+from tests.multi_rank.drawn_model import build, inputs
 from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 
 LEARNING_RATE = 0.05
@@ -290,10 +289,10 @@ class _Sharded:
             modules = [self.model.get_submodule(name) for name in unit.names]
             before = {parameter for group in self.units for each in group for parameter in each.parameters()}
             for name, parameter in self.model.named_parameters():
-                if any(parameter is each for module in modules for each in module.parameters()):
-                    if parameter not in before and name != OWN:
-                        self.group_of[name] = index
-                        self.modules_of[name] = unit.names if unit.names != ("",) else ()
+                is_inside = any(parameter is each for module in modules for each in module.parameters())
+                if is_inside and parameter not in before and name != OWN:
+                    self.group_of[name] = index
+                    self.modules_of[name] = unit.names if unit.names != ("",) else ()
             fully_shard(
                 modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]
                 reshard_after_forward=unit.reshard,
@@ -565,6 +564,3 @@ def _partition(tensor: str | None) -> Callable[[str, nn.Module, DeviceMesh], Non
             module.register_parameter(key, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
     return partition
-
-
-__all__ = ["Drawn", "Mishap", "pytest", "run"]

@@ -123,21 +123,38 @@ def test_custom_collectives_must_be_complete(name: str) -> None:
 
 
 @multi_rank(2)
-def test_memory_of_the_process_group() -> None:
-    """Gloo has none to offer: the setting is accepted and training goes on."""
+@pytest.mark.parametrize("enable", [True, False])
+def test_memory_of_the_process_group_which_gloo_does_not_have(enable: bool) -> None:
     model = shard(UNEVEN_MLP)
     for unit in UNEVEN_MLP.units(model):
-        unit.set_allocate_memory_from_process_group_for_comm(False)
+        unit.set_allocate_memory_from_process_group_for_comm(enable)
     train(UNEVEN_MLP, model, steps=2)
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("precision", [{}, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}], ids=str)
-def test_training_in_memory_of_the_process_group(precision: dict[str, Any], world_size: int) -> None:
-    model = shard(UNEVEN_MLP, mp_policy=API.MixedPrecisionPolicy(**precision))
-    for unit in UNEVEN_MLP.units(model):
-        unit.set_allocate_memory_from_process_group_for_comm(True)
-    train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=world_size, **precision))
+@multi_rank(2)
+@pytest.mark.parametrize("enable", [True, False])
+def test_the_process_group_is_asked_for_memory_where_it_has_some(enable: bool) -> None:
+    asked: list[int] = []
+
+    class Backend:
+        """What FSDP asks of a process group's backend, as one with an allocator answers."""
+
+        def supports_tensor_alloc(self, device: torch.device) -> bool:
+            return True
+
+        def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            asked.append(size)
+            return torch.empty(size, dtype=dtype, device=device)
+
+    model = shard(TOWER)
+    loss_on(TOWER, model).backward()
+    model.b.set_allocate_memory_from_process_group_for_comm(True)
+    model.b.set_allocate_memory_from_process_group_for_comm(enable)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: Backend())
+        loss_on(TOWER, model).backward()
+    # Gathered in forward and backward, scattered once.
+    assert sum(SIZES["b"] <= size <= SIZES["b"] * 9 / 8 for size in asked) == (3 if enable else 0)
 
 
 @multi_rank(2)

@@ -1,7 +1,7 @@
 """`torch.distributed.pipelining` over fully sharded stages: 2 pipeline ranks x 2 data-parallel ranks.
 
 Usage:
-    torchrun --nproc-per-node 4 pipelining.py 1F1B [--reshard-after-forward]
+    torchrun --nproc-per-node 4 pipelining.py 1F1B [--reshard-after-forward] [--replicate]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -37,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("schedule")
     parser.add_argument("--reshard-after-forward", action="store_true")
+    parser.add_argument("--replicate", action="store_true", help="torch's `replicate` in place of `fully_shard`")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -52,13 +54,13 @@ def main() -> None:
         indices, count = [rank, 3 - rank], 4
     else:
         indices, count = [rank, rank + 2], 4
-    stages = make_stages(layers, mesh, indices, count, options.reshard_after_forward)
+    stages = make_stages(layers, mesh, indices, count, options)
     schedule = schedule_class(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_of)
     train(schedule, stages, reference, mesh)
 
 
 def make_stages(
-    layers: list[nn.Module], mesh: DeviceMesh, indices: list[int], count: int, reshard: bool
+    layers: list[nn.Module], mesh: DeviceMesh, indices: list[int], count: int, options: argparse.Namespace
 ) -> list[PipelineStage]:
     """This rank's stages, of ``count`` in all: each block a group, and their parent another,
     which has the head's parameters in the last stage and none elsewhere."""
@@ -66,10 +68,11 @@ def make_stages(
     made = []
     for index in indices:
         module = nn.Sequential(*layers[cut[index] : cut[index + 1]])
-        for layer in module:
-            if isinstance(layer, Block):
-                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=reshard)
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=reshard)
+        for layer in [*(layer for layer in module if isinstance(layer, Block)), module]:
+            if options.replicate:
+                replicate(layer, mesh=mesh["dp"])
+            else:
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=options.reshard_after_forward)
         made.append(PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp")))
     return made
 

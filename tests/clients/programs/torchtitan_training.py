@@ -1,7 +1,7 @@
 """torchtitan's own models, parallelized, trained and clipped by torchtitan's own functions.
 
 Usage:
-    torchrun --nproc-per-node 2 torchtitan_training.py [--chunked-loss] [--checkpoint-activations]
+    torchrun --nproc-per-node 2 torchtitan_training.py [--chunked-loss] [--checkpoint-activations] [--compile]
     torchrun --nproc-per-node 4 torchtitan_training.py [--replicate 2 | --tensor 2 | --experts 2] [--backend ...]
 """
 
@@ -59,7 +59,7 @@ def make_sharded(options: argparse.Namespace, reference: Any) -> tuple[Any, Para
         parallel_dims=dims,
         training=training,
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
+        compile_config=CompileConfig(enable=options.compile, components=["model"], backend="aot_eager"),
         ac_config=FullAC.Config() if options.checkpoint_activations else None,
         dump_folder="",
     )
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--backend", default="partial_dtensor")
     parser.add_argument("--chunked-loss", action="store_true")
     parser.add_argument("--checkpoint-activations", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="each block, as torchtitan does")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     reference = build(experts=options.experts > 1)

@@ -1,0 +1,179 @@
+"""Scenarios of CPU offload: shards and gradients in host memory, copied to the device and back.
+
+A part of `recording_scenarios`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fsdp2.mesh
+from fsdp2 import CPUOffloadPolicy
+from fsdp2.buffers import Home
+from fsdp2.gather import Source
+from tests.harness.recording import Recorder
+from tests.harness.recording_meshes import HALF, replicate_and_shard
+from tests.harness.recording_training import STEPS, Expected, Stack, Training
+
+train = Training.of_stack
+
+
+@contextmanager
+def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
+    """Inside, `fully_shard` and its first iteration take the mesh's device for another than the host.
+
+    Of all devices only the CPU can be had here; with an index it equals no tensor's, so the engine takes them for two,
+    and copies. Which memory is the host's is known from `Home`.
+    """
+
+    def on_host(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def allocated(self: Home, *args: Any) -> Tensor:
+            with recorder.on_host() if self.is_host else nullcontext():
+                return allocate(self, *args)
+
+        return allocated
+
+    def is_sent_as_it_lies(source: Source) -> bool:
+        return source.shard.dtype == source.unsharded.dtype and not recorder.is_on_host(source.shard)
+
+    with (
+        mock.patch.object(fsdp2.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
+        mock.patch.object(Home, "zeros", on_host(Home.zeros)),
+        mock.patch.object(Home, "empty", on_host(Home.empty)),
+        mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),
+    ):
+        yield
+
+
+def offloaded(recorder: Recorder, model: Stack | None = None, **options: Any) -> None:
+    """Shards and gradients on the host, which steps there: copied in before gathers, out after reductions."""
+    with _host_is_another_place(recorder):
+        train(recorder, model, offload_policy=CPUOffloadPolicy(), **options).steps()
+
+
+def offloaded_direct(recorder: Recorder) -> None:
+    """The same with large parameters, which travel alone."""
+    offloaded(recorder, Stack(512, 514))
+
+
+def offloaded_replicas(recorder: Recorder) -> None:
+    """The same with HSDP and mixed precision."""
+    offloaded(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
+
+
+def offloaded_accumulating(recorder: Recorder) -> None:
+    """The host adds to `.grad`; reductions stay in flight from one backward to the next."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            for last in (False, True):
+                training.model.set_is_last_backward(last)
+                training.loss().backward()
+            training.update()
+
+
+def _write(training: Training) -> None:
+    """The host changes the sharded parameters of the blocks, by itself."""
+    with torch.no_grad():
+        for parameter in training.optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+
+
+def offloaded_and_written(recorder: Recorder) -> None:
+    """The host writes the shards: after an evaluation, and where gathers, which may still read them, were in vain."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for order in ([0, 1], [0, 2]):
+            training.model.order = [0, 1, 2]
+            training.steps(2)
+            with torch.no_grad():
+                training.loss()
+            _write(training)
+            training.model.order = order  # what was gathered for another is dropped
+            training.loss()
+            _write(training)
+            training.steps(1)
+
+
+def offloaded_and_loaded(recorder: Recorder) -> None:
+    """The host loads the shards after a forward that no backward follows, and while a block is unsharded by hand."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.steps(1)
+            training.loss()
+            training.model.blocks[1].unshard()
+            training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
+
+
+def offloaded_without_communication(recorder: Recorder) -> None:
+    """The host writes the shards after a backward that reduced nothing, so that it waited for nothing."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.model.set_requires_gradient_sync(False)
+            training.loss().backward()
+            _write(training)
+            training.model.set_requires_gradient_sync(True)
+            training.steps(1)
+
+
+def offloaded_and_written_between(recorder: Recorder) -> None:
+    """The host writes the shards after a forward that no backward follows, after `reset_iter_state` and `reshard`."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.steps(1)
+            training.loss()
+            _write(training)
+            training.loss()
+            training.model.reset_iter_state()
+            _write(training)
+            for block in training.model.blocks:
+                block.unshard()
+                block.reshard()
+            _write(training)
+
+
+def offloaded_fails(recorder: Recorder) -> None:
+    """A backward raises while gradients are on their way to the host, and a forward before the host writes shards."""
+
+    def fail(gradient: Tensor) -> None:
+        raise Expected
+
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for accumulates in (False, True):
+            training.steps(2)
+            if accumulates:
+                training.loss().backward()
+            hook = training.model.blocks[0].register_forward_hook(
+                lambda module, args, output: output.register_hook(fail) and None
+            )
+            with suppress(Expected):
+                training.loss().backward()
+            hook.remove()
+            training.optimizer.zero_grad()
+            training.steps(2)
+            training.model.fails = True
+            with suppress(Expected):
+                training.loss()
+            training.model.fails = False
+            training.start_over()
+            _write(training)
+        training.steps(2)
+
+
+OFFLOADED = {
+    function.__name__: function
+    for function in (
+        offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
+        offloaded_and_loaded, offloaded_without_communication, offloaded_and_written_between, offloaded_fails,
+    )
+}  # fmt: skip
