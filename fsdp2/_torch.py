@@ -6,6 +6,7 @@ that breaks one of them breaks here.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -238,3 +239,14 @@ def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.devic
 def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
     symmetric_memory.rendezvous(tensor, group=group.group_name)
+
+
+@functools.cache
+def run_hooks_uncompiled() -> None:
+    """Let ``torch.compile`` of a block leave this package's hooks alone, or ``fullgraph=True`` fails (2.11 to 2.15).
+
+    As it does with torch's own hooks, which lie in a folder that it skips.
+    """
+    from torch._dynamo import trace_rules  # takes a second, as building an optimizer does
+
+    trace_rules.add("fsdp2")

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from fsdp2 import _torch
 from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
@@ -185,6 +186,7 @@ def fully_shard(
     if unit:
         _handle_state_dicts(managed, state)
     GUARD.install()
+    _torch.run_hooks_uncompiled()
     return module
 
 

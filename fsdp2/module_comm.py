@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch.distributed as dist
 
@@ -66,7 +66,8 @@ class CommunicationSettings:
 
     def gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum by ``factor``."""
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        is_number = isinstance(factor, SupportsFloat) and not isinstance(factor, bool)  # 0-D tensors too
+        if not is_number or not 0 < float(factor) < math.inf:
             raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
         for group in self._groups:
             group.refuse_rescaling()

@@ -113,7 +113,7 @@ class Program:
         found |= {f"reshard {unit.reshard}" for unit in self.units}
         found |= {f"checkpoint {kind}" for kind in model.checkpoint}
         found |= {f"set {name}" for name, _, _, _ in self.settings}
-        found |= {"set between forward and backward" for _, _, _, point in self.settings if point == "middle"}
+        found |= {"a setting between forward and backward" for _, _, _, point in self.settings if point == "middle"}
         found |= {f"{direction} prefetch" for direction, _, _ in self.prefetch}
         found |= {f"{event.action} {event.point}" for event in self.events}
         found |= {"list of modules" for unit in self.units if len(unit.names) > 1}

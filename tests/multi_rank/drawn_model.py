@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.multi_rank.drawing import ModelDraw, Program
 
 ROWS = 3
+OWN = "own"  # the name of the parameter that `fully_shard` ignores
 
 
 class FeedForward(nn.Module):

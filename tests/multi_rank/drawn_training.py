@@ -1,12 +1,11 @@
 """Runs a drawn program, sharded on all ranks and plain on each, and compares losses, gradients and parameters.
 
-Owns what a program means: `_Plain` is the arithmetic that it stands for, `_Sharded` the calls of fsdp2.
+Owns the calls of fsdp2 that a program means; what they must compute is `drawn_reference`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,14 +29,9 @@ from fsdp2 import (
 )
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
 from tests.multi_rank.drawing import REFUSALS, STEPS, Event, Program
-from tests.multi_rank.drawn_model import build, inputs
+from tests.multi_rank.drawn_model import OWN, build, inputs
+from tests.multi_rank.drawn_reference import LEARNING_RATE, MAX_NORM, Gradients, Plain, make_optimizer
 from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
-
-LEARNING_RATE = 0.05
-MAX_NORM = 0.5
-OWN = "own"
-
-Gradients = dict[str, Tensor | None]
 
 
 class Mishap(Exception):
@@ -57,7 +51,13 @@ def run(program: Program) -> str | None:
         assert REFUSALS[program.refusal] in str(error), f"refused for another reason than {program.refusal}: {error}"
         return program.refusal
     assert program.refusal is None, f"not refused, but {program.refusal}"
-    plain = _Plain(program, sharded)
+    plain = Plain(
+        program,
+        size=sharded.data_size,
+        rank=sharded.data_rank,
+        unit_of=sharded.unit_of,
+        modules_of=sharded.modules_of,
+    )
     for step in range(STEPS):
         _step(program, sharded, plain, step)
     sharded.rest()
@@ -66,7 +66,7 @@ def run(program: Program) -> str | None:
     return None
 
 
-def _step(program: Program, sharded: _Sharded, plain: _Plain, step: int) -> None:
+def _step(program: Program, sharded: _Sharded, plain: Plain, step: int) -> None:
     sharded.change_settings(step, "start")
     plain.change_settings(step)
     losses = sharded.passes(step)
@@ -97,129 +97,6 @@ def _compare(program: Program, what: str, actual: Gradients, expected: Gradients
     assert actual.keys() == expected.keys(), (what, actual.keys() ^ expected.keys())
 
 
-# ---- the plain model -----------------------------------------------------------------------------
-
-
-class _Plain:
-    """The plain model, as all data-parallel ranks together would train it."""
-
-    def __init__(self, program: Program, sharded: _Sharded) -> None:
-        self.program = program
-        self.size, self.rank = sharded.data_size, sharded.data_rank
-        self.group_of = sharded.group_of
-        self.modules_of = sharded.modules_of
-        self.model = build(program)
-        self.worker = copy.deepcopy(self.model)
-        if program.param_dtype:
-            dtype = getattr(torch, program.param_dtype)
-            for name, parameter in self.worker.named_parameters():
-                if name != OWN:
-                    parameter.data = parameter.data.to(dtype)
-        self.optimizer = _optimizer(list(self.model.parameters()))
-        self.factors: dict[int, float] = {}
-        self.hooked: set[int] = set()
-        self.zeros_for_unused = False
-
-    def change_settings(self, step: int) -> None:
-        for name, value, when, _ in self.program.settings:
-            if when != step:
-                continue
-            if name == "divide_factor":
-                self.factors[value[0]] = value[1]
-            elif name == "all_reduce_hook":
-                self.hooked.add(value)
-            elif name == "unused_params":
-                self.zeros_for_unused = True
-            elif name == "refreeze":
-                for model in (self.model, self.worker):
-                    model.blocks[0].feed.requires_grad_(value)
-
-    def passes(self, step: int) -> list[Tensor]:
-        """Adds the gradients of a step; returns this rank's losses."""
-        program = self.program
-        with torch.no_grad():
-            for mine, theirs in zip(self.worker.parameters(), self.model.parameters(), strict=True):
-                mine.copy_(theirs)
-        losses, per_pass = [], []
-        for number in range(len(program.forwards)):
-            per_rank = []
-            for rank in range(self.size):
-                self.worker.zero_grad()
-                loss = self._loss(step, number, rank)
-                loss.backward()
-                per_rank.append({name: parameter.grad for name, parameter in self.worker.named_parameters()})
-                if rank == self.rank:
-                    losses.append(loss.detach())
-            per_pass.append(per_rank)
-        together = program.accumulation in ("no_sync", "manual_no_sync", "partial", "mixed")
-        for passes in [per_pass] if together else [[each] for each in per_pass]:
-            self._reduce([_sum(list(of_rank), self._sum_dtype()) for of_rank in zip(*passes, strict=True)])
-        if self.zeros_for_unused:
-            self._fill(step)
-        return losses
-
-    def _sum_dtype(self) -> torch.dtype:
-        return getattr(torch, self.program.reduce_dtype or "float32")  # type: ignore[no-any-return]
-
-    def _loss(self, step: int, number: int, rank: int) -> Tensor:
-        total: Any = 0.0
-        for forward in range(self.program.forwards[number]):
-            x, y, use = inputs(self.program, step, number, forward, rank)
-            if self.program.param_dtype:
-                x = x.to(getattr(torch, self.program.param_dtype))
-            output = self.worker(x, use, self.program.model.skipped[step])
-            total = total + F.mse_loss(output.float(), y)
-        return total  # type: ignore[no-any-return]
-
-    def _reduce(self, per_rank: list[Gradients]) -> None:
-        total = _sum(per_rank, torch.float32)
-        for name, parameter in self.model.named_parameters():
-            gradient = total[name]
-            if gradient is not None:
-                unit = self.group_of.get(name, -1)
-                mean = gradient / self.factors.get(unit, self.size) * (2 if unit in self.hooked else 1)
-                parameter.grad = mean if parameter.grad is None else parameter.grad + mean
-
-    def _fill(self, step: int) -> None:
-        """Zeros for trainable parameters without gradient, of the units that took part."""
-        skipped = self.program.model.skipped[step]
-        for name, parameter in self.model.named_parameters():
-            modules = self.modules_of.get(name, ())
-            inactive = bool(modules) and all(module.startswith(f"blocks.{skipped}") for module in modules)
-            if parameter.requires_grad and parameter.grad is None and name != OWN and not inactive:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def optimize(self) -> None:
-        if self.program.clip:
-            nn.utils.clip_grad_norm_([p for n, p in self.model.named_parameters() if n != OWN], MAX_NORM)
-        self.optimizer.step()
-        if self.program.zero in ("zeros", "module_zeros"):
-            self.optimizer.zero_grad(set_to_none=False)
-        elif self.program.zero != "keep":
-            self.optimizer.zero_grad()
-
-    def parameters(self) -> Gradients:
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-
-    def gradients(self) -> Gradients:
-        return {name: parameter.grad for name, parameter in self.model.named_parameters()}
-
-
-def _sum(terms: list[Gradients], dtype: torch.dtype) -> Gradients:
-    total: Gradients = dict.fromkeys(terms[0])
-    for term in terms:
-        for name, gradient in term.items():
-            before = total[name]
-            if gradient is not None:
-                total[name] = gradient.to(dtype) if before is None else before + gradient.to(dtype)
-    return total
-
-
-def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    # Parameters of several meshes do not meet in one foreach call.
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5, foreach=False)
-
-
 # ---- the sharded model ---------------------------------------------------------------------------
 
 
@@ -233,13 +110,13 @@ class _Sharded:
         self.mesh, data_mesh, dims, self.tensor_size = self._meshes()
         self.data_size = dist.get_world_size() // self.tensor_size
         self.data_rank = dist.get_rank() // self.tensor_size
-        self.group_of: dict[str, int] = {}
+        self.unit_of: dict[str, int] = {}
         self.modules_of: dict[str, tuple[str, ...]] = {}
         self.units: list[list[Any]] = []
         self._shard(data_mesh, dims)
         self.handles: dict[str, nn.Parameter] = {}
         self.refresh()
-        self.optimizer = _optimizer(list(self.handles.values()))
+        self.optimizer = make_optimizer(list(self.handles.values()))
         if program.in_backward:
             self._optimize_in_backward()
         self._set_prefetch()
@@ -291,7 +168,7 @@ class _Sharded:
             for name, parameter in self.model.named_parameters():
                 is_inside = any(parameter is each for module in modules for each in module.parameters())
                 if is_inside and parameter not in before and name != OWN:
-                    self.group_of[name] = index
+                    self.unit_of[name] = index
                     self.modules_of[name] = unit.names if unit.names != ("",) else ()
             fully_shard(
                 modules if len(modules) > 1 else modules[0],  # type: ignore[arg-type]

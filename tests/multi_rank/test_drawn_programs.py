@@ -16,7 +16,7 @@ from tests.multi_rank.drawing import MESHES, REFUSALS, draw
 from tests.multi_rank.drawn_training import run
 
 BATCH = 6
-BATCHES = {"1d_2": 4, "1d_4": 2, "hsdp": 2, "tp": 1, "dims": 1}
+BATCHES = {"1d_2": 3, "1d_4": 2, "hsdp": 2, "tp": 2, "dims": 2}
 MANY = int(os.environ.get("FSDP2_DRAWN", "60"))
 FIRST = int(os.environ.get("FSDP2_DRAWN_FROM", "1000"))
 

@@ -1,7 +1,7 @@
 """`torch.distributed.pipelining` over fully sharded stages: 2 pipeline ranks x 2 data-parallel ranks.
 
 Usage:
-    torchrun --nproc-per-node 4 pipelining.py 1F1B [--reshard-after-forward] [--replicate]
+    torchrun --nproc-per-node 4 pipelining.py 1F1B [--reshard-after-forward] [--replicate] [--defer]
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("schedule")
     parser.add_argument("--reshard-after-forward", action="store_true")
+    parser.add_argument("--defer", action="store_true", help="reduce late, and every second call only (torch 2.15)")
     parser.add_argument("--replicate", action="store_true", help="torch's `replicate` in place of `fully_shard`")
     options = parser.parse_args()
     dist.init_process_group("gloo")
@@ -55,8 +56,9 @@ def main() -> None:
     else:
         indices, count = [rank, rank + 2], 4
     stages = make_stages(layers, mesh, indices, count, options)
-    schedule = schedule_class(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_of)
-    train(schedule, stages, reference, mesh)
+    more = {"defer_reduce_grad_wait": True} if options.defer and not single else {}
+    schedule = schedule_class(stages[0] if single else stages, MICROBATCHES, loss_fn=loss_of, **more)
+    train(schedule, stages, reference, mesh, options.defer)
 
 
 def make_stages(
@@ -77,33 +79,52 @@ def make_stages(
     return made
 
 
-def train(schedule: Any, stages: list[PipelineStage], reference: nn.Module, mesh: DeviceMesh) -> None:
+def train(schedule: Any, stages: list[PipelineStage], reference: nn.Module, mesh: DeviceMesh, defer: bool) -> None:
     """Train beside the reference, on plain SGD: a gradient of the wrong scale shows in the next loss."""
     here = nn.ModuleList(stage.submod for stage in stages)
     optimizer = torch.optim.SGD(here.parameters(), lr=RATE)
     expected = torch.optim.SGD(reference.parameters(), lr=RATE)
     report = Report(implementation(here))
-    data_rank = mesh.get_local_rank("dp")
     for step in range(STEPS):
-        inputs, targets = batch(step, size=16)
-        loss = loss_of(reference(inputs), targets)
-        loss.backward()
         losses: list[Tensor] = []
-        first = [inputs.chunk(2)[data_rank]] if any(stage.is_first for stage in stages) else []
-        if any(stage.is_last for stage in stages):
-            schedule.step(*first, target=targets.chunk(2)[data_rank], losses=losses)
-        else:
-            schedule.step(*first)
+        expected_losses: list[float] = []
+        # With --defer, two calls of the schedule for each step of the optimizer.
+        for batch_number, finalizes in [(2 * step, False), (2 * step + 1, True)] if defer else [(step, True)]:
+            inputs, targets = batch(batch_number, size=16)
+            loss = loss_of(reference(inputs), targets)
+            loss.backward()
+            expected_losses.append(loss.item())
+            more = {} if finalizes else {"finalize_gradients": False}
+            run_schedule(schedule, stages, inputs, targets, losses, mesh.get_local_rank("dp"), more)
         squares = torch.tensor([squared_norm(parameter.grad for parameter in here.parameters())])
         dist.all_reduce(squares, group=mesh.get_group("pp"))
         found = torch.stack(losses).mean() if losses else torch.zeros(())
         # Two of the four ranks have the last stage.
-        report.add("loss", 2 * mean_over_ranks(found), loss.item())
+        report.add("loss", 2 * mean_over_ranks(found), sum(expected_losses) / len(expected_losses))
         report.add("gradient norm", squares.item() ** 0.5, gradient_norm(reference))
         for each in (optimizer, expected):
             each.step()
             each.zero_grad()
     finish(report)
+
+
+def run_schedule(
+    schedule: Any,
+    stages: list[PipelineStage],
+    inputs: Tensor,
+    targets: Tensor,
+    losses: list[Tensor],
+    data_rank: int,
+    more: dict[str, Any],
+) -> None:
+    """One call of ``schedule.step``, with what this rank's stages need; adds the losses of the microbatches."""
+    first = [inputs.chunk(2)[data_rank]] if any(stage.is_first for stage in stages) else []
+    if any(stage.is_last for stage in stages):
+        new: list[Tensor] = []
+        schedule.step(*first, target=targets.chunk(2)[data_rank], losses=new, **more)
+        losses += new
+    else:
+        schedule.step(*first, **more)
 
 
 if __name__ == "__main__":
