@@ -32,11 +32,19 @@ def is_alone(group: Group) -> bool:
     return group is None or group.size() == 1
 
 
-def all_gather(members: Sequence[Member], group: Group, works: Works, custom: AllGather | None = None) -> None:
+def all_gather(
+    members: Sequence[Member],
+    group: Group,
+    works: Works,
+    custom: AllGather | None = None,
+    *,
+    custom_async: bool = False,
+) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).
 
     Asynchronous (CPU): one work per member, all in flight together; on gloo that beats its coalesced form, which
-    flattens inside. Otherwise on the current stream, coalesced into one launch if there are several members.
+    flattens inside. Otherwise on the current stream, coalesced into one launch if there are several members. A
+    ``custom`` one is asynchronous only where ``custom_async`` says that the user asked for it.
     """
     if group is None or is_alone(group):
         for output, input in members:
@@ -45,7 +53,7 @@ def all_gather(members: Sequence[Member], group: Group, works: Works, custom: Al
         return
     if custom is not None:
         for output, input in members:
-            _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=works is not None))
+            _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=custom_async))
         return
     with _one_launch(members, group, works):
         for output, input in members:
@@ -62,8 +70,7 @@ def reduce_scatter(
         return
     if custom is not None:
         for output, input in members:
-            work = custom(output_tensor=output, input_tensor=input, group=group, op=op, async_op=works is not None)
-            _add(works, work)
+            _add(works, custom(output_tensor=output, input_tensor=input, group=group, op=op))
         return
     with _one_launch(members, group, works):
         for output, input in members:

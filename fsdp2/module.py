@@ -89,7 +89,7 @@ class FSDPModule:
             if state.unit:
                 root.join()
                 for group in state.unit:
-                    group.unshard()
+                    group.unshard(by_hand=async_op)
             if not async_op:
                 handle.wait()
         except BaseException:

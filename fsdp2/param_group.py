@@ -58,6 +58,7 @@ class FSDPParamGroup:
         self._issuing = False
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
+        self._by_hand = False
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
         self._swaps: tuple[_Swap, ...] = tuple(
@@ -248,16 +249,18 @@ class FSDPParamGroup:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
         self._phase = phase
 
-    def unshard(self, *, for_backward: bool = False) -> None:
+    def unshard(self, *, for_backward: bool = False, by_hand: bool = False) -> None:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
         Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
+        ``by_hand``: the user waits for it, so a custom all-gather may be asynchronous.
 
         Raises:
             FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
 
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
+        self._by_hand = by_hand
         if self._phase is not ParamPhase.SHARDED:
             if for_backward or not self._is_stale():
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
@@ -322,7 +325,10 @@ class FSDPParamGroup:
             members = storage.copy_in(resumes=self._resumes)
             if storage.home.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
-            collectives.all_gather(members, group, self._ticket.works if as_works else None, storage.custom)
+            works = self._ticket.works if as_works else None
+            collectives.all_gather(
+                members, group, works, storage.custom, custom_async=self._by_hand or self.gathers_on_compute
+            )
             self._issuing = False
             if not as_works:
                 self._copy_out()

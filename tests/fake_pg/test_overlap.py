@@ -65,6 +65,7 @@ def test_overlap_is_seen_to_be_lost() -> None:
 UNBOUNDED = {
     "accumulated_without_reshard",
     "block_called_alone",
+    "gathered_by_extensions",
     "gathered_far_ahead",
     "neighbours_fail",
     "neighbours_interrupted",

@@ -204,6 +204,40 @@ def gathered_far_ahead(recorder: Recorder) -> None:
     training.steps()
 
 
+def gathered_by_extensions(recorder: Recorder) -> None:
+    """Some parameters gather themselves: sent in half, and unsharded in memory of their own or where they arrived."""
+    training = train(recorder)
+    for index, block in enumerate(training.model.blocks):
+        _extend(block.down.weight, rows=8, widens=index != 1)
+    training.steps()
+    training.model.set_keep_unsharded_storage(True)
+    training.steps(2)
+
+
+def _extend(parameter: Any, *, rows: int, widens: bool) -> None:
+    """Give the local tensor of ``parameter``, a sharded one of so many ``rows``, the methods of an extension."""
+    local = parameter.to_local().detach()
+    dtype = torch.bfloat16 if widens else torch.float32
+
+    def send(mesh: object) -> tuple[tuple[Tensor, ...], None]:
+        padded = torch.zeros(-(-rows // dist.get_world_size()), *local.shape[1:], dtype=dtype)
+        padded[: local.shape[0]] = local
+        return (padded,), None
+
+    def receive(outputs: Any, metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        (values,) = outputs
+        if out is None:
+            whole = values[:rows].float()
+            return whole, (whole,) if widens else ()
+        if widens:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(values[:rows])
+        return None
+
+    parameter._local_tensor.fsdp_pre_all_gather = send
+    parameter._local_tensor.fsdp_post_all_gather = receive
+
+
 class _Cached:
     """A custom collective whose buffers are used again, one for each size."""
 
@@ -331,8 +365,8 @@ SETTINGS = {
     for function in (
         half, half_reduced_in_full, half_in_part, half_accumulated, settings_in_flight, hooked, hook_fails,
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
-        gathered_far_ahead, custom_collectives, memory_of_the_process_group, post_optim_event, finalized_by_hand,
-        shared_context, shared_context_late, one_group_reduces_twice,
+        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, post_optim_event,
+        finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice,
     )
 } | {
     "half_direct": lambda recorder: half(recorder, Stack(512, 514)),
