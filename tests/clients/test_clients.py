@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,16 @@ class Client:
     ranks: int = 2
     packages: tuple[str, ...] = ()
     tolerance: float = FP32
+    implementation: str = IMPLEMENTATION
 
     def __str__(self) -> str:
         words = [word.lstrip("-") for word in self.arguments if word != "{folder}"]
         return "-".join([self.program, *words, f"{self.ranks}ranks"])
 
 
-def client(
-    program: str, arguments: str = "", *, ranks: int = 2, packages: tuple[str, ...] = (), tolerance: float = FP32
-) -> Client:
+def client(program: str, arguments: str = "", **facts: Any) -> Client:
     """`Client`, with its arguments in one string."""
-    return Client(program, tuple(arguments.split()), ranks, packages, tolerance)
+    return Client(program, tuple(arguments.split()), **facts)
 
 
 def check(client: Client, folder: Path) -> None:
@@ -50,7 +50,7 @@ def check(client: Client, folder: Path) -> None:
     require(*client.packages)
     arguments = [word.format(folder=folder) for word in client.arguments]
     report = run_client(client.program, *arguments, ranks=client.ranks, folder=folder)
-    assert report.implementation == IMPLEMENTATION
+    assert report.implementation == client.implementation
     assert report.found["loss"] and report.found["gradient norm"]
     for name, found in report.found.items():
         tolerance = pytest.approx(report.expected[name], rel=client.tolerance, abs=client.tolerance)
@@ -73,6 +73,7 @@ PIPELINES = [
         "DualPipeV",
     )
 ]
+DEFERRED = [client("pipelining", f"{schedule} --defer", ranks=4) for schedule in ("GPipe", "Interleaved1F1B")]
 
 
 @pytest.mark.parametrize("client", PIPELINES, ids=str)
@@ -82,6 +83,19 @@ def test_pipelining(client: Client, tmp_path: Path) -> None:
     if stages_in_v and torch.__version__ < "2.13":
         pytest.skip("torch 2.11 warms up stages of one rank by sending to itself, which gloo cannot")
     check(client, tmp_path)
+
+
+@pytest.mark.parametrize("client", DEFERRED, ids=str)
+def test_pipelining_that_reduces_late(client: Client, tmp_path: Path) -> None:
+    """`step(finalize_gradients=False)` and ``defer_reduce_grad_wait``. About 9 s each."""
+    if torch.__version__ < "2.15":
+        pytest.skip("pipelining has it from torch 2.15 on")
+    check(client, tmp_path)
+
+
+def test_pipelining_of_replicated_stages(tmp_path: Path) -> None:
+    """torch's `replicate` stays torch's beside the swap, and its gradients are reduced. About 9 s."""
+    check(client("pipelining", "1F1B --replicate", ranks=4, implementation="torch"), tmp_path)
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
@@ -136,6 +150,7 @@ TORCHTITAN = [
         (2, ""),
         (2, "--chunked-loss"),
         (2, "--checkpoint-activations"),
+        (2, "--compile"),
         (2, "--backend full_dtensor"),
         (4, "--replicate 2 --chunked-loss"),
         (4, "--tensor 2"),
