@@ -37,7 +37,6 @@ def all_gather(
     group: Group,
     works: Works,
     custom: AllGather | None = None,
-    *,
     custom_async: bool = False,
 ) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).

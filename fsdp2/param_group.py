@@ -326,9 +326,8 @@ class FSDPParamGroup:
             if storage.home.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._ticket.works if as_works else None
-            collectives.all_gather(
-                members, group, works, storage.custom, custom_async=self._by_hand or self.gathers_on_compute
-            )
+            is_async = self._by_hand or self.gathers_on_compute
+            collectives.all_gather(members, group, works, storage.custom, is_async)
             self._issuing = False
             if not as_works:
                 self._copy_out()
