@@ -129,7 +129,11 @@ class Scaling:
 
 
 def _add(works: Works, work: dist.Work | None) -> None:
-    if works is not None and work is not None:
+    if work is None:
+        return
+    if works is None:
+        work.wait()  # a custom collective was asynchronous all the same: the current stream follows it
+    else:
         works.append(work)
 
 
