@@ -21,7 +21,7 @@ from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
 from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data, owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
-from fsdp2.placement import ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
+from fsdp2.placement import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
 from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -108,8 +108,8 @@ def fully_shard(
             divisor of the ranks sharded over: reshard to that many neighbours after forward, so that the gather in
             backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
             after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
-        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, which must be even unless
-            it is 0, a `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``.
+        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, a `ShardPlacementResult` to
+            shard over another mesh as well, or None for ``Shard(0)``. (A parameter of no dims is always replicated.)
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
@@ -122,9 +122,9 @@ def fully_shard(
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded (the message names the owner), a container without forward, a mesh, a dim name,
-            a placement or an int that does not fit, a parameter of 0 dims.
-        FSDPNotImplementedError: a parameter that this version cannot shard (non-contiguous, an uneven dim behind the
-            first), or an int with tensor parallelism or ``dp_mesh_dims``.
+            a placement or an int that does not fit.
+        FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
+            an int with tensor parallelism or ``dp_mesh_dims``.
         FSDPRuntimeError: no process group.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
@@ -145,11 +145,7 @@ def fully_shard(
     name = type(modules[0]).__name__
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         shardings = [
-            sharding_of(
-                parameter,
-                *requested_placement(shard_placement_fn, parameter, uses[0][2], data_parallel),
-                f"parameter '{uses[0][2]}' of {name}",
-            )
+            _requested_sharding(parameter, uses[0][2], name, shard_placement_fn, data_parallel)
             for parameter, uses in found.items()
         ]
         policies = [policy.for_parameter(parameter, uses[0][2]) for parameter, uses in found.items()]
@@ -221,6 +217,17 @@ def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) ->
         )
         return False, None
     return True, None if reshard_after_forward == size else reshard_after_forward
+
+
+def _requested_sharding(
+    parameter: nn.Parameter, fqn: str, name: str, shard_placement_fn: Any, default: DataParallelMesh
+) -> Sharding:
+    where = f"parameter '{fqn}' of {name}"
+    sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
+    data = local_data(parameter)
+    if is_extended(data):
+        check_extension(data, sharding.cut, sharding.mesh.world_size, where)
+    return sharding
 
 
 def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
@@ -317,18 +324,6 @@ def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> No
             f"{where} is already sharded, as '{owner.path}' in the group of {owner.group_name}. Call fully_shard "
             "bottom-up: on submodules before the module that contains them. (A parameter shared by two groups is not "
             "supported: shard the modules that share it in one call, as a list.)"
-        )
-    data = local_data(parameter)
-    if is_extended(data):
-        check_extension(data, where)
-    if parameter.dim() == 0:
-        raise FSDPValueError(
-            f"{where} has no dim to shard: it is 0-D. Make it 1-D, shape (1,), or pass it in ignored_params."
-        )
-    if not local_data(parameter).is_contiguous():
-        raise FSDPNotImplementedError(
-            f"{where} is not contiguous (shape {tuple(parameter.shape)}, stride {parameter.stride()}); replace it by "
-            "nn.Parameter(parameter.contiguous()) before fully_shard."
         )
 
 

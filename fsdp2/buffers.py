@@ -19,38 +19,34 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.layout import BufferLayout
+from fsdp2.layout import BufferLayout, Cut
 from fsdp2.param import FSDPParam
 
 Member = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of ``shape`` over its own slice of ``flat``'s storage, from element ``offset`` on."""
+def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A dense tensor over its own slice of ``flat``'s storage, from element ``offset`` on."""
     numel = 1
     for size in shape:
         numel *= size
     start, itemsize = offset * flat.element_size(), flat.element_size()
     storage = flat.untyped_storage()[start : start + numel * itemsize]
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return empty.set_(storage, 0, tuple(shape), contiguous_stride(shape))  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, 0, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
 
 
-def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of ``shape`` over ``flat``'s own storage, with a version counter of its own."""
+def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """A dense tensor over ``flat``'s own storage, with a version counter of its own."""
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     storage = flat.untyped_storage()
-    return empty.set_(storage, offset, tuple(shape), contiguous_stride(shape))  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
+
+
+def in_memory_order(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """``tensor``, of the parameter's dims, as they follow each other in memory."""
+    return tensor.permute(cut.order) if cut.order else tensor
 
 
 def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
@@ -97,7 +93,8 @@ class DtypeBuffers:
         # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
         self.shard = home.zeros(layout.shard_numel, params[0].local)
         for param, slot in zip(self.params, layout.slots, strict=True):
-            param.lie_on(storage_slice(self.shard, slot.shard_offset, slot.local_shape(rank)))
+            shape = slot.local_shape(rank)
+            param.lie_on(storage_slice(self.shard, slot.shard_offset, shape, slot.cut.stride(shape)))
         self.unsharded = Resizable(self.shard.new_empty(0))
         self.keeps_memory = False
         self._expected: list[tuple[nn.Parameter, torch.Tensor, int, int]] = []
@@ -108,7 +105,7 @@ class DtypeBuffers:
         start = unsharded.data_ptr()
         self._expected = []
         for param, slot in zip(self.params, self.layout.slots, strict=True):
-            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape)
+            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape, slot.cut.stride(param.shape))
             param.take_unsharded(alias)
             if param.unsharded is not None and alias.numel():
                 local = param.unsharded if param.sharding.unsharded_spec is None else alias

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from fsdp2 import _torch
-from fsdp2.buffers import Resizable, contiguous_stride, on_the_wire, storage_alias
-from fsdp2.common import FSDPRuntimeError, FSDPTypeError
+from fsdp2.buffers import Resizable, on_the_wire, storage_alias
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Member
-from fsdp2.layout import PACKED_ALIGNMENT_BYTES, align, ceil_div
+from fsdp2.layout import PACKED_ALIGNMENT_BYTES, Cut, align, contiguous_stride
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, is_subclass
 
@@ -41,12 +41,21 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST) or is_subclass(tensor)
 
 
-def check_extension(tensor: torch.Tensor, where: str) -> None:
+def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str) -> None:
     """Refuse an extension that cannot work.
 
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
+        FSDPNotImplementedError: the parameter has no dims, is not contiguous, or is cut unevenly behind its first dim.
     """
+    is_uneven = bool(cut.dim) and cut.size % world_size != 0
+    if cut.dim is None or cut.order or is_uneven:
+        what = "has no dims" if cut.dim is None else "is not contiguous"
+        what = f"has {cut.size} entries in dim {cut.dim}, uneven over {world_size} ranks" if is_uneven else what
+        raise FSDPNotImplementedError(
+            f"{where} gathers itself (a tensor subclass, or one with {_PRE}) and {what}, which is not supported; shard "
+            "its dim 0, contiguous, or pass it in ignored_params."
+        )
     if not (hasattr(tensor, _PRE) or hasattr(tensor, _POST)):
         return  # a subclass that says nothing: its values are gathered, as copying it to a plain tensor gives them
     if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
@@ -57,6 +66,12 @@ def check_extension(tensor: torch.Tensor, where: str) -> None:
         raise FSDPTypeError(
             f"{where}: {_PRE}{signature} must take (mesh) or (mesh, outer_size, outer_stride, module, mp_policy)."
         )
+
+
+def _cut_dim(param: FSDPParam) -> int:
+    dim = param.sharding.cut.dim
+    assert dim is not None, "an extension without dims is refused"
+    return dim
 
 
 @dataclass(slots=True)
@@ -110,7 +125,8 @@ class ExtensionGather:
         self._send: torch.Tensor | None = None
         self._pieces: list[tuple[_Extended, int, int, int]] = []
         for each in self._extended:
-            check_extension(each.param.local, f"parameter '{each.param.path}'")
+            where = f"parameter '{each.param.path}'"
+            check_extension(each.param.local, each.param.sharding.cut, mesh.world_size, where)
             release = getattr(each.param.local, _RELEASES, None)
             each.releases = bool(release()) if release is not None else False
 
@@ -165,9 +181,9 @@ class ExtensionGather:
 
     def _plain_values(self, param: FSDPParam) -> torch.Tensor:
         """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
-        dim = param.sharding.dim
+        cut, dim = param.sharding.cut, _cut_dim(param)
         shape = list(param.shape)
-        shape[dim] = ceil_div(shape[dim], self._mesh.world_size)
+        shape[dim] = cut.rows(self._mesh.world_size)
         values = torch.zeros(shape, dtype=param.param_dtype, device=self._mesh.device)
         if param.local.numel():
             values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
@@ -217,7 +233,7 @@ class ExtensionGather:
             if nbytes:
                 alias, world_size = each.aliases[index], self._mesh.world_size
                 assert each.sizes is not None, "inputs were asked for"
-                outer = math.prod(each.sizes[index][: each.param.sharding.dim])
+                outer = math.prod(each.sizes[index][: _cut_dim(each.param)])
                 piece = staged[:, start : start + nbytes].view(alias.dtype)
                 # In dim 0 rank order is the order of the output; else ranks alternate.
                 alias.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
@@ -233,14 +249,14 @@ class ExtensionGather:
                 output = torch.empty(numel, dtype=dtype, device=self._mesh.device)
                 each.outputs.append(Resizable(output))
                 # Through an alias, whose writes do not count as changes of what lies on the output.
-                each.aliases.append(storage_alias(output, 0, (numel,)))
+                each.aliases.append(storage_alias(output, 0, (numel,), (1,)))
         for buffer in (*each.outputs, *each.inner):
             buffer.allocate()
 
     def _make_unsharded(self, each: _Extended) -> None:
         param, local = each.param, each.param.local
         assert each.sizes is not None, "inputs were asked for"
-        dim, world_size = param.sharding.dim, self._mesh.world_size
+        dim, world_size = _cut_dim(param), self._mesh.world_size
         outputs = tuple(
             output.flat.view(*size[:dim], world_size * size[dim], *size[dim + 1 :])
             for output, size in zip(each.outputs, each.sizes, strict=True)

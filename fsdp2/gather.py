@@ -162,15 +162,26 @@ class Gather:
 
     def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
         """From (world_size, ...) rank-major to the slot, where ranks alternate if a dim behind the first is cut."""
-        whole = unsharded.narrow(0, slot.unsharded_offset, self._world_size * slot.shard_numel)
+        cut, rows, world_size = slot.cut, slot.rows, self._world_size
         piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
-        if slot.outer == 1:
-            self._copy_out_sources.append(piece)
-            self._copy_out_destinations.append(whole.view(self._world_size, slot.shard_numel))
+        if cut.dim is None:  # all ranks have sent the same
+            self._add_copy(piece[0], unsharded.narrow(0, slot.unsharded_offset, cut.numel))
+        elif cut.outer == 1:
+            whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
+            self._add_copy(piece, whole.view(world_size, slot.shard_numel))
         else:
-            inner = slot.rows * slot.row_numel
-            self._copy_out_sources.append(piece.unflatten(1, (slot.outer, inner)))
-            self._copy_out_destinations.append(whole.view(slot.outer, self._world_size, inner).transpose(0, 1))
+            outer, row_numel = cut.outer, cut.row_numel
+            full, rest = divmod(cut.size, rows)
+            whole = unsharded.narrow(0, slot.unsharded_offset, cut.numel).view(outer, cut.size * row_numel)
+            evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
+            self._add_copy(piece[:full].unflatten(1, (outer, rows * row_numel)), evenly)
+            if rest:  # of the rank that has fewer
+                last = piece[full, : outer * rest * row_numel].view(outer, rest * row_numel)
+                self._add_copy(last, whole[:, full * rows * row_numel :])
+
+    def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        self._copy_out_sources.append(source)
+        self._copy_out_destinations.append(destination)
 
     @property
     def allocated_bytes(self) -> int:

@@ -28,7 +28,7 @@ from fsdp2.buffers import Home, storage_alias
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.custom_comm import ReduceScatter
 from fsdp2.gather import Member
-from fsdp2.layout import GradientLayout
+from fsdp2.layout import GradientLayout, GradientSlot
 from fsdp2.param import FSDPParam
 
 
@@ -93,6 +93,24 @@ class PackedGradients:
         """Let go of what was sent, once it has been."""
         self.members = []
         self.inputs = []
+
+
+def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce."""
+    cut = slot.cut
+    if cut.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    if rows * world_size == size:
+        return gradient.reshape(outer, world_size, rows * row_numel).transpose(0, 1)
+    full, rest = divmod(size, rows)
+    whole = gradient.reshape(outer, size, row_numel)
+    pieces = gradient.new_zeros(world_size, slot.shard_numel)
+    evenly = whole[:, : full * rows].unflatten(1, (full, rows)).transpose(0, 1)
+    pieces[:full].view(full, outer, rows, row_numel).copy_(evenly)
+    if rest:
+        pieces[full, : outer * rest * row_numel].view(outer, rest, row_numel).copy_(whole[:, full * rows :])
+    return pieces
 
 
 class DtypeGradients:
@@ -207,21 +225,22 @@ class DtypeGradients:
             if hole is None:  # of no elements
                 continue
             if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
+                gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
             if gradient.is_sparse:
                 raise FSDPNotImplementedError(
                     f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use "
                     "sparse=False."
                 )
+            if slot.cut.order:
+                gradient = gradient.permute(slot.cut.order)
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
                 direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
                 continue
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
-            if slot.outer > 1:  # to (world_size, ...), rank-major
-                pieces = gradient.reshape(slot.outer, world_size, slot.rows * slot.row_numel)
-                gradient = pieces.transpose(0, 1)
+            if slot.is_dealt_out:
+                gradient = _dealt_out(gradient, slot, world_size)
             packing[hole] = gradient
         if missing:
             packing[-1] = self._without(packing[-1], missing)
@@ -330,7 +349,8 @@ class DtypeGradients:
 
     def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
         """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
-        local = storage_alias(flat, self.layout.slots[index].offset, self._local_shapes[index])
+        slot, shape = self.layout.slots[index], self._local_shapes[index]
+        local = storage_alias(flat, slot.offset, shape, slot.cut.stride(shape))
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.

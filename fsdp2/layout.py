@@ -45,26 +45,109 @@ def alignment_numel(*, direct: bool, itemsize: int) -> int:
     return max(alignment_bytes // itemsize, 1)
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost; () if it is contiguous, or not dense."""
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return ()
+        step *= shape[dim]
+    dims = [dim for dim in order if shape[dim] != 1]
+    return () if dims == sorted(dims) or step == 0 else order
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
+
+    Attributes:
+        shape: of the parameter.
+        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
+        order: its dims as they follow each other in memory, outermost first; () if contiguous.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    order: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Entries of ``dim``: the rows that are dealt out."""
+        return 1 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def outer(self) -> int:
+        """How many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied."""
+        return math.prod(self._memory_shape[: self.memory_dim])
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row in one of these pieces: the sizes behind ``dim``, multiplied."""
+        return math.prod(self._memory_shape if self.dim is None else self._memory_shape[self.memory_dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def memory_dim(self) -> int:
+        """Where ``dim`` is in memory order."""
+        if self.dim is None:
+            return 0
+        return self.order.index(self.dim) if self.order else self.dim
+
+    @property
+    def _memory_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
+
+    def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The strides of a tensor of ``shape``, dense and in this order."""
+        if not self.order:
+            return contiguous_stride(shape)
+        dense = contiguous_stride([shape[dim] for dim in self.order])
+        return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
+
+    def rows(self, world_size: int) -> int:
+        """Rows that each of ``world_size`` ranks keeps room for."""
+        return 1 if self.dim is None else ceil_div(self.size, world_size)
+
+    def part(self, rows: int, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
+        return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
+
+    def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` keeps."""
+        if self.dim is None:
+            return self.shape
+        start, stop = row_range(self.size, rows, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One parameter's place in the shard buffer and in the unsharded buffer of its group.
 
     Attributes:
-        shape: the unsharded shape.
-        dim: the dim that is cut.
-        outer: product of the sizes before ``dim``.
-        rows: entries of ``dim`` that every rank keeps room for, ceil(shape[dim] / world_size).
-        row_numel: elements of one of them, counted behind ``dim`` only.
+        cut: how it is dealt out.
+        rows: that every rank keeps room for.
         shard_offset: first element in the shard buffer.
         unsharded_offset: first element in the unsharded buffer.
         direct: gathered straight into the unsharded buffer; else through the staging buffer.
     """
 
-    shape: tuple[int, ...]
-    dim: int
-    outer: int
+    cut: Cut
     rows: int
-    row_numel: int
     shard_offset: int
     unsharded_offset: int
     direct: bool
@@ -72,21 +155,18 @@ class Slot:
     @property
     def shard_numel(self) -> int:
         """Elements that every rank keeps room for."""
-        return self.outer * self.rows * self.row_numel
-
-    @property
-    def numel(self) -> int:
-        """Elements of the unsharded parameter."""
-        return math.prod(self.shape)
-
-    def row_range(self, rank: int) -> tuple[int, int]:
-        """The entries [start, stop) of ``dim`` that ``rank`` holds; empty on the last ranks of short ones."""
-        return row_range(self.shape[self.dim], self.rows, rank)
+        return self.cut.outer * self.rows * self.cut.row_numel
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the sharded parameter's local tensor on ``rank``."""
-        start, stop = self.row_range(rank)
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return self.cut.local_shape(self.rows, rank)
+
+
+def unsharded_room(cut: Cut, world_size: int) -> int:
+    """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
+    if cut.dim is None or cut.outer > 1:
+        return cut.numel
+    return world_size * cut.rows(world_size) * cut.row_numel
 
 
 def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
@@ -116,33 +196,30 @@ class BufferLayout:
     @classmethod
     def build(
         cls,
-        shapes: Sequence[tuple[int, ...]],
-        dims: Sequence[int] | None = None,
+        cuts: Sequence[Cut],
         *,
         world_size: int,
         itemsize: int,
         direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
     ) -> BufferLayout:
-        """Lay out parameters of the given unsharded ``shapes`` (each of at least one dim), cut in ``dims`` (0)."""
-        dims = [0] * len(shapes) if dims is None else dims
-        slots: list[Slot | None] = [None] * len(shapes)
+        """Lay out one parameter for each of ``cuts``."""
+        slots: dict[int, Slot] = {}
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
-                outer, row_numel = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-                rows = ceil_div(shape[dim], world_size)
-                numel = world_size * outer * rows * row_numel
-                # Only in dim 0 is rank order the order of the parameter.
-                if (outer == 1 and numel * itemsize >= direct_threshold_bytes) is not wanted:
+            for index, cut in enumerate(cuts):
+                rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
+                # Only where one piece of memory is cut is rank order the order of the parameter.
+                may = cut.dim is not None and cut.outer == 1
+                if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
                 shard_offset, unsharded_offset = align(shard_offset, alignment), align(unsharded_offset, alignment)
-                slots[index] = Slot(shape, dim, outer, rows, row_numel, shard_offset, unsharded_offset, wanted)
-                shard_offset, unsharded_offset = shard_offset + numel // world_size, unsharded_offset + numel
+                slots[index] = Slot(cut, rows, shard_offset, unsharded_offset, wanted)
+                shard_offset += slots[index].shard_numel
+                unsharded_offset += room
             if not wanted:
                 packed_numel = shard_offset
-        placed = tuple(slot for slot in slots if slot is not None)
-        assert len(placed) == len(shapes), "every parameter is either packed or direct"
+        placed = tuple(slots[index] for index in range(len(cuts)))
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset)
 
     def all_packed(self) -> BufferLayout:
@@ -152,19 +229,18 @@ class BufferLayout:
 
     def over(self, world_size: int, itemsize: int) -> BufferLayout:
         """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``."""
-        slots: list[Slot | None] = [None] * len(self.slots)
+        slots: dict[int, Slot] = {}
         offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
             for index, slot in enumerate(self.slots):
                 if slot.direct is wanted:
                     offset = align(offset, alignment)
-                    rows = ceil_div(slot.shape[slot.dim], world_size)
-                    slots[index] = replace(slot, rows=rows, shard_offset=offset)
-                    offset += slot.outer * rows * slot.row_numel
+                    slots[index] = replace(slot, rows=slot.cut.rows(world_size), shard_offset=offset)
+                    offset += slots[index].shard_numel
             if not wanted:
                 packed_numel = offset
-        placed = tuple(slot for slot in slots if slot is not None)
+        placed = tuple(slots[index] for index in range(len(self.slots)))
         return BufferLayout(world_size, placed, packed_numel, offset, self.unsharded_numel)
 
 
@@ -173,34 +249,26 @@ class GradientSlot:
     """One trainable parameter's place in the output of a reduce-scatter.
 
     Attributes:
-        shape: the unsharded shape.
-        dim: the dim that is cut.
-        outer: product of the sizes before ``dim``.
-        rows: entries of ``dim`` that every rank receives, ceil(shape[dim] / world_size).
-        row_numel: elements of one of them, counted behind ``dim`` only.
+        cut: of the parameter.
+        rows: that every rank receives.
+        shard_numel: elements that every rank receives, padding of short ranks included.
         offset: first element in the output.
         direct: its gradient is itself the input of the reduce-scatter; else it is packed.
+        is_dealt_out: what the ranks receive does not follow each other in the gradient, which must be rearranged.
         pad_numel: alignment after a packed slot.
     """
 
-    shape: tuple[int, ...]
-    dim: int
-    outer: int
+    cut: Cut
     rows: int
-    row_numel: int
+    shard_numel: int
     offset: int
     direct: bool
+    is_dealt_out: bool
     pad_numel: int
-
-    @property
-    def shard_numel(self) -> int:
-        """Elements that every rank receives, padding of short ranks included."""
-        return self.outer * self.rows * self.row_numel
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part that ``rank`` receives."""
-        start, stop = row_range(self.shape[self.dim], self.rows, rank)
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return self.cut.local_shape(self.rows, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,37 +292,36 @@ class GradientLayout:
     @classmethod
     def build(
         cls,
-        shapes: Sequence[tuple[int, ...]],
-        dims: Sequence[int],
+        cuts: Sequence[Cut],
         direct: Sequence[bool],
         *,
         world_size: int,
         itemsize: int,
     ) -> GradientLayout:
-        """Lay out gradients of the given unsharded ``shapes``, cut in ``dims``.
+        """Lay out one gradient for each of ``cuts``.
 
         ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
         padding all the same.
         """
         fine, coarse = (alignment_numel(direct=each, itemsize=itemsize) for each in (False, True))
-        alone = [may and shape[0] % world_size == 0 for may, shape in zip(direct, shapes, strict=True)]
+        alone = [may and cut.size % world_size == 0 for may, cut in zip(direct, cuts, strict=True)]
         placed: dict[int, GradientSlot] = {}
         offset = 0
         presence_offset = packed_numel = 0
         for wanted in (False, True):
-            for index, (shape, dim) in enumerate(zip(shapes, dims, strict=True)):
+            for index, cut in enumerate(cuts):
                 if alone[index] is not wanted:
                     continue
-                outer, row_numel = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-                rows = ceil_div(shape[dim], world_size)
-                numel = outer * rows * row_numel
+                rows = cut.rows(world_size)
+                numel = cut.outer * rows * cut.row_numel
                 step = align(numel, coarse if wanted else fine)
+                is_dealt_out = cut.dim is None or cut.memory_dim > 0
                 pad_numel = 0 if wanted else step - numel
-                placed[index] = GradientSlot(shape, dim, outer, rows, row_numel, offset, wanted, pad_numel)
+                placed[index] = GradientSlot(cut, rows, numel, offset, wanted, is_dealt_out, pad_numel)
                 offset += step
             if not wanted:
                 presence_offset = offset
-                packed_numel = offset + len(shapes)
+                packed_numel = offset + len(cuts)
                 offset = align(packed_numel, coarse) if any(alone) else packed_numel
-        ordered = tuple(placed[index] for index in range(len(shapes)))
+        ordered = tuple(placed[index] for index in range(len(cuts)))
         return cls(ordered, presence_offset, packed_numel, offset)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.layout import ceil_div
 from fsdp2.placement import Sharding, local_shard
 from fsdp2.policies import MixedPrecisionPolicy
 
@@ -305,12 +304,11 @@ class FSDPParam:
 
     def shard_of(self, whole: torch.Tensor) -> DTensor:
         """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
-        mesh, dim = self.sharding.mesh, self.sharding.dim
+        mesh, cut = self.sharding.mesh, self.sharding.cut
         if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
-        size = ceil_div(whole.shape[dim], mesh.world_size)
-        local = local_shard(whole, dim, size, mesh.rank).to(self.local.device).clone()
+        local = local_shard(whole, cut.dim, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
         return _torch.make_dtensor(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
@@ -386,15 +384,18 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
     rank cuts its own part.
     """
-    data, mesh = local_data(original), sharding.mesh
-    size = ceil_div(data.shape[sharding.dim], mesh.world_size)
+    data, mesh, cut = local_data(original), sharding.mesh, sharding.cut
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
     placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
     sharded = nn.Parameter(_torch.make_dtensor(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
-        local = _padded_shard(data, sharding.dim, mesh.world_size, mesh.rank)
+        assert cut.dim is not None, "a subclass without dims is refused"
+        local = _padded_shard(data, cut.dim, mesh.world_size, mesh.rank)
     else:
-        local = local_shard(data, sharding.dim, size, mesh.rank).contiguous()
+        local = local_shard(data, cut.dim, cut.rows(mesh.world_size), mesh.rank)
+        stride = cut.stride(local.shape)
+        if local.stride() != stride:
+            local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
     _torch.set_local(sharded, local)
     sharded.__dict__.update(original.__dict__)
     explicit, dtype = _torch.grad_dtype_policy(original)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.layout import Cut, memory_order
 from fsdp2.mesh import DataParallelMesh
 
 
@@ -43,21 +44,23 @@ class Sharding:
 
     Attributes:
         mesh: over which ranks.
-        dim: which dim of the local tensor is cut.
+        cut: which dim of the local tensor is cut, and how it lies in memory.
         spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
         unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
     """
 
     mesh: DataParallelMesh
-    dim: int
+    cut: Cut
     spec: Any
     unsharded_spec: Any
 
 
 def requested_placement(
     shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
-) -> tuple[int, DataParallelMesh]:
+) -> tuple[int | None, DataParallelMesh]:
     """Ask ``shard_placement_fn`` (or nobody) for the dim to cut, not negative, and the mesh.
+
+    None for a parameter of no dims, of which every rank keeps the whole.
 
     Raises:
         FSDPValueError: the answer is none of Shard, ShardPlacementResult and None, or a dim that there is not.
@@ -72,7 +75,7 @@ def requested_placement(
             )
         mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
     if answer is None:
-        return 0, mesh
+        return (0 if parameter.dim() else None), mesh
     if not isinstance(answer, Shard):
         raise FSDPValueError(f"the placement for parameter '{fqn}' must be Shard(i), got {answer!r}.")
     dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
@@ -98,30 +101,26 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
     return mesh
 
 
-def sharding_of(parameter: nn.Parameter, dim: int, mesh: DataParallelMesh, where: str) -> Sharding:
+def sharding_of(parameter: nn.Parameter, dim: int | None, mesh: DataParallelMesh, where: str) -> Sharding:
     """How ``parameter`` is sharded in ``dim`` over ``mesh``. ``where`` names it in errors.
 
     Raises:
         FSDPValueError: the parameter's own mesh or placements do not fit.
-        FSDPNotImplementedError: an uneven size in a dim other than 0.
     """
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
-    if dim > 0 and local.shape[dim] % mesh.world_size:
-        raise FSDPNotImplementedError(
-            f"{where} cannot be sharded in dim {dim}: its size there, {local.shape[dim]}, does not divide by "
-            f"{mesh.world_size} ranks. Shard dim 0, which may be uneven, or pad it."
-        )
+    cut = Cut(tuple(local.shape), dim, memory_order(local.shape, local.stride()))
     if mesh.spmd_mesh is not None:
         spmd_mesh, placements = _spmd_placements(unsharded_spec, dim, mesh, where)
     elif unsharded_spec is None:
-        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, Shard(dim)))
+        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(dim)))
     else:
         spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
-        cut = _strided(dim, unsharded_spec.mesh, unsharded_spec.placements)
-        placements = (*_replicated(mesh), *_cut(mesh, cut), *unsharded_spec.placements)
-    spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, parameter.stride(), parameter.dtype)
-    return Sharding(mesh, dim, spec, unsharded_spec)
+        placement = _strided(dim, unsharded_spec.mesh, unsharded_spec.placements)
+        placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
+    stride = parameter.stride() if unsharded_spec is not None else cut.stride(cut.shape)
+    spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
+    return Sharding(mesh, cut, spec, unsharded_spec)
 
 
 def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
@@ -132,11 +131,17 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
     return () if mesh.group is None else (placement,)
 
 
-def _strided(dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0) -> Placement:
+def _placement(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)
+
+
+def _strided(dim: int | None, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0) -> Placement:
     """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
 
     They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
     """
+    if dim is None:
+        return Replicate()
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
@@ -159,7 +164,7 @@ def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: 
 
 
 def _spmd_placements(
-    unsharded_spec: Any, dim: int, mesh: DataParallelMesh, where: str
+    unsharded_spec: Any, dim: int | None, mesh: DataParallelMesh, where: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
     spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
@@ -207,8 +212,13 @@ def _with_flattened_shards(
     return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
 
 
-def local_shard(whole: torch.Tensor, dim: int, size: int, rank: int) -> torch.Tensor:
-    """The part of ``whole`` that ``rank`` holds if each holds ``size`` entries of ``dim`` (the last ones fewer)."""
+def local_shard(whole: torch.Tensor, dim: int | None, size: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if each holds ``size`` entries of ``dim`` (the last ones fewer).
+
+    All of it if ``dim`` is None.
+    """
+    if dim is None:
+        return whole
     start = min(size * rank, whole.shape[dim])
     return whole.narrow(dim, start, min(size, whole.shape[dim] - start))
 

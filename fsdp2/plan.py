@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp2.layout import BufferLayout, GradientLayout
+from fsdp2.layout import BufferLayout, GradientLayout, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,14 @@ class BuffersPlan:
     param_dtype: torch.dtype
     params: tuple[ParamPlan, ...]
     values: BufferLayout
+
+
+def _part(slot: Slot) -> str:
+    cut = slot.cut
+    memory = f" (in memory {list(cut.order)})" if cut.order else ""
+    if cut.dim is None:
+        return f"the whole{memory}"
+    return f"{slot.rows} rows{f' of dim {cut.dim}' if cut.dim else ''}{memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,7 @@ class GroupPlan:
             for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
                 way = "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"
-                cut = "" if slot.dim == 0 else f" of dim {slot.dim}"
-                lines.append(f"    {param.fqn} {list(param.shape)}: {slot.rows} rows{cut} per rank, {way}{training}")
+                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)} per rank, {way}{training}")
         for param in self.extended:
             lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
         for gradients in self.gradients:

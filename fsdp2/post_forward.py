@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp2 import _torch
-from fsdp2.buffers import DtypeBuffers, Resizable, storage_alias
+from fsdp2.buffers import DtypeBuffers, Resizable, in_memory_order, storage_alias
 from fsdp2.gather import Gather, Source
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, succeed
@@ -43,21 +43,23 @@ class PostForward:
             layout = each.layout.over(self.mesh.world_size, each.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
-                local = storage_alias(part.flat, slot.shard_offset, slot.local_shape(self.mesh.rank))
-                whole = each.unsharded.flat.narrow(0, slot.unsharded_offset, slot.numel).view(slot.shape)
-                self._copies.append((local, local_shard(whole, slot.dim, slot.rows, self.mesh.rank)))
+                cut, shape = slot.cut, slot.local_shape(self.mesh.rank)
+                local = storage_alias(part.flat, slot.shard_offset, shape, cut.stride(shape))
+                whole = storage_alias(each.unsharded.flat, slot.unsharded_offset, cut.shape, cut.stride(cut.shape))
+                if cut.dim is not None:
+                    whole = local_shard(whole, cut.dim, slot.rows, self.mesh.rank)
+                self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
-                param.post_forward = self._parameter(local, param.sharded, slot.dim)
+                param.post_forward = self._parameter(local, param.sharded, cut.dim)
             sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
         self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, None)
         self.gather.free()
         self.free()
 
-    def _parameter(self, local: torch.Tensor, sharded: nn.Parameter, dim: int) -> nn.Parameter:
-        spec = _torch.make_spec(
-            self.mesh.device_mesh, (Replicate(), Shard(dim)), sharded.shape, sharded.stride(), local.dtype
-        )
+    def _parameter(self, local: torch.Tensor, sharded: nn.Parameter, dim: int | None) -> nn.Parameter:
+        placements = (Replicate(), Replicate() if dim is None else Shard(dim))
+        spec = _torch.make_spec(self.mesh.device_mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
         succeed(parameter, sharded)

@@ -127,12 +127,12 @@ class GradientReducer:
         mesh = self._mesh
         may_travel_alone = self.custom is None and self._scaling(dtype).before == 1.0
         layout = GradientLayout.build(
-            [param.shape for param in params],
-            [param.sharding.dim for param in params],
+            [param.sharding.cut for param in params],
             [
                 may_travel_alone
                 and param.param_dtype == dtype
-                and param.sharding.dim == 0
+                and param.sharding.cut.dim is not None
+                and param.sharding.cut.outer == 1
                 and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
                 for param in params
             ],

@@ -61,8 +61,7 @@ class GroupStorage:
             DtypeBuffers(
                 params,
                 BufferLayout.build(
-                    [param.shape for param in params],
-                    [param.sharding.dim for param in params],
+                    [param.sharding.cut for param in params],
                     world_size=self._mesh.world_size,
                     itemsize=min(dtype.itemsize for dtype in dtypes),
                 ),

@@ -5,7 +5,6 @@ No process group: all ranks live in this process, one `Gather` each.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -15,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.buffers import Resizable
+from fsdp2.buffers import Resizable, in_memory_order
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
-from fsdp2.layout import BufferLayout
+from fsdp2.layout import BufferLayout, Cut
 from fsdp2.placement import local_shard
 
 CPU = torch.device("cpu")
@@ -52,9 +51,14 @@ def exchange(gathers: Sequence[Gather]) -> None:
             output.copy_(everything)
 
 
+def cuts_of(whole: Sequence[Sequence[Tensor]]) -> list[list[Cut]]:
+    """In dim 0, contiguous."""
+    return [[Cut(tuple(param.shape)) for param in params] for params in whole]
+
+
 def sources_of(
     whole: Sequence[Sequence[Tensor]],
-    dims: Sequence[Sequence[int]],
+    cuts: Sequence[Sequence[Cut]],
     dtypes: Sequence[Dtypes],
     *,
     world_size: int,
@@ -64,18 +68,18 @@ def sources_of(
     ranks = []
     for rank in range(world_size):
         sources = []
-        for params, cuts, (dtype, unsharded_dtype) in zip(whole, dims, dtypes, strict=True):
+        for params, of_params, (dtype, unsharded_dtype) in zip(whole, cuts, dtypes, strict=True):
             layout = BufferLayout.build(
-                [tuple(param.shape) for param in params],
-                cuts,
+                of_params,
                 world_size=world_size,
                 itemsize=min(dtype.itemsize, unsharded_dtype.itemsize),
                 direct_threshold_bytes=threshold,
             )
             shard = torch.zeros(layout.shard_numel, dtype=dtype)
             for param, slot in zip(params, layout.slots, strict=True):
-                local = local_shard(param, slot.dim, slot.rows, rank)
-                shard[slot.shard_offset : slot.shard_offset + local.numel()] = local.flatten()
+                local = local_shard(param, slot.cut.dim, slot.rows, rank)
+                flat = in_memory_order(local, slot.cut).flatten()
+                shard[slot.shard_offset : slot.shard_offset + local.numel()] = flat
             unsharded = Resizable(torch.empty(layout.unsharded_numel, dtype=unsharded_dtype))
             sources.append(Source(SimpleNamespace(unsharded=unsharded), shard, layout))  # type: ignore[arg-type]
         ranks.append(sources)
@@ -85,7 +89,7 @@ def sources_of(
 def assert_gathered(sources: Sequence[Source], whole: Sequence[Sequence[Tensor]]) -> None:
     for source, params in zip(sources, whole, strict=True):
         for param, slot in zip(params, source.layout.slots, strict=True):
-            found = source.unsharded[slot.unsharded_offset :][: math.prod(slot.shape)].view(slot.shape)
+            found = source.unsharded[slot.unsharded_offset :].as_strided(param.shape, slot.cut.stride(param.shape))
             assert torch.equal(found, param.to(found.dtype))
 
 
@@ -105,17 +109,17 @@ DTYPES: dict[str, list[Dtypes]] = {
 def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom: bool) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
-    whole, dims = [], []
+    whole, cuts = [], []
     for dtype, _ in dtypes:
-        cuts = [generator.choice([0, 0, 1, 2]) for _ in range(generator.randint(1, 5))]
-        sizes = [[generator.choice([0, 1, 3, 8, 21]) for _ in range(3)] for _ in cuts]
-        for shape, dim in zip(sizes, cuts, strict=True):
-            if dim > 0:
-                shape[dim] = world_size * generator.choice([0, 1, 3])
-        whole.append([torch.randint(-99, 99, shape).to(dtype) for shape in sizes])
-        dims.append(cuts)
+        of_dtype = []
+        for _ in range(generator.randint(1, 5)):
+            shape = tuple(generator.choice([0, 1, 3, 8, 21]) for _ in range(3))
+            order = tuple(generator.sample(range(3), 3)) if generator.random() < 0.3 else ()
+            of_dtype.append(Cut(shape, generator.choice([0, 0, 1, 2, None]), order))
+        whole.append([torch.randint(-99, 99, cut.shape).to(dtype) for cut in of_dtype])
+        cuts.append(of_dtype)
     threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])
-    ranks = sources_of(whole, dims, dtypes, world_size=world_size, threshold=threshold)
+    ranks = sources_of(whole, cuts, dtypes, world_size=world_size, threshold=threshold)
     comms = [FreshMemory() if custom else None for _ in range(world_size)]
     gathers = [Gather(sources, world_size, rank, CPU, comms[rank]) for rank, sources in enumerate(ranks)]
     for gather, sources in zip(gathers, ranks, strict=True):
@@ -139,7 +143,7 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
 
 def test_while_it_is_in_flight_a_packed_gather_holds_its_staging_buffer_only() -> None:
     whole = [[torch.randn(8, 3), torch.randn(5)]]
-    (first, *_) = sources_of(whole, [[0, 0]], [(FULL, FULL)], world_size=2, threshold=float("inf"))
+    (first, *_) = sources_of(whole, cuts_of(whole), [(FULL, FULL)], world_size=2, threshold=float("inf"))
     gather = Gather(first, 2, 0, CPU, None)
     gather.free()
     unsharded = first[0].buffers.unsharded
@@ -156,7 +160,7 @@ def test_one_dtype_is_sent_as_it_is_and_several_as_bytes() -> None:
 
     def members(*dtypes: Dtypes) -> list[torch.dtype]:
         whole = [[torch.ones(4, dtype=dtype)] for dtype, _ in dtypes]
-        sources = sources_of(whole, [[0]] * len(dtypes), dtypes, world_size=2, threshold=float("inf"))
+        sources = sources_of(whole, cuts_of(whole), dtypes, world_size=2, threshold=float("inf"))
         return [input.dtype for _, input in Gather(sources[0], 2, 0, CPU, None).members]
 
     assert members((FULL, FULL)) == [FULL]
@@ -168,7 +172,7 @@ def test_one_dtype_is_sent_as_it_is_and_several_as_bytes() -> None:
 def test_what_needs_no_copy_is_not_copied() -> None:
     whole = [[torch.randn(8, 4), torch.randn(3)]]
     for threshold, copies_out in ((0, False), (float("inf"), True)):
-        (first, *_) = sources_of(whole, [[0, 0]], [(FULL, FULL)], world_size=2, threshold=threshold)
+        (first, *_) = sources_of(whole, cuts_of(whole), [(FULL, FULL)], world_size=2, threshold=threshold)
         gather = Gather(first, 2, 0, CPU, None)
         assert all(input.untyped_storage().data_ptr() == first[0].shard.data_ptr() for _, input in gather.members)
         assert (gather.allocated_bytes > 0) == copies_out

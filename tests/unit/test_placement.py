@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import FSDPNotImplementedError, FSDPValueError
+from fsdp2 import FSDPValueError
 from fsdp2.mesh import DataParallelMesh, mesh_info
 from fsdp2.placement import requested_placement, sharding_of
 from fsdp2.policies import DataParallelMeshDims
@@ -97,7 +96,7 @@ def module_of(case: Case, mesh: DeviceMesh) -> nn.Module:
         if case.shard >= len(shape) or (case.cut or 0) >= len(shape):
             continue
         if any(shape[dim] % 8 for dim in (case.cut or 0, case.shard % len(shape)) if dim):
-            continue  # only dim 0 may be uneven
+            continue  # torch wants dims behind the first to be even
         whole: Tensor = torch.randn(shape, generator=generator)
         placements: list[Placement] = [Replicate()] * mesh.ndim
         if case.cut is not None:
@@ -164,19 +163,23 @@ def parameter_on(mesh: DeviceMesh, *placements: Placement, shape: tuple[int, ...
     return nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None))
 
 
-def test_only_dim_0_may_be_uneven() -> None:
+def test_a_parameter_of_no_dims_is_replicated() -> None:
+    with world(replicate=2, shard=2, tp=2) as mesh:
+        parameter = nn.Parameter(torch.tensor(1.0))
+        dim, found = requested_placement(None, parameter, "x", data_parallel(mesh["replicate", "shard"]))
+        assert dim is None
+        assert sharding_of(parameter, dim, found, "'x'").spec.placements == (Replicate(), Replicate())
+        both = sharding_of(parameter_on(mesh["tp"], Replicate(), shape=()), dim, found, "'x'")
+        assert both.spec.placements == (Replicate(), Replicate(), Replicate())
+        with pytest.raises(FSDPValueError, match="'x' has 0 dims"):
+            requested_placement(lambda _: Shard(0), parameter, "x", found)
+
+
+def test_strides_are_those_of_the_parameter_if_it_is_dense() -> None:
     with world(shard=4) as mesh:
-        dim = partial(sharding_of, nn.Parameter(torch.zeros(3, 8, 6)), mesh=data_parallel(mesh), where="'x'")
-        assert dim(0).spec.placements == (Shard(0),) and dim(1).spec.placements == (Shard(1),)
-        with pytest.raises(FSDPNotImplementedError, match=r"'x'.*dim 2.* 6, does not divide by 4 ranks.*dim 0"):
-            dim(2)
-
-
-def test_evenness_is_that_of_the_part_under_tensor_parallelism() -> None:
-    with world(dp=2, tp=4) as mesh:
-        parameter = parameter_on(mesh["tp"], Shard(1), shape=(4, 12))
-        with pytest.raises(FSDPNotImplementedError, match=r"its size there, 3, does not divide by 2"):
-            sharding_of(parameter, 1, data_parallel(mesh["dp"]), "'x'")
+        for tensor, stride in ((torch.zeros(3, 8).t(), (1, 8)), (torch.zeros(8, 6)[:, :3], (3, 1))):
+            sharding = sharding_of(nn.Parameter(tensor), 1, data_parallel(mesh), "'x'")
+            assert sharding.spec.tensor_meta.stride == stride
 
 
 def test_meshes_must_be_slices_of_one() -> None:

@@ -1,0 +1,363 @@
+"""Parameters that torch's `fully_shard` refuses: of no dims, not contiguous, uneven in a dim behind the first, packed.
+
+One model has them all, trained beside the plain one with everything that changes how parameters travel.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, MixedPrecisionPolicy, fully_shard
+from tests.harness import Accumulation, Reference, adamw, multi_rank
+from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
+from tests.harness.models import Batch, ModelCase
+from tests.harness.training import assert_trains_like
+
+BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
+
+
+class Part(nn.Module):
+    """Every kind of odd parameter, used by its forward; ``stride_seen`` are the strides that it saw."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        conv = nn.Conv2d(channels, 6, 3, padding=1).to(memory_format=torch.channels_last)
+        self.conv = conv
+        self.gain = nn.Parameter(torch.tensor(0.7))  # no dims
+        self.mix = nn.Parameter(torch.randn(6, 5).t())  # transposed: dims the other way round in memory
+        self.stack = nn.Parameter(torch.randn(2, 6, 3).permute(1, 2, 0))  # uneven and permuted
+        self.offset = nn.Parameter(torch.zeros(12)[::2])  # with gaps between its elements
+        self.steps = nn.Parameter(torch.tensor(3), requires_grad=False)  # no dims, integer
+        self.table = nn.Parameter(torch.arange(15, dtype=torch.int64).view(5, 3).t(), requires_grad=False)
+        self.packed = nn.Parameter(torch.arange(-7, 7, dtype=torch.int8).view(7, 2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x)) * self.gain  # (B, 6, H, W)
+        pooled = x.mean(dim=(2, 3)) @ self.mix.t() @ self.mix  # (B, 6)
+        pooled = pooled + self.stack.sum(dim=(1, 2)) + self.offset
+        weights = (self.table.sum() + self.packed.sum() + self.steps).to(pooled.dtype)
+        return x + (pooled / weights)[:, :, None, None]
+
+
+class Odd(nn.Module):
+    """Two such parts, the second with a head that the root owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(3), Part(6)])
+        self.head = nn.Linear(6, 5)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return self.head(x.mean(dim=(2, 3))) * self.temperature
+
+
+def images(generator: torch.Generator) -> Batch:
+    return Batch(torch.randn(3, 3, 4, 4, generator=generator), torch.randn(3, 5, generator=generator))
+
+
+ODD = ModelCase("odd", Odd, images, ("parts.0", "parts.1"), F.mse_loss)
+
+
+def last_dim(parameter: nn.Parameter) -> Shard | None:
+    return Shard(parameter.dim() - 1) if parameter.dim() else None
+
+
+def middle_dim(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.dim() > 1 else None
+
+
+PLACEMENTS: dict[str, Callable[[nn.Parameter], Any] | None] = {"first": None, "last": last_dim, "middle": middle_dim}
+
+
+def sharded(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    model = ODD.build() if model is None else model
+    for unit in ODD.units(model):
+        fully_shard(unit, **options)
+    return model
+
+
+def train(model: nn.Module, *, tolerance: Tolerance | None = None, **reference_options: Any) -> None:
+    world_size = dist.get_world_size()
+    reference = Reference(ODD, world_size=world_size, **reference_options)
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_they_train_like_the_reference(placement: str, reshard_after_forward: bool | None, world_size: int) -> None:
+    options = {"shard_placement_fn": PLACEMENTS[placement], "reshard_after_forward": reshard_after_forward}
+    train(sharded(**options))
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_resharded_to_fewer_ranks_after_forward(placement: str) -> None:
+    train(sharded(shard_placement_fn=PLACEMENTS[placement], reshard_after_forward=2))
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_with_replicas(placement: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh, shard_placement_fn=PLACEMENTS[placement])
+    assert model.temperature.placements == (Replicate(), Replicate())
+    train(model)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_offloaded(placement: str, world_size: int) -> None:
+    train(sharded(shard_placement_fn=PLACEMENTS[placement], offload_policy=CPUOffloadPolicy()))
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_in_mixed_precision(placement: str, world_size: int) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded(shard_placement_fn=PLACEMENTS[placement], mp_policy=policy)
+    assert model.parts[0].packed.dtype == torch.int8
+    world_size = dist.get_world_size()
+    plain = ODD.build()
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+    for step in range(2):
+        losses = [ODD.loss(each, ODD.batch(0, step, dist.get_rank())) for each in (model, plain)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=0.05, atol=0.05)
+        losses[0].backward()
+        whole = [ODD.loss(plain, ODD.batch(0, step, rank)) for rank in range(world_size)]
+        plain.zero_grad()
+        (torch.stack(whole).sum() / world_size).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                found = gradients[name].full_tensor()
+                scale = parameter.grad.abs().max().item()
+                torch.testing.assert_close(found, parameter.grad, rtol=0.1, atol=0.05 * scale + 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in full_parameters(model).items():
+                plain.get_parameter(name).copy_(parameter)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("accumulation", list(Accumulation))
+def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
+    model: Any = sharded(shard_placement_fn=last_dim)
+    reference = Reference(ODD, world_size=world_size, microbatches=3, accumulation=accumulation)
+    optimizer = adamw([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+    def before(micro: int) -> None:
+        if accumulation is Accumulation.REDUCE_LAST:
+            model.set_requires_gradient_sync(micro == 2)
+
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance_for(world_size), before_forward=before)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed(use_reentrant: bool) -> None:
+    model = ODD.build()
+    for part in model.parts:
+        inner = part.forward
+
+        def recomputed(x: Tensor, inner: Any = inner) -> Tensor:
+            return checkpoint(inner, x.requires_grad_(), use_reentrant=use_reentrant)
+
+        part.forward = recomputed
+    train(sharded(model, shard_placement_fn=middle_dim), tolerance=SUM_ORDER)
+
+
+class _Memory:
+    """A custom collective: torch.distributed's, on memory of its own."""
+
+    def __init__(self, collective: Callable[..., Any]) -> None:
+        self._collective = collective
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **kwargs: Any) -> Any:
+        return self._collective(output_tensor, input_tensor, **kwargs)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_through_custom_collectives(placement: str) -> None:
+    model: Any = sharded(shard_placement_fn=PLACEMENTS[placement])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    for part in model.parts:
+        part.set_custom_all_gather(_Memory(gather))
+        part.set_custom_reduce_scatter(_Memory(reduce))
+    train(model)
+
+
+# ---- what they look like -------------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_strides_are_kept(placement: str, world_size: int) -> None:
+    """In the sharded parameter, its gradient and the unsharded one, where the original was dense."""
+    plain = ODD.build()
+    model: Any = sharded(shard_placement_fn=PLACEMENTS[placement], reshard_after_forward=False)
+    kept = ("conv.weight", "mix", "stack", "table")
+    for name in kept:
+        parameter = model.parts[0].get_parameter(name)
+        original = plain.parts[0].get_parameter(name)
+        assert isinstance(parameter, DTensor) and parameter.stride() == original.stride()
+        local = parameter.to_local()
+        dims = [dim for dim in range(local.dim()) if local.shape[dim] > 1]
+        assert sorted(dims, key=local.stride, reverse=True) == sorted(dims, key=original.stride, reverse=True)
+    loss = ODD.loss(model, ODD.batch(0, 0, dist.get_rank()))
+    for name in kept:
+        assert model.parts[0].get_parameter(name).stride() == plain.parts[0].get_parameter(name).stride()
+    assert model.parts[0].conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.parts[0].offset.is_contiguous()
+    loss.backward()
+    model.reshard()
+    for name in kept[:3]:
+        parameter = model.parts[0].get_parameter(name)
+        assert parameter.grad.to_local().stride() == parameter.to_local().stride()
+        assert parameter.grad.placements == parameter.placements
+
+
+@multi_rank(2, 4)
+def test_a_parameter_of_no_dims_is_replicated(world_size: int) -> None:
+    model = sharded()
+    for parameter in (model.temperature, model.parts[0].gain, model.parts[1].steps):
+        assert parameter.placements == (Replicate(),) and parameter.to_local().shape == ()
+    assert model.parts[0].steps.to_local().item() == 3
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_frozen_bytes_are_exact(placement: str, world_size: int) -> None:
+    """Bit patterns that arithmetic would change: not-a-numbers of bf16, negative zeros, every byte."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            bits = torch.arange(-(2**15), 2**15, 13, dtype=torch.int32).to(torch.int16)
+            for name, values in {
+                "bytes": torch.arange(255, dtype=torch.uint8).view(17, 15),
+                "bf16": bits[:5040].view(torch.bfloat16).view(90, 56).t(),
+                "fp16": bits[:35].view(torch.float16).view(5, 7),
+                "flag": torch.tensor([[True, False, True]]),
+                "fp8": torch.arange(33, dtype=torch.uint8).view(11, 3).view(torch.float8_e4m3fn),
+            }.items():
+                self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+        def forward(self) -> Tensor:
+            self.seen = {name: _bits(getattr(self, name)).clone() for name in expected}
+            return self.scale * 2
+
+    expected: dict[str, Tensor] = {}
+    model = Quantized()
+    expected = {name: _bits(p) for name, p in model.named_parameters() if name != "scale"}
+    fully_shard(model, shard_placement_fn=PLACEMENTS[placement], mp_policy=MixedPrecisionPolicy(None, torch.float32))
+    model().backward()
+    assert_same("bytes", model.seen, expected)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+# ---- state ---------------------------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_state_dicts_go_out_and_come_back(placement: str, world_size: int, tmp_path: Path) -> None:
+    options = {"shard_placement_fn": PLACEMENTS[placement]}
+    model = sharded(**options)
+    ODD.loss(model, ODD.batch(0, 0, dist.get_rank())).backward()
+    expected = {name: parameter.detach() for name, parameter in ODD.build().named_parameters()}
+    assert_same("full parameters", full_parameters(model), expected)
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    others = {"loaded": sharded(ODD.build(seed=1), **options), "assigned": sharded(ODD.build(seed=1), **options)}
+    others["loaded"].load_state_dict(model.state_dict())
+    others["assigned"].load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    others["restored"] = sharded(ODD.build(seed=1), shard_placement_fn=middle_dim)
+    state = {"model": others["restored"].state_dict()}
+    dcp.load(state, checkpoint_id=folder[0])
+    others["restored"].load_state_dict(state["model"])
+    for what, other in others.items():
+        assert_same(what, full_parameters(other), expected)
+        train(other)
+
+
+@multi_rank(2)
+def test_on_meta_then_loaded(world_size: int) -> None:
+    with torch.device("meta"):
+        model = Odd()
+    sharded(model, shard_placement_fn=last_dim)
+    model.to_empty(device="cpu")
+    plain = ODD.build().state_dict()
+    state = {
+        name: distribute_tensor(plain[name], value.device_mesh, value.placements)
+        for name, value in model.state_dict().items()
+    }
+    model.load_state_dict(state)
+    assert model.parts[0].mix.stride() == ODD.build().parts[0].mix.stride()
+    train(model)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+class _Sends:
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return outputs[0], ()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.tensor(1.0), "has no dims"),
+        (torch.randn(4, 6).t(), "is not contiguous"),
+        (torch.randn(4, 3), "has 3 entries in dim 1, uneven over 2 ranks"),
+    ],
+    ids=["no dims", "transposed", "uneven"],
+)
+def test_a_parameter_that_gathers_itself_is_none_of_these(data: Tensor, message: str) -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(_WithExtension(data))
+    with pytest.raises(FSDPNotImplementedError, match=f"'weight' of Module.*{message}.*shard its dim 0"):
+        fully_shard(module, shard_placement_fn=last_dim)
+
+
+class _WithExtension(torch.Tensor):
+    fsdp_pre_all_gather = _Sends.fsdp_pre_all_gather
+    fsdp_post_all_gather = _Sends.fsdp_post_all_gather
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Tensor:
+        return torch.Tensor._make_subclass(cls, data)
