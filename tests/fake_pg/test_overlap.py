@@ -75,6 +75,8 @@ UNBOUNDED = {
     "storage_kept_by_neighbours",
     "two_roots",
     "unsharded_by_hand",
+    "custom_collectives",  # by hand too, as is the next
+    "memory_of_the_process_group",
 }
 """In these, the user, the policy or the structure of the model keeps more groups unsharded."""
 
