@@ -16,6 +16,7 @@ from fsdp2 import _torch
 from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
+from fsdp2.hooks import refuse_unknown_arguments
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.module import FSDPModule, mix_in
 from fsdp2.optimizer_guard import GUARD
@@ -27,7 +28,8 @@ from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    mixed_precision,
+    PolicyFunction,
+    module_policy,
     offload,
 )
 from fsdp2.post_forward import PostForward
@@ -47,7 +49,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -59,7 +61,7 @@ def fully_shard(
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -70,7 +72,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = _MIXED_PRECISION,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = _MIXED_PRECISION,
     offload_policy: OffloadPolicy = _OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -110,7 +112,9 @@ def fully_shard(
             after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
         shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, a `ShardPlacementResult` to
             shard over another mesh as well, or None for ``Shard(0)``. (A parameter of no dims is always replicated.)
-        mp_policy: see `MixedPrecisionPolicy`.
+        mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is
+            called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
+            What its answers say about inputs, outputs and buffers must not contradict each other.
         offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
@@ -122,7 +126,7 @@ def fully_shard(
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded (the message names the owner), a container without forward, a mesh, a dim name,
-            a placement or an int that does not fit.
+            a placement, an int or the name of an input that does not fit, policies that contradict each other.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int with tensor parallelism or ``dp_mesh_dims``.
         FSDPRuntimeError: no process group.
@@ -130,7 +134,7 @@ def fully_shard(
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
     """
     modules = _validated_modules(module)
-    policy, offloading = mixed_precision(mp_policy), offload(offload_policy)
+    offloading = offload(offload_policy)
     check_policy_callable(shard_placement_fn)
     info = mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     data_parallel = DataParallelMesh.from_info(info)
@@ -143,19 +147,20 @@ def fully_shard(
     pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
     home = Home(data_parallel.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
     name = type(modules[0]).__name__
+    policy = module_policy(mp_policy, [(uses[0][2], parameter) for parameter, uses in found.items()], name)
+    refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         shardings = [
             _requested_sharding(parameter, uses[0][2], name, shard_placement_fn, data_parallel)
             for parameter, uses in found.items()
         ]
-        policies = [policy.for_parameter(parameter, uses[0][2]) for parameter, uses in found.items()]
         if neighbours is not None:
             for sharding, uses in zip(shardings, found.values(), strict=True):
                 _check_neighbours(sharding, neighbours, uses[0][2], name)
-        _move_to_device(managed, found, data_parallel.device)
+        _move_to_device(managed, found, data_parallel.device, policy.buffer_dtype)
         freshness = Freshness()
         by_mesh: dict[Any, list[FSDPParam]] = {}
-        for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
+        for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=True):
             param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
             by_mesh.setdefault(sharding.mesh.key, []).append(param)
         unit: Unit = tuple(
@@ -331,8 +336,9 @@ def _move_to_device(
     managed: Sequence[nn.Module],
     found: Iterable[nn.Parameter],
     device: torch.device,
+    buffer_dtype: torch.dtype | None,
 ) -> None:
-    """Move what is not on meta to ``device``. Parameters keep their identity."""
+    """Move what is not on meta to ``device``, buffers in ``buffer_dtype``. Parameters keep their identity."""
     for parameter in found:
         if parameter.device == device or parameter.is_meta:
             continue
@@ -348,8 +354,11 @@ def _move_to_device(
             parameter.data = parameter.data.to(device)
     for module in managed:
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                module._buffers[name] = buffer.to(device)
+            if buffer is None:
+                continue
+            where = buffer.device if buffer.is_meta else device
+            dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
+            module._buffers[name] = buffer.to(where, dtype)
 
 
 def _handle_state_dicts(managed: Sequence[nn.Module], state: FSDPState) -> None:

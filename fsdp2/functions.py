@@ -47,7 +47,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def wrapped(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         state = self._get_fsdp_state()
         try:
-            inputs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
+            inputs = state.pre_forward(self, args, kwargs, method)  # type: ignore[arg-type]
             args, kwargs = inputs or (args, kwargs)
             output = method(*args, **kwargs)
             cast = state.post_forward(self, args, output)  # type: ignore[arg-type]

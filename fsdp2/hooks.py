@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.common import FSDPValueError
+from fsdp2.policies import InputCast
 
 
 class ForwardCall:
@@ -151,6 +156,55 @@ def cast_floating_point(dtype: torch.dtype, tree: Any) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
     return map_tensors(cast, tree)
+
+
+def cast_inputs(
+    cast: InputCast, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast."""
+    if cast.names is None:
+        return cast_floating_point(cast.dtype, (args, kwargs))  # type: ignore[no-any-return]
+    positional, rest = _argument_names(getattr(function, "__func__", function), inspect.ismethod(function))
+    names = [*positional, *[rest] * max(0, len(args) - len(positional))]
+    new_args = tuple(
+        cast_floating_point(cast.dtype, value) if name in cast.names else value
+        for name, value in zip(names, args, strict=False)
+    )
+    new_kwargs = {
+        name: cast_floating_point(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()
+    }
+    return new_args, new_kwargs
+
+
+@functools.lru_cache(maxsize=1024)
+def _argument_names(function: Callable[..., Any], is_method: bool) -> tuple[tuple[str, ...], str]:
+    """Names of the positional arguments (without self), and of those that follow (``*args``)."""
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+    return tuple(positional[is_method:]), rest
+
+
+def refuse_unknown_arguments(cast: InputCast | None, modules: Sequence[nn.Module]) -> None:
+    """Refuse names of inputs to cast that no forward of ``modules`` has.
+
+    Raises:
+        FSDPValueError: naming those that there are.
+    """
+    if cast is None or cast.names is None:
+        return
+    known: dict[str, None] = {}
+    for module in modules:
+        for each in inspect.signature(module.forward).parameters.values():
+            if each.kind is each.VAR_KEYWORD:
+                return
+            known[each.name] = None
+    for name in cast.names:
+        if name not in known:
+            raise FSDPValueError(
+                f"cast_forward_inputs names '{name}', but forward of {type(modules[0]).__name__} has the arguments "
+                f"{', '.join(known)}."
+            )
 
 
 def after_backward_of_inputs(

@@ -5,15 +5,16 @@ Objects of torch's own classes of these names are accepted wherever ours are: `m
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fsdp2.common import FSDPTypeError, FSDPValueError
 
+T = TypeVar("T")
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
 
@@ -29,10 +30,13 @@ class MixedPrecisionPolicy:
             (unset: its original dtype; None: as gradients arrive); they accumulate as ``grad_dtype`` says on all
             versions. Gradients of different dtypes in one group are reduced in their promoted dtype.
         output_dtype: to which floating-point outputs of forward are cast. None: left alone.
-        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``. In
-            ``fully_shard([a, b])`` both casts apply to each module and each of its calls.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``; or the names of the
+            arguments that are (with all tensors inside), the others are left alone. In ``fully_shard([a, b])`` both
+            casts apply to each module and each of its calls.
         param_dtype_override_fn: called with each parameter when `fully_shard` is; returns its own ``param_dtype``: its
             original dtype, or ``param_dtype``, or None for the latter. Must return the same on every rank.
+        buffer_dtype: to which the floating-point buffers of the module are cast, once, when `fully_shard` is called.
+            None: left alone.
 
     Raises:
         FSDPTypeError: a dtype that is none, or an override that cannot be called.
@@ -42,11 +46,12 @@ class MixedPrecisionPolicy:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
+    cast_forward_inputs: bool | Collection[str] = True
     param_dtype_override_fn: ParamDtypeOverride | None = field(default=None, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not isinstance(dtype, torch.dtype):
                 raise FSDPTypeError(f"MixedPrecisionPolicy.{name} must be a torch.dtype or None, got {dtype!r}.")
@@ -55,8 +60,14 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}; parameters, gradients "
                     "and activations lose their values in any other."
                 )
-        if not isinstance(self.cast_forward_inputs, bool):
-            raise FSDPTypeError(f"cast_forward_inputs must be a bool, got {self.cast_forward_inputs!r}.")
+        casts = self.cast_forward_inputs
+        if not isinstance(casts, bool):
+            names = () if isinstance(casts, str) or not isinstance(casts, Collection) else tuple(casts)
+            if not names or not all(isinstance(name, str) for name in names):
+                raise FSDPTypeError(
+                    f"cast_forward_inputs must be a bool or a collection of names of arguments, got {casts!r}."
+                )
+            object.__setattr__(self, "cast_forward_inputs", tuple(sorted(names)))
         if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
             raise FSDPTypeError(
                 "param_dtype_override_fn must be a function of a parameter that returns a dtype or None, got "
@@ -79,10 +90,91 @@ class MixedPrecisionPolicy:
                     f"({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})."
                 )
             dtype = chosen if chosen is not None else dtype
-        return MixedPrecisionPolicy(dtype, self.reduce_dtype, self.output_dtype, self.cast_forward_inputs)
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
+
+    @property
+    def input_cast(self) -> InputCast | None:
+        """What is done to the inputs of forward."""
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return None
+        names = self.cast_forward_inputs
+        return InputCast(self.param_dtype, None if isinstance(names, bool) else tuple(names))
 
 
-def mixed_precision(policy: Any) -> MixedPrecisionPolicy:
+@dataclass(frozen=True)
+class InputCast:
+    """The dtype that floating-point inputs of a forward are cast to, and the names of those that are; None: all."""
+
+    dtype: torch.dtype
+    names: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return str(self.dtype) if self.names is None else f"{self.dtype} ({', '.join(self.names)})"
+
+
+PolicyFunction = Callable[[str, nn.Parameter], MixedPrecisionPolicy | None]
+"""A policy for each parameter: called with its name below the module, and the parameter."""
+
+
+@dataclass(frozen=True)
+class ModulePolicy:
+    """What precision a module's policies amount to: for its forward as a whole, and for each of its parameters.
+
+    Attributes:
+        inputs: what is done to the inputs of forward.
+        output_dtype: to which its floating-point outputs are cast; None: left alone.
+        buffer_dtype: to which its floating-point buffers are cast; None: left alone.
+        of_parameters: in the order that they were asked for.
+    """
+
+    inputs: InputCast | None
+    output_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    of_parameters: tuple[MixedPrecisionPolicy, ...]
+
+
+def module_policy(mp_policy: Any, params: Sequence[tuple[str, nn.Parameter]], module: str) -> ModulePolicy:
+    """Ask ``mp_policy``, a policy (ours or torch's) or a `PolicyFunction`, about every parameter.
+
+    Of a function's answers (None is no mixed precision) those that cast inputs must agree on how, as must those that
+    have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module.
+
+    Raises:
+        FSDPTypeError: it is none of these, or an answer is none.
+        FSDPValueError: the answers contradict each other.
+    """
+    if not callable(mp_policy) or isinstance(mp_policy, type):
+        policy = mixed_precision(mp_policy)
+        each = tuple(policy.for_parameter(parameter, fqn) for fqn, parameter in params)
+        return ModulePolicy(policy.input_cast, policy.output_dtype, policy.buffer_dtype, each)
+    answers = [mp_policy(fqn, parameter) for fqn, parameter in params]
+    policies = [
+        MixedPrecisionPolicy() if answer is None else mixed_precision(answer, f"mp_policy('{fqn}', ...) must return")
+        for answer, (fqn, _) in zip(answers, params, strict=True)
+    ]
+    names = [fqn for fqn, _ in params]
+    return ModulePolicy(
+        _agreed("inputs in", names, [each.input_cast for each in policies], module),
+        _agreed("output_dtype", names, [each.output_dtype for each in policies], module),
+        _agreed("buffer_dtype", names, [each.buffer_dtype for each in policies], module),
+        tuple(policy.for_parameter(parameter, fqn) for policy, (fqn, parameter) in zip(policies, params, strict=True)),
+    )
+
+
+def _agreed(what: str, names: Sequence[str], answers: Sequence[T | None], module: str) -> T | None:
+    """The one answer that is not None, if there is one."""
+    given = [(name, answer) for name, answer in zip(names, answers, strict=True) if answer is not None]
+    for name, answer in given:
+        if answer != given[0][1]:
+            raise FSDPValueError(
+                f"mp_policy asks for {what} {given[0][1]} for parameter '{given[0][0]}' of {module} and {answer} for "
+                f"'{name}', but a module's forward is cast as a whole: return it for one kind of parameter only (for "
+                "the others cast_forward_inputs=False, output_dtype=None, buffer_dtype=None)."
+            )
+    return given[0][1] if given else None
+
+
+def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecisionPolicy:
     """``policy`` as ours; torch's own is translated.
 
     Raises:
@@ -92,7 +184,7 @@ def mixed_precision(policy: Any) -> MixedPrecisionPolicy:
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
-        raise FSDPTypeError(f"mp_policy must be a MixedPrecisionPolicy, got {policy!r}.")
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {policy!r}.")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),

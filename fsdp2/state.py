@@ -20,11 +20,12 @@ from fsdp2.hooks import (
     after_backward_of_inputs,
     before_backward_of_outputs,
     cast_floating_point,
+    cast_inputs,
     map_tensors,
     tensors_in,
 )
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.policies import ModulePolicy
 from fsdp2.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.root_checks import (
     refuse_disagreement,
@@ -86,7 +87,7 @@ class FSDPState:
         mesh: DataParallelMesh,
         *,
         reshard_after_forward: bool | None,
-        policy: MixedPrecisionPolicy,
+        policy: ModulePolicy,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
         self.modules = tuple(modules)
@@ -102,7 +103,6 @@ class FSDPState:
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.ignored_params = ignored_params
-        self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._to_run: set[nn.Module] = set()
@@ -225,9 +225,13 @@ class FSDPState:
     # -- forward
 
     def pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: Callable[..., Any] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before the forward of (one of) the module(s): gather, cast the inputs, arrange for the end of backward.
+        """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
 
         Returns:
             The inputs to use instead, or None if they stay.
@@ -245,8 +249,8 @@ class FSDPState:
                 _real(self._gather_for_recompute, root)
         else:
             inputs = self._enter_forward(root, args, kwargs)
-        if self._input_dtype is not None:
-            inputs = cast_floating_point(self._input_dtype, inputs or (args, kwargs))
+        if self.policy.inputs is not None:
+            inputs = cast_inputs(self.policy.inputs, method or module.forward, *(inputs or (args, kwargs)))
         if hooks and self._begins_round(module) and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
