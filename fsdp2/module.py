@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, ParamPhase
@@ -265,6 +266,24 @@ class FSDPModule:
             FSDPValueError: not a positive number.
         """
         self._communication(recurse=False).gradient_divide_factor(factor)
+
+    def set_gradient_reduction(self, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
+        """How the gradients of the data-parallel ranks become one, from the next reduction on. On every backend alike.
+
+        Args:
+            reduction: ``"mean"``, the default; ``"sum"``; or what the sum is divided by, a number or a tensor of one
+                element, such as the number of tokens in the batches of all ranks (the same on every rank; with a loss
+                that is the sum over a rank's tokens, every token then counts the same). Set it anew in every step: that
+                costs nothing, and a tensor on the device is not waited for. Of this and `set_gradient_divide_factor`
+                the last call counts.
+            recurse: whether all sharded modules below follow. A parameter on a mesh of its own (an expert's) is summed
+                over that mesh, so that the same number is right for it too, unlike a mean.
+
+        Raises:
+            FSDPValueError: not one of these, or a number (on the host) that is not positive.
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce over replicas.
+        """
+        self._communication(recurse=recurse).gradient_reduction(reduction)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Deprecated: `set_gradient_divide_factor`."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat
 
+import torch
 import torch.distributed as dist
 
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
@@ -20,6 +21,16 @@ from fsdp2.custom_comm import (
     check_comm,
 )
 from fsdp2.param_group import FSDPParamGroup
+
+
+def _checked_denominator(value: Any) -> float | torch.Tensor:
+    """A number or a 0-D tensor, whose value is looked at only if it is on the host."""
+    is_one = not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
+    if is_one and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().reshape(())
+    if is_one and isinstance(value, SupportsFloat) and not isinstance(value, bool) and 0 < float(value) < math.inf:
+        return float(value)
+    raise FSDPValueError(f"the denominator of a gradient reduction must be one positive number, got {value!r}.")
 
 
 class CommunicationSettings:
@@ -72,8 +83,23 @@ class CommunicationSettings:
         for group in self._groups:
             group.refuse_rescaling()
         for group in self._groups:
-            group.reducer.divide_factor = float(factor)
-            group.settings_changed()
+            group.set_gradient_reduction(float(factor), None)
+
+    def gradient_reduction(self, reduction: str | float | torch.Tensor) -> None:
+        """The mean, the sum, or the sum divided by a denominator."""
+        denominator = None if isinstance(reduction, str) else _checked_denominator(reduction)
+        if isinstance(reduction, str) and reduction not in ("mean", "sum"):
+            raise FSDPValueError(
+                "set_gradient_reduction takes 'mean', 'sum' or a positive number to divide the sum by, got "
+                f"{reduction!r}."
+            )
+        factor = 1.0 if reduction == "sum" else None
+        for group in self._groups:
+            changes = (group.reducer.denominator is None) is not (denominator is None)
+            if changes or group.reducer.divide_factor != factor:
+                group.refuse_rescaling()
+        for group in self._groups:
+            group.set_gradient_reduction(factor, denominator)
 
     def only_sums(self, enable: bool) -> None:
         """Scale outside the collectives."""

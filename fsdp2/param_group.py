@@ -123,6 +123,17 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)
         self.reducer.settings_changed()
 
+    def set_gradient_reduction(self, divide_factor: float | None, denominator: float | torch.Tensor | None) -> None:
+        """Divide the sum of gradients by ``denominator``, else by ``divide_factor``, else by the number of ranks."""
+        reducer = self.reducer
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # which use the denominator that they began with
+        is_other_way = (reducer.denominator is None) is not (denominator is None)
+        reducer.denominator = denominator
+        if is_other_way or reducer.divide_factor != divide_factor:
+            reducer.divide_factor = divide_factor
+            reducer.settings_changed()
+
     def refuse_rescaling(self) -> None:
         """Refuse another scaling while gradients that were scaled by the present one wait for their all-reduce.
 

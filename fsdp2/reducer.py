@@ -25,6 +25,7 @@ from fsdp2.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam
 
+_LARGE_DIVISOR = 1024.0
 AllReduceHook = Callable[[torch.Tensor], None]
 
 
@@ -58,6 +59,8 @@ class GradientReducer:
         requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
         accumulated: unsharded gradients of earlier backwards wait for a reduction.
         divide_factor: the sum is divided by it; None: by the number of ranks.
+        denominator: if there is one, the sum is divided by it instead, outside the collectives: it may differ from step
+            to step, and be a 0-D tensor, whose value the host need not know.
         only_sums: collectives only ever sum, and scaling is separate.
         max_pending: how many reductions may be in flight; the largest of all groups counts.
         zeros_for_unused: parameters without any gradient get zeros.
@@ -73,6 +76,7 @@ class GradientReducer:
         self.requires_all_reduce = True
         self.accumulated = False
         self.divide_factor: float | None = None
+        self.denominator: float | torch.Tensor | None = None
         self.only_sums = mesh.device.type == "mtia"  # which has no other reductions
         self.max_pending = 1
         self.zeros_for_unused = False
@@ -121,7 +125,7 @@ class GradientReducer:
         self._refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
         for one, scaling in zip(self.dtypes, self._scalings, strict=True):
-            one.expect_divisor(self.divide_factor or scaling.after)
+            one.expect_divisor(_LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after)
 
     def _gradients(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> DtypeGradients:
         mesh = self._mesh
@@ -164,7 +168,7 @@ class GradientReducer:
             mesh.world_size,
             mesh.replicate_size,
             factor=self.divide_factor,
-            only_sums=self.only_sums,
+            only_sums=self.only_sums or self.denominator is not None,
             premultiplies=group is not None
             and self.divide_factor is not None
             and _torch.backend_name(group, mesh.device) == "nccl",
@@ -337,7 +341,11 @@ class GradientReducer:
         for each in sent:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(each.packed.output)
-            each.gradients.arrive(each.packed, each.scaling.after)
+            divisor: float | torch.Tensor = each.scaling.after
+            if self.denominator is not None:
+                before = each.scaling.before
+                divisor = self.denominator if before == 1.0 else self.denominator / before
+            each.gradients.arrive(each.packed, divisor)
 
     def _deliver(self, sent: list[_Sent], arrived: bool) -> None:
         self._enter(GradPhase.IDLE)

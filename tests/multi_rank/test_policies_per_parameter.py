@@ -189,7 +189,7 @@ def test_names_are_those_below_the_module() -> None:
     [
         (
             {"weight": MixedPrecisionPolicy(HALF), "bias": MixedPrecisionPolicy(torch.float16)},
-            "inputs in torch.bfloat16 for parameter 'weight' of Linear and torch.float16 for 'bias'.*cast_forward_inputs",
+            "inputs in torch.bfloat16 for parameter 'weight' of Linear and torch.float16 for 'bias'.*inputs=False",
         ),
         (
             {
