@@ -20,7 +20,7 @@ LAYERS = (
     ("comm_context", "collectives"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "api"),
+    ("module_comm", "handles", "module", "functions", "optimizer_guard", "clip_grad", "api"),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}
