@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, distribute_tensor
 
 from fsdp2 import clip_grad_norm_
@@ -18,7 +18,13 @@ from tests.harness import Tolerance, assert_same, assert_sharded_same
 
 NORMS = Tolerance(rtol=1e-5, atol=1e-7, reason="a norm over shards is summed in another order than over the whole")
 ROUNDED = Tolerance(rtol=1e-2, atol=1e-6, reason="one rounding to bfloat16")
+TRAINED = Tolerance(rtol=1e-5, atol=1e-6, reason="norms are summed in another order, and momentum keeps the difference")
 MAX_NORM = 0.0625
+
+
+def named_mesh(**axes: int) -> DeviceMesh:
+    """A mesh of all ranks with these axes, in this order."""
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 @dataclass(frozen=True, slots=True)

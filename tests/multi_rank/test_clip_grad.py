@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fsdp2 import (
-    CPUOffloadPolicy,
     FSDPRuntimeError,
     FSDPValueError,
     clip_grad_norm_,
     clip_grads_with_norm_,
-    fully_shard,
     get_total_norm,
 )
-from tests.harness import Reference, Tolerance, assert_same, assert_sharded_same, multi_rank
-from tests.harness.compare import gather, gradients_of, parameters_of
-from tests.harness.models import CONV, FROZEN, MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness import Reference, assert_same, assert_sharded_same, multi_rank
+from tests.harness.compare import gather, gradients_of
+from tests.harness.models import MLP
 from tests.multi_rank.clipping import (
     MAX_NORM,
     NORMS,
     ROUNDED,
+    TRAINED,
     Kind,
     all_reduces,
     assert_clips,
@@ -35,139 +33,13 @@ from tests.multi_rank.clipping import (
     expected_norm,
     make,
     named,
+    named_mesh,
 )
-from tests.multi_rank.optimizers import Parameters, loss_of
-from tests.multi_rank.training import CASE, shard, trainable
-from tests.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, parallelized, world
-from tests.parity.test_spmd_mesh import EVEN as SPMD
-from tests.parity.test_spmd_mesh import sharded as sharded_spmd
-from tests.parity.test_spmd_mesh import spmd_loss, spmd_mesh
+from tests.multi_rank.optimizers import loss_of
+from tests.multi_rank.training import CASE, shard
+from tests.parity.language import UNEVEN, parallelized, world
 
-TRAINED = Tolerance(rtol=1e-5, atol=1e-6, reason="norms are summed in another order, and momentum keeps the difference")
 ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf")]
-
-
-def named_mesh(**axes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def momentum(parameters: Parameters) -> torch.optim.Optimizer:
-    """Sees every norm so far; one parameter at a time, as they may lie on several meshes."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
-
-
-def train_clipped(
-    case: ModelCase,
-    model: nn.Module,
-    *,
-    data_size: int | None = None,
-    loss: Any = None,
-    carried: list[int] | None = None,
-    tolerance: Tolerance = TRAINED,
-    steps: int = 4,
-) -> None:
-    """Train with clipping beside the reference on ``data_size`` ranks; neighbours share data if that is fewer."""
-    data_size = data_size or dist.get_world_size()
-    data_rank = dist.get_rank() // (dist.get_world_size() // data_size)
-    reference = Reference(case, world_size=data_size, make_optimizer=momentum, max_norm=MAX_NORM)
-    optimizer = momentum(trainable(model))
-    for step in range(steps):
-        record = reference.step()
-        (loss or case.loss)(model, case.batch(0, step, data_rank)).backward()
-        with all_reduces() as found:
-            norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-        assert carried is None or found == carried
-        assert_plain_and_the_same_everywhere(norm)
-        assert record.gradient_norm is not None and record.gradient_norm > MAX_NORM, "something was clipped"
-        assert_same(f"norm in step {step}", {"": norm}, {"": record.gradient_norm}, tolerance=tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_sharded_same(
-            f"parameters after step {step}", parameters_of(model), record.parameters, tolerance=tolerance
-        )
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-@multi_rank(2, 4)
-@pytest.mark.parametrize("case", [CASE, TRANSFORMER, TIED, FROZEN, PARTLY_USED, CONV], ids=str)
-def test_training_on_one_axis(case: ModelCase) -> None:
-    """Uneven and empty shards, frozen parts, parts that are not used: one number is sent."""
-    train_clipped(case, shard(case), carried=[1])
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=str)
-def test_training_with_replicas(case: ModelCase) -> None:
-    mesh, model = named_mesh(replicate=2, shard=2), case.build()
-    for unit in case.units(model):
-        fully_shard(unit, mesh=mesh)
-    train_clipped(case, model, carried=[1])
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=str)
-@pytest.mark.parametrize("sequence", [False, True], ids=["colwise_rowwise", "sequence_parallel"])
-def test_training_with_tensor_parallelism(case: ModelCase, sequence: bool) -> None:
-    """Cut over both axes, or over the data axis only: both share its all-reduce."""
-    mesh = world(2, 2)
-    model = parallelized(case, mesh, sequence=sequence)
-    train_clipped(case, model, data_size=2, carried=[2, 1], tolerance=PARTIAL_SUMS)
-
-
-@multi_rank(4)
-def test_training_with_replicas_and_tensor_parallelism() -> None:
-    mesh = world(2, 1, 2)
-    train_clipped(EVEN, parallelized(EVEN, mesh), data_size=2, carried=[1], tolerance=PARTIAL_SUMS)
-
-
-@multi_rank(4)
-@pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}], ids=str)
-def test_training_on_an_spmd_mesh(dims: dict[str, Any]) -> None:
-    mesh = spmd_mesh(dp=2, tp=2)
-    model = sharded_spmd(SPMD, mesh, dims=dims)
-    axes = 2 if "shard" in dims else 1
-    loss = partial(spmd_loss, mesh)
-    train_clipped(SPMD, model, data_size=2, loss=loss, carried=[1] * axes, tolerance=PARTIAL_SUMS)
-
-
-@multi_rank(4)
-def test_training_on_flattened_axes() -> None:
-    mesh = spmd_mesh(outer=2, inner=2)
-    model = sharded_spmd(SPMD, mesh, dims={"shard": ("outer", "inner")})
-    train_clipped(SPMD, model, loss=partial(spmd_loss, mesh), carried=[1], tolerance=PARTIAL_SUMS)
-
-
-@multi_rank(2)
-def test_training_with_offloaded_gradients() -> None:
-    model = TRANSFORMER.build()
-    for unit in TRANSFORMER.units(model):
-        fully_shard(unit, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    train_clipped(TRANSFORMER, model, carried=[1])
-
-
-@multi_rank(2, 4)
-def test_training_with_ignored_parameters() -> None:
-    """Which stay plain; their gradients are averaged here, as the user of ``ignored_params`` has to."""
-    model = CASE.build()
-    ignored = set(model[2].parameters())
-    fully_shard(model, ignored_params=ignored)
-    reference = Reference(CASE, world_size=dist.get_world_size(), make_optimizer=momentum, max_norm=MAX_NORM)
-    optimizer = momentum(trainable(model))
-    for step in range(3):
-        record = reference.step()
-        loss_of(CASE, model, step).backward()
-        for parameter in ignored:
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
-        assert_plain_and_the_same_everywhere(norm)
-        assert_same("norm", {"": norm}, {"": record.gradient_norm}, tolerance=TRAINED)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=TRAINED)
 
 
 # ---- norms ---------------------------------------------------------------------------------------
@@ -259,6 +131,25 @@ def test_four_meshes(norm_type: float) -> None:
     # Slots: {all}, {dp, tp}, {dp}, {tp}; experts: process groups of the same ranks are the same.
     k = 2 if norm_type == float("inf") else 1
     assert_clips(kinds, norm_type=norm_type, carried=[k, 2 * k, 2 * k])
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("seed", range(8))
+def test_drawn_mixtures(seed: int) -> None:
+    """Any meshes, placements, sizes (many smaller than the ranks) and dtypes, with and without gradient."""
+    draw = random.Random(seed)
+    grid, cube = named_mesh(dp=2, tp=2), named_mesh(replicate=2, shard=1, tp=2)
+    meshes = [None, named_mesh(dp=4), grid, grid["dp"], grid["tp"], named_mesh(edp=2, ep=2), cube]
+
+    def kind() -> Kind:
+        mesh = draw.choice(meshes)
+        placements = tuple(draw.choice([Shard(0), Shard(1), Replicate()]) for _ in range(mesh.ndim if mesh else 0))
+        shape = (draw.randrange(10), draw.randint(1, 6))
+        dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
+        return Kind(shape, mesh, placements, dtype, has_gradient=draw.random() < 0.8)
+
+    kinds = [Kind((3, 3)), *(kind() for _ in range(12))]
+    assert_clips(kinds, norm_type=draw.choice(ORDERS), foreach=draw.choice([None, False]), tolerance=ROUNDED)
 
 
 @multi_rank(4)

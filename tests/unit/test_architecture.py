@@ -15,7 +15,7 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "placement", "plan", "structure"),
+    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives"),
     ("reducer", "param_group"),

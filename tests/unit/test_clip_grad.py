@@ -45,6 +45,12 @@ def test_it_takes_torchs_arguments(name: str) -> None:
     assert_takes_the_same(getattr(torch.nn.utils, name), getattr(fsdp2, name))
 
 
+def test_the_swap_leaves_torchs_alone() -> None:
+    from fsdp2.compat.names import counterparts
+
+    assert not set(NAMES) & {each.name for each in counterparts()}
+
+
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf"), 1])
 @pytest.mark.parametrize("norm_type", ORDERS)
