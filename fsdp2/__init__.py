@@ -1,6 +1,7 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
 from fsdp2.api import fully_shard
+from fsdp2.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.common import (
     FSDPError,
     FSDPNotImplementedError,
@@ -37,9 +38,12 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
+    "get_total_norm",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -82,6 +82,16 @@ def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor], 
     torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
 
 
+def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The norm () of each of ``tensors``, taken in ``dtype`` if given: a few kernels for all on accelerators."""
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each of ``tensors`` by ``factor`` (), on their device, in place."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share ``storage``."""
     return torch._C._storage_Use_Count(storage._cdata)

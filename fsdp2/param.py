@@ -425,4 +425,5 @@ def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
     link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
     if link is None:
         return None
-    return successor_of(link.target) or link.target
+    later = successor_of(link.target)
+    return link.target if later is None else later

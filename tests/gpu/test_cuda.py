@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard
 from tests.harness.compare import SUM_ORDER
 from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
@@ -90,3 +90,16 @@ def test_memory_between_steps_is_the_shards(world_of_one: None) -> None:
 def test_inputs_are_moved_to_the_device(world_of_one: None) -> None:
     model = fully_shard(nn.Linear(4, 4))
     assert model(torch.ones(2, 4)).is_cuda
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy(), CPUOffloadPolicy()], ids=["on_device", "offloaded"])
+def test_the_norm_is_on_the_device_wherever_gradients_are(policy: OffloadPolicy, world_of_one: None) -> None:
+    model = TRANSFORMER.build()
+    for unit in TRANSFORMER.units(model):
+        fully_shard(unit, offload_policy=policy)
+    record = Reference(TRANSFORMER, world_size=1, device="cuda", max_norm=0.0625).step()
+    TRANSFORMER.loss(model, TRANSFORMER.batch(0, 0, 0).to(None, torch.device("cuda"))).backward()
+    norms = [clip_grad_norm_(model.parameters(), 0.0625) for _ in range(2)]
+    assert all(type(norm) is torch.Tensor and norm.is_cuda for norm in norms)
+    assert norms[0].item() == pytest.approx(record.gradient_norm.item(), rel=1e-5)  # summed in another order
+    assert norms[1].item() == pytest.approx(0.0625, rel=1e-4)

@@ -105,6 +105,21 @@ def test_state_is_carried_over_when_parameters_are_assigned(make: MakeOptimizer)
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("made", ["before_wrapping", "while_unsharded"])
+def test_an_optimizer_finds_parameters_through_two_replacements(made: str) -> None:
+    """What it was built on became sharded parameters, and others were assigned in their place."""
+    model = CASE.build()
+    originals = trainable(model)
+    shard(CASE, model)
+    if made == "while_unsharded":
+        model.unshard()
+        originals = trainable(model)
+        model.reshard()
+    model.load_state_dict(distributed_like(model, CASE.build()), assign=True)
+    assert_trains_like(Reference(CASE, world_size=2), model, adamw(originals), steps=2)
+
+
+@multi_rank(2)
 @pytest.mark.parametrize("loaded", ["after_wrapping", "before_wrapping"])
 def test_optimizer_state_dict_round_trip(loaded: str) -> None:
     """The optimizer's own state_dict, loaded into an optimizer that holds originals or sharded parameters."""

@@ -15,12 +15,12 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "placement", "plan", "structure"),
+    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "api"),
+    ("module_comm", "handles", "module", "functions", "optimizer_guard", "clip_grad", "api"),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
+from benchmarks import clip
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import HostTimes, Quartiles
@@ -236,3 +237,10 @@ def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str
     assert collectives["backward"]["allgather_base"]["calls"] == 4
     assert collectives["backward"]["reduce_scatter_base"]["calls"] == 5
     assert large_fp32["torch"] == large_fp32["torch-again"]
+
+
+def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    clip.main(["--parameters", "6", "--repetitions", "2", "--world-size", "4"])
+    printed = capsys.readouterr().out
+    assert "Clipping 6 parameters of (16, 16) sharded over 4 ranks" in printed
+    assert printed.splitlines()[-1].split() == ["collectives", "1", "1", "1.000"]
