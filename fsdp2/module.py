@@ -408,8 +408,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         state.settle()
         module = super()._apply(fn, recurse)  # type: ignore[misc]
-        for group in state.unit:
-            group.adopt_replaced()
+        state.adopt_replaced()
         return module
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.attachment import Attachment
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.hooks import (
@@ -32,6 +33,7 @@ from fsdp2.root_checks import (
     refuse_unowned_parameters,
 )
 from fsdp2.structure import Structure
+from fsdp2.wrapping import Wrapping
 
 _STATE = "_fsdp_state"
 
@@ -77,6 +79,8 @@ class FSDPState:
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
+        wrapping: the arguments of the call.
+        attachment: what hangs on the modules.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class FSDPState:
         reshard_after_forward: bool | None,
         policy: MixedPrecisionPolicy,
         ignored_params: frozenset[nn.Parameter],
+        wrapping: Wrapping | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
@@ -102,6 +107,8 @@ class FSDPState:
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.ignored_params = ignored_params
+        self.wrapping = wrapping
+        self.attachment = Attachment()
         self._input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
@@ -110,8 +117,10 @@ class FSDPState:
         self._structure = Structure(())
         for module in self.modules:
             module.__dict__[_STATE] = self
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, prepend=False)
+            self.attachment.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
 
     @property
     def name(self) -> str:
@@ -214,6 +223,11 @@ class FSDPState:
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.reshard()
+
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were replaced while they were sharded."""
+        for group in self.unit:
+            group.adopt_replaced()
 
     def take_over(self) -> None:
         """Make this state's module the root, in place of submodules that ran before it."""

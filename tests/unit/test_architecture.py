@@ -15,11 +15,11 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "placement", "plan", "structure"),
+    ("policies", "layout", "mesh", "placement", "plan", "structure", "wrapping"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives"),
     ("reducer", "param_group"),
-    ("schedule", "hooks", "root", "root_checks", "state"),
+    ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
     ("module_comm", "handles", "module", "functions", "optimizer_guard", "api"),
     ("__init__",),
 )
