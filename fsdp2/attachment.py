@@ -58,12 +58,14 @@ class Attachment:
         handles: by which all of them can be removed.
         hooks: those for state dicts.
         managed: the modules that are marked as managed.
+        methods: of modules, that gather like forward: what was set on the module before, None if nothing was.
     """
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
         self.hooks: tuple[StateDictHook, ...] = ()
         self.managed: tuple[nn.Module, ...] = ()
+        self.methods: dict[tuple[nn.Module, str], Any] = {}
 
     def handle_state_dicts(self, state: Settling, modules: Iterable[nn.Module], managed: Iterable[nn.Module]) -> None:
         """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go."""
@@ -87,6 +89,10 @@ class Attachment:
         """Take everything off the modules."""
         for handle in self.handles:
             handle.remove()
+        for (module, name), before in self.methods.items():
+            module.__dict__.pop(name, None)
+            if before is not None:
+                module.__dict__[name] = before
         for module in self.managed:
             module.__dict__.pop("_is_fsdp_managed_module", None)
             module.__dict__.pop("_fsdp_use_orig_params", None)

@@ -462,3 +462,9 @@ def mix_in(module: nn.Module) -> None:
         namespace = {"__module__": original.__module__}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
+
+
+def mix_out(module: nn.Module) -> None:
+    """Take the class back that `mix_in` changed."""
+    classes = type(module).__mro__
+    module.__class__ = classes[classes.index(FSDPModule) + 1]

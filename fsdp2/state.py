@@ -44,6 +44,13 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return state
 
 
+def forget_state(state: FSDPState) -> None:
+    """Take ``state``, and all that it has hung on them, off its modules."""
+    state.attachment.detach()
+    for module in state.modules:
+        del module.__dict__[_STATE]
+
+
 def states_below(module: nn.Module) -> list[FSDPState]:
     """The states of ``module`` and everything below it, each once, in the order of ``module.modules()``."""
     states = (state_of(each) for each in module.modules())
@@ -167,6 +174,7 @@ class FSDPState:
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
+        root.on_dissolution = self._forget_root
         for state in states:
             state.root = root
         self.is_root = True
@@ -234,7 +242,7 @@ class FSDPState:
         for state in states_below_all(self.modules):
             if state.root is not None:
                 state.root.reset()
-                state.root, state.is_root, state._states = None, False, ()
+                state.root.dissolve()
 
     # -- forward
 
@@ -376,7 +384,11 @@ class FSDPState:
 
     def _pre_backward(self, gradient: torch.Tensor) -> None:
         root = self.root
-        assert root is not None, "a backward follows a forward"
+        if root is None:
+            raise FSDPRuntimeError(
+                f"'{self.name}', or a module above or below it, was unwrapped between a forward and its backward; run "
+                "all backwards before."
+            )
         root.begin_backward()
         if self._in_backward:
             return
@@ -467,24 +479,11 @@ class FSDPState:
                     "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
                 )
 
+    def _forget_root(self) -> None:
+        for state in self._states:
+            state.root, state.is_root, state._states = None, False, ()
+
     def _drop_iteration(self) -> None:
         for state in self._states:
             state._in_backward = False
             state._to_run.clear()
-
-
-def share_context(states: Sequence[FSDPState]) -> None:
-    """Let the roots among ``states`` share the communication context of the first."""
-    shared = states[0]._comm_ctx
-    for state in states:
-        if shared.comm is None and state.root is not None:
-            shared.comm = state.root.comm
-    for state in states[1:]:
-        root = state.root
-        settings = state.settings if root is None else root.settings
-        settings.comm = shared
-        if root is not None and shared.comm is not None and root.comm is not shared.comm:
-            root.comm.retire_reduces(0)
-            root.comm = shared.comm
-            for group in root.groups:
-                group.comm = shared.comm

@@ -17,14 +17,26 @@ LAYERS = (
     ("common", "_torch"),
     ("policies", "layout", "mesh", "placement", "plan", "structure", "wrapping"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
-    ("comm_context", "collectives"),
+    ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "api"),
+    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "api"),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}
-PUBLIC = {"__init__", "module", "handles", "functions", "policies", "placement", "mesh", "custom_comm", "api", "common"}
+PUBLIC = {
+    "__init__",
+    "module",
+    "handles",
+    "functions",
+    "policies",
+    "placement",
+    "mesh",
+    "custom_comm",
+    "api",
+    "common",
+    "unwrapping",
+}
 
 
 def module_name(path: Path) -> str:
