@@ -16,6 +16,7 @@ from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMesh
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.placement import ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.unwrapping import unwrap
 
 __all__ = [
     "AllGather",
@@ -46,5 +47,6 @@ __all__ = [
     "get_total_norm",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "unwrap",
 ]
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
 from fsdp2.hooks import refuse_unknown_arguments
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
-from fsdp2.module import FSDPModule, mix_in
+from fsdp2.module import mix_in
 from fsdp2.optimizer_guard import GUARD
 from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data, owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
@@ -27,14 +27,17 @@ from fsdp2.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    ModulePolicy,
     OffloadPolicy,
     PolicyFunction,
     module_policy,
     offload,
+    policy_or_function,
 )
 from fsdp2.post_forward import PostForward
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
+from fsdp2.wrapping import Wrapping
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -121,12 +124,14 @@ def fully_shard(
             be DTensors on it, replicated in those dims.
 
     Returns:
-        ``module`` itself (or the list), its class now also derived from `FSDPModule`.
+        ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
+        arguments changes nothing; `unwrap` undoes it.
 
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
-        FSDPValueError: already sharded (the message names the owner), a container without forward, a mesh, a dim name,
-            a placement, an int or the name of an input that does not fit, policies that contradict each other.
+        FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
+            the owner), a container without forward, a mesh, a dim name, a placement, an int or the name of an input
+            that does not fit, policies that contradict each other.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int with tensor parallelism or ``dp_mesh_dims``.
         FSDPRuntimeError: no process group.
@@ -134,42 +139,24 @@ def fully_shard(
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
     """
     modules = _validated_modules(module)
-    offloading = offload(offload_policy)
+    asked, offloading = policy_or_function(mp_policy), offload(offload_policy)
     check_policy_callable(shard_placement_fn)
     info = mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = _validated_ignored(ignored_params)
+    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, ignored)
+    if _is_repetition(modules, wrapping):
+        return module
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
     for parameter, uses in found.items():
         _check_parameter(parameter, uses[0][2], modules[0])
-    pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
-    home = Home(data_parallel.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
     name = type(modules[0]).__name__
-    policy = module_policy(mp_policy, [(uses[0][2], parameter) for parameter, uses in found.items()], name)
+    policy = module_policy(wrapping.mp_policy, [(uses[0][2], parameter) for parameter, uses in found.items()], name)
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
-        shardings = [
-            _requested_sharding(parameter, uses[0][2], name, shard_placement_fn, data_parallel)
-            for parameter, uses in found.items()
-        ]
-        if neighbours is not None:
-            for sharding, uses in zip(shardings, found.values(), strict=True):
-                _check_neighbours(sharding, neighbours, uses[0][2], name)
-        _move_to_device(managed, found, data_parallel.device, policy.buffer_dtype)
-        freshness = Freshness()
-        by_mesh: dict[Any, list[FSDPParam]] = {}
-        for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=True):
-            param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
-            by_mesh.setdefault(sharding.mesh.key, []).append(param)
-        unit: Unit = tuple(
-            FSDPParamGroup(params, params[0].sharding.mesh, home, freshness=freshness, name=name)
-            for params in by_mesh.values()
-        )
-        for group in unit:
-            if neighbours is not None and neighbours < group.mesh.world_size:
-                group.storage.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
+        unit = _shard(found, managed, wrapping, policy, name)
     state = FSDPState(
         modules,
         unit,
@@ -177,15 +164,13 @@ def fully_shard(
         reshard_after_forward=resharding,
         policy=policy,
         ignored_params=ignored,
+        wrapping=wrapping,
     )
     for each_module in modules:
         mix_in(each_module)
-    for each_module in managed:
-        # What torch.compile, and programs that ask whether a module is sharded, look for.
-        each_module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        each_module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    state.attachment.mark(managed)
     if unit:
-        _handle_state_dicts(managed, state)
+        state.attachment.handle_state_dicts(state, modules, managed)
     GUARD.install()
     _torch.run_hooks_uncompiled()
     return module
@@ -259,8 +244,6 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise FSDPTypeError(f"fully_shard shards an nn.Module or a list of them, got {type(each).__name__}.")
-        if isinstance(each, FSDPModule) or state_of(each) is not None:
-            raise FSDPValueError(f"fully_shard was already called on this {type(each).__name__}; call it once.")
         if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward in _NO_FORWARD:
             raise FSDPValueError(
                 f"fully_shard cannot shard a {type(each).__name__}: it has no forward to gather parameters before. "
@@ -299,6 +282,83 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for module in modules:
         visit(module)
     return list(managed)
+
+
+def _is_repetition(modules: Sequence[nn.Module], wrapping: Wrapping) -> bool:
+    """Whether `fully_shard` was called on ``modules`` before, with the same arguments.
+
+    Raises:
+        FSDPValueError: it was called with others, or on some of them, or together with other modules.
+    """
+    states = [state_of(module) for module in modules]
+    sharded = [state for state in states if state is not None]
+    if not sharded:
+        return False
+    before = sharded[0]
+    name = before.class_name
+    if len(sharded) < len(modules) or set(before.modules) != set(modules):
+        names = ", ".join(type(module).__name__.removeprefix("FSDP") for module in before.modules)
+        raise FSDPValueError(
+            f"fully_shard was already called on this {name}, with another argument 'module': on ({names}). The modules "
+            "of one call form a group; call it once more on exactly those, or undo it with fsdp2.unwrap() first."
+        )
+    assert before.wrapping is not None, "fully_shard sets it"
+    argument = before.wrapping.difference(wrapping)
+    if argument is not None:
+        first, second = getattr(before.wrapping, argument, None), getattr(wrapping, argument, None)
+        if argument == "dp_mesh_dims":
+            first, second = before.wrapping.mesh.dims, wrapping.mesh.dims
+        elif argument == "mesh":
+            first, second = before.wrapping.mesh.device_mesh, wrapping.mesh.device_mesh
+        raise FSDPValueError(
+            f"fully_shard was already called on this {name} with another argument '{argument}': {_shown(first)} "
+            f"before, {_shown(second)} now. Repeat the call with equal arguments, which changes nothing, or undo it "
+            "with fsdp2.unwrap() first."
+        )
+    return True
+
+
+def _shown(argument: Any) -> str:
+    if isinstance(argument, frozenset):
+        return f"{len(argument)} parameters"
+    if isinstance(argument, tuple):  # of reshard_after_forward
+        return str(argument[0] if argument[1] is None else argument[1])
+    return str(argument)
+
+
+def _shard(
+    found: dict[nn.Parameter, list[_Use]],
+    managed: Sequence[nn.Module],
+    wrapping: Wrapping,
+    policy: ModulePolicy,
+    name: str,
+) -> Unit:
+    """Shard the parameters, and group them by their meshes."""
+    mesh, offloading = wrapping.mesh, wrapping.offload_policy
+    neighbours = wrapping.reshard_after_forward[1]
+    shardings = [
+        _requested_sharding(parameter, uses[0][2], name, wrapping.shard_placement_fn, mesh)
+        for parameter, uses in found.items()
+    ]
+    if neighbours is not None:
+        for sharding, uses in zip(shardings, found.values(), strict=True):
+            _check_neighbours(sharding, neighbours, uses[0][2], name)
+    pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
+    home = Home(mesh.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
+    _move_to_device(managed, found, mesh.device, policy.buffer_dtype)
+    freshness = Freshness()
+    by_mesh: dict[Any, list[FSDPParam]] = {}
+    for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=True):
+        param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
+        by_mesh.setdefault(sharding.mesh.key, []).append(param)
+    unit: Unit = tuple(
+        FSDPParamGroup(params, params[0].sharding.mesh, home, freshness=freshness, name=name)
+        for params in by_mesh.values()
+    )
+    for group in unit:
+        if neighbours is not None and neighbours < group.mesh.world_size:
+            group.storage.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
+    return unit
 
 
 def _find_parameters(
@@ -359,21 +419,3 @@ def _move_to_device(
             where = buffer.device if buffer.is_meta else device
             dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
             module._buffers[name] = buffer.to(where, dtype)
-
-
-def _handle_state_dicts(managed: Sequence[nn.Module], state: FSDPState) -> None:
-    """Reshard before state is saved or loaded, as unsharded parameters may be registered; adopt what was loaded."""
-
-    def settle(*args: object) -> None:
-        state.settle()
-
-    def adopt(*args: object) -> None:
-        for group in state.unit:
-            group.adopt_replaced()
-
-    for module in managed:
-        if module._parameters:
-            module.register_state_dict_pre_hook(settle)
-            module.register_load_state_dict_pre_hook(settle)
-    for module in state.modules:
-        module.register_load_state_dict_post_hook(adopt)

@@ -427,8 +427,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         state.settle()
         module = super()._apply(fn, recurse)  # type: ignore[misc]
-        for group in state.unit:
-            group.adopt_replaced()
+        state.adopt_replaced()
         return module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -482,3 +481,9 @@ def mix_in(module: nn.Module) -> None:
         namespace = {"__module__": original.__module__}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
+
+
+def mix_out(module: nn.Module) -> None:
+    """Take the class back that `mix_in` changed."""
+    classes = type(module).__mro__
+    module.__class__ = classes[classes.index(FSDPModule) + 1]

@@ -25,7 +25,8 @@ from torch.optim.optimizer import (
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.param import Freshness, FSDPParam, owner_of, successor_of
+from fsdp2.param import Freshness, FSDPParam, former_of, owner_of, successor_of
+from fsdp2.whole import Former
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def rekey(optimizer: Optimizer) -> None:
     """Put sharded parameters in the place of their predecessors in ``optimizer``'s groups and state.
 
     Predecessors are parameters from before `fully_shard`, unsharded ones, and sharded ones that were replaced. State
-    of the unsharded shape is cut to this rank's rows. No communication.
+    of the unsharded shape is cut to this rank's rows, without communication. Of parameters that `unwrap` has made whole
+    the state is gathered: then collective.
 
     Raises:
         FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient.
@@ -108,7 +110,19 @@ def rekey(optimizer: Optimizer) -> None:
             present.add(successor)
             group["params"][index] = successor
             if parameter in optimizer.state:
-                optimizer.state[successor] = _shard_state(optimizer.state.pop(parameter), successor)
+                state = _gathered(optimizer.state.pop(parameter), parameter, successor)
+                optimizer.state[successor] = _shard_state(state, successor)
+
+
+def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> Any:
+    """``state`` made whole if ``parameter`` was `unwrap`ped; left as it is if ``successor`` is sharded alike again."""
+    former: Former | None = former_of(parameter)
+    if former is None:
+        return state
+    owner, sharding = owner_of(successor), former.sharding
+    if owner is not None and owner.sharding.mesh.key == sharding.mesh.key and owner.sharding.cut == sharding.cut:
+        return state
+    return former.gathered(state)
 
 
 def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:

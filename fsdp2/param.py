@@ -397,16 +397,25 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
     _torch.set_local(sharded, local)
-    sharded.__dict__.update(original.__dict__)
-    explicit, dtype = _torch.grad_dtype_policy(original)
-    if explicit:
-        sharded.grad_dtype = dtype
-    for hook in (_torch.post_accumulate_grad_hooks(original) or {}).values():
-        sharded.register_post_accumulate_grad_hook(hook)
-    for tensor_hook in (_torch.tensor_hooks(original) or {}).values():
-        sharded.register_hook(tensor_hook)
+    carry_over(original, sharded)
     succeed(original, sharded)
     return sharded
+
+
+def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
+    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in _OWN})
+    explicit, dtype = _torch.grad_dtype_policy(predecessor)
+    if explicit:
+        successor.grad_dtype = dtype
+    for hook in (_torch.post_accumulate_grad_hooks(predecessor) or {}).values():
+        successor.register_post_accumulate_grad_hook(hook)
+    for tensor_hook in (_torch.tensor_hooks(predecessor) or {}).values():
+        successor.register_hook(tensor_hook)
+
+
+_OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_")
+"""Attributes of parameters that are not the user's."""
 
 
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
@@ -420,10 +429,25 @@ def succeed(predecessor: torch.Tensor, sharded: nn.Parameter) -> None:
     predecessor._fsdp_successor = Link(sharded)  # type: ignore[attr-defined]
 
 
+def disown(sharded: nn.Parameter, successor: nn.Parameter, former: object) -> None:
+    """Note that ``sharded`` belongs to no group any more: ``successor`` is whole; ``former``: how it was sharded."""
+    FSDPParam.identity_changes += 1
+    del sharded._fsdp_param  # type: ignore[attr-defined]
+    sharded._fsdp_former = Link(former)  # type: ignore[attr-defined]
+    succeed(sharded, successor)
+
+
+def former_of(parameter: torch.Tensor) -> Any:
+    """What `disown` noted on ``parameter``, if it did."""
+    link: Link[object] | None = getattr(parameter, "_fsdp_former", None)
+    return None if link is None else link.target
+
+
 def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
     """The sharded parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
+    successor: nn.Parameter | None = None
     link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
-    if link is None:
-        return None
-    later = successor_of(link.target)
-    return link.target if later is None else later
+    while link is not None:
+        successor = link.target
+        link = getattr(successor, "_fsdp_successor", None)
+    return successor

@@ -87,4 +87,9 @@ class ModelPlan:
 
     def fingerprint(self) -> int:
         """63 bits that agree on all ranks exactly if the plans do."""
-        return int.from_bytes(hashlib.sha256(str(self).encode()).digest()[:8], "big") >> 1
+        return fingerprint(str(self))
+
+
+def fingerprint(description: str) -> int:
+    """63 bits that agree exactly if the descriptions do."""
+    return int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 1

@@ -133,20 +133,21 @@ class ModulePolicy:
     of_parameters: tuple[MixedPrecisionPolicy, ...]
 
 
-def module_policy(mp_policy: Any, params: Sequence[tuple[str, nn.Parameter]], module: str) -> ModulePolicy:
-    """Ask ``mp_policy``, a policy (ours or torch's) or a `PolicyFunction`, about every parameter.
+def module_policy(
+    mp_policy: MixedPrecisionPolicy | PolicyFunction, params: Sequence[tuple[str, nn.Parameter]], module: str
+) -> ModulePolicy:
+    """Ask ``mp_policy`` about every parameter.
 
     Of a function's answers (None is no mixed precision) those that cast inputs must agree on how, as must those that
     have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module.
 
     Raises:
-        FSDPTypeError: it is none of these, or an answer is none.
+        FSDPTypeError: an answer is no policy.
         FSDPValueError: the answers contradict each other.
     """
-    if not callable(mp_policy) or isinstance(mp_policy, type):
-        policy = mixed_precision(mp_policy)
-        each = tuple(policy.for_parameter(parameter, fqn) for fqn, parameter in params)
-        return ModulePolicy(policy.input_cast, policy.output_dtype, policy.buffer_dtype, each)
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        each = tuple(mp_policy.for_parameter(parameter, fqn) for fqn, parameter in params)
+        return ModulePolicy(mp_policy.input_cast, mp_policy.output_dtype, mp_policy.buffer_dtype, each)
     answers = [mp_policy(fqn, parameter) for fqn, parameter in params]
     policies = [
         MixedPrecisionPolicy() if answer is None else mixed_precision(answer, f"mp_policy('{fqn}', ...) must return")
@@ -172,6 +173,17 @@ def _agreed(what: str, names: Sequence[str], answers: Sequence[T | None], module
                 "the others cast_forward_inputs=False, output_dtype=None, buffer_dtype=None)."
             )
     return given[0][1] if given else None
+
+
+def policy_or_function(mp_policy: Any) -> MixedPrecisionPolicy | PolicyFunction:
+    """``mp_policy`` as ours, if it is a policy; a function as it is.
+
+    Raises:
+        FSDPTypeError: it is neither.
+    """
+    if callable(mp_policy) and not isinstance(mp_policy, type):
+        return mp_policy  # type: ignore[no-any-return]
+    return mixed_precision(mp_policy)
 
 
 def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecisionPolicy:

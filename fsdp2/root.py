@@ -93,6 +93,7 @@ class FSDPRoot:
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
         on_failure: called when an iteration that failed is dropped.
+        on_dissolution: called when there is to be no such root any more.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class FSDPRoot:
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
+        self.on_dissolution: Callable[[], None] = lambda: None
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -261,6 +263,24 @@ class FSDPRoot:
         """Wait for the reductions of a finalized backward, and end the iteration."""
         self.comm.retire_reduces(0)
         self._end_iteration()
+
+    # -- between iterations
+
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is running, or waits for ``finalize_backward``."""
+        iteration = self.iteration
+        runs = iteration.in_forward or iteration.in_backward or iteration.unfinalized
+        return runs or _torch.backward_is_running()
+
+    def finish(self) -> None:
+        """Recover from a failure, and wait for everything in flight."""
+        self.recover_if_failed()
+        self.comm.retire_reduces(0)
+        self.comm.let_host_write_shards()
+
+    def dissolve(self) -> None:
+        """Let the modules below find a root anew, in their next forward."""
+        self.on_dissolution()
 
     # -- failure
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.attachment import Attachment
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.hooks import (
@@ -33,6 +34,7 @@ from fsdp2.root_checks import (
     refuse_unowned_parameters,
 )
 from fsdp2.structure import Structure
+from fsdp2.wrapping import Wrapping
 
 _STATE = "_fsdp_state"
 
@@ -41,6 +43,13 @@ def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` attached to ``module``, if it did."""
     state: FSDPState | None = module.__dict__.get(_STATE)
     return state
+
+
+def forget_state(state: FSDPState) -> None:
+    """Take ``state``, and all that it has hung on them, off its modules."""
+    state.attachment.detach()
+    for module in state.modules:
+        del module.__dict__[_STATE]
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
@@ -78,6 +87,8 @@ class FSDPState:
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
+        wrapping: the arguments of the call.
+        attachment: what hangs on the modules.
     """
 
     def __init__(
@@ -89,6 +100,7 @@ class FSDPState:
         reshard_after_forward: bool | None,
         policy: ModulePolicy,
         ignored_params: frozenset[nn.Parameter],
+        wrapping: Wrapping | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
@@ -103,6 +115,8 @@ class FSDPState:
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.ignored_params = ignored_params
+        self.wrapping = wrapping
+        self.attachment = Attachment()
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._to_run: set[nn.Module] = set()
@@ -110,8 +124,10 @@ class FSDPState:
         self._structure = Structure(())
         for module in self.modules:
             module.__dict__[_STATE] = self
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, prepend=False)
+            self.attachment.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
 
     @property
     def name(self) -> str:
@@ -158,6 +174,7 @@ class FSDPState:
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
+        root.on_dissolution = self._forget_root
         for state in states:
             state.root = root
         self.is_root = True
@@ -215,12 +232,17 @@ class FSDPState:
         for group in self.unit:
             group.reshard()
 
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were replaced while they were sharded."""
+        for group in self.unit:
+            group.adopt_replaced()
+
     def take_over(self) -> None:
         """Make this state's module the root, in place of submodules that ran before it."""
         for state in states_below_all(self.modules):
             if state.root is not None:
                 state.root.reset()
-                state.root, state.is_root, state._states = None, False, ()
+                state.root.dissolve()
 
     # -- forward
 
@@ -366,7 +388,11 @@ class FSDPState:
 
     def _pre_backward(self, gradient: torch.Tensor) -> None:
         root = self.root
-        assert root is not None, "a backward follows a forward"
+        if root is None:
+            raise FSDPRuntimeError(
+                f"'{self.name}', or a module above or below it, was unwrapped between a forward and its backward; run "
+                "all backwards before."
+            )
         root.begin_backward()
         if self._in_backward:
             return
@@ -457,24 +483,11 @@ class FSDPState:
                     "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
                 )
 
+    def _forget_root(self) -> None:
+        for state in self._states:
+            state.root, state.is_root, state._states = None, False, ()
+
     def _drop_iteration(self) -> None:
         for state in self._states:
             state._in_backward = False
             state._to_run.clear()
-
-
-def share_context(states: Sequence[FSDPState]) -> None:
-    """Let the roots among ``states`` share the communication context of the first."""
-    shared = states[0]._comm_ctx
-    for state in states:
-        if shared.comm is None and state.root is not None:
-            shared.comm = state.root.comm
-    for state in states[1:]:
-        root = state.root
-        settings = state.settings if root is None else root.settings
-        settings.comm = shared
-        if root is not None and shared.comm is not None and root.comm is not shared.comm:
-            root.comm.retire_reduces(0)
-            root.comm = shared.comm
-            for group in root.groups:
-                group.comm = shared.comm

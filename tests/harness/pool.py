@@ -48,6 +48,7 @@ DEFAULT_TIMEOUT_S = 60.0
 # How long ranks may go on after one failed: enough for a slower rank to show the same failure.
 GRACE_S = 2.0
 START_TIMEOUT_S = 120.0
+MAX_THREADS = 100
 
 
 def start_fork_server() -> None:
@@ -140,11 +141,19 @@ class WorkerPool:
         job = self._make_job(body, args, kwargs)
         self.start()
         try:
-            return self._run_job(job, timeout=timeout, grace=grace)
+            results = self._run_job(job, timeout=timeout, grace=grace)
+            if self._leaks_threads():
+                self.stop()
+            return results
         except BaseException:
             # Ranks may be anywhere, in a failure as after Ctrl-C: see [Note: fork server].
             self.stop()
             raise
+
+    def _leaks_threads(self) -> bool:
+        """Whether the workers have gathered threads of process groups that are gone, as up to torch 2.12 they do."""
+        threads = Path(f"/proc/{self.pids[0]}/task")
+        return threads.exists() and sum(1 for _ in threads.iterdir()) > MAX_THREADS
 
     def _run_job(self, job: Job, *, timeout: float, grace: float) -> list[Any]:
         """Both halves of the protocol in `messages`; returns the results by rank."""

@@ -15,16 +15,28 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure"),
+    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure", "wrapping"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
-    ("comm_context", "collectives"),
+    ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
-    ("schedule", "hooks", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "clip_grad", "api"),
+    ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
+    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "clip_grad", "api"),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}
-PUBLIC = {"__init__", "module", "handles", "functions", "policies", "placement", "mesh", "custom_comm", "api", "common"}
+PUBLIC = {
+    "__init__",
+    "module",
+    "handles",
+    "functions",
+    "policies",
+    "placement",
+    "mesh",
+    "custom_comm",
+    "api",
+    "common",
+    "unwrapping",
+}
 
 
 def module_name(path: Path) -> str:

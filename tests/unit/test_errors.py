@@ -198,14 +198,17 @@ def test_mesh_without_this_rank() -> None:
 
 def test_the_same_module_twice() -> None:
     model = fully_shard(two_layers())
-    with pytest.raises(FSDPValueError, match="already called on this FSDPSequential"):
-        fully_shard(model)
+    assert fully_shard(model) is model
+    with pytest.raises(
+        FSDPValueError, match=r"already called on this Sequential.*'reshard_after_forward': None.*False"
+    ):
+        fully_shard(model, reshard_after_forward=False)
 
 
 def test_a_module_that_was_in_a_list() -> None:
     model = two_layers()
     fully_shard(list(model))
-    with pytest.raises(FSDPValueError, match="already called on this FSDPLinear"):
+    with pytest.raises(FSDPValueError, match=r"already called on this Linear.*'module': on \(Linear, Linear\)"):
         fully_shard(model[0])
 
 

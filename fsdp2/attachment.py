@@ -1,0 +1,98 @@
+"""What a state hangs on the modules that it manages, beside the hooks around forward: so that all of it can be copied
+with them, and taken off again. Knows nothing of what the state does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Settling(Protocol):
+    """What the hooks call."""
+
+    def settle(self) -> None:
+        """Reshard, before the user's code looks at the parameters."""
+
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were replaced."""
+
+
+class StateDictHook:
+    """Before state is saved or loaded it reshards, as unsharded parameters may be registered; after, it adopts.
+
+    It travels in copies and pickles of a module without its state, and then does nothing until it is given another: a
+    part of a sharded module can be copied without the rest.
+
+    Attributes:
+        state: whose parameters the module holds.
+        adopts: after loading; else before saving and loading.
+    """
+
+    __slots__ = ("adopts", "state")
+
+    def __init__(self, state: Settling | None, adopts: bool) -> None:
+        self.state = state
+        self.adopts = adopts
+
+    def __call__(self, *args: object) -> None:
+        """Whatever the arguments are."""
+        if self.state is not None:
+            if self.adopts:
+                self.state.adopt_replaced()
+            else:
+                self.state.settle()
+
+    def __reduce__(self) -> Any:
+        """Without the state."""
+        return StateDictHook, (None, self.adopts)
+
+
+class Attachment:
+    """The hooks of one state on modules.
+
+    Attributes:
+        handles: by which all of them can be removed.
+        hooks: those for state dicts.
+        managed: the modules that are marked as managed.
+        methods: of modules, that gather like forward: what was set on the module before, None if nothing was.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.hooks: tuple[StateDictHook, ...] = ()
+        self.managed: tuple[nn.Module, ...] = ()
+        self.methods: dict[tuple[nn.Module, str], Any] = {}
+
+    def handle_state_dicts(self, state: Settling, modules: Iterable[nn.Module], managed: Iterable[nn.Module]) -> None:
+        """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go."""
+        settle, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
+        self.hooks = (settle, adopt)
+        for module in managed:
+            if module._parameters:
+                self.handles.append(module.register_state_dict_pre_hook(settle))
+                self.handles.append(module.register_load_state_dict_pre_hook(settle))
+        for module in modules:
+            self.handles.append(module.register_load_state_dict_post_hook(adopt))
+
+    def mark(self, managed: Iterable[nn.Module]) -> None:
+        """Set what torch.compile, and programs that ask whether a module is sharded, look for."""
+        self.managed = tuple(managed)
+        for module in self.managed:
+            module._is_fsdp_managed_module = True  # type: ignore[assignment]
+            module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+    def detach(self) -> None:
+        """Take everything off the modules."""
+        for handle in self.handles:
+            handle.remove()
+        for (module, name), before in self.methods.items():
+            module.__dict__.pop(name, None)
+            if before is not None:
+                module.__dict__[name] = before
+        for module in self.managed:
+            module.__dict__.pop("_is_fsdp_managed_module", None)
+            module.__dict__.pop("_fsdp_use_orig_params", None)
