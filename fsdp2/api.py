@@ -10,21 +10,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
-from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
 from fsdp2.hooks import refuse_unknown_arguments
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.module import mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data, owner_of, successor_of
+from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.placement import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
 from fsdp2.policies import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     ModulePolicy,
@@ -37,6 +34,7 @@ from fsdp2.policies import (
 from fsdp2.post_forward import PostForward
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
+from fsdp2.tying import Use, check_tied, take_tied
 from fsdp2.wrapping import Wrapping
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -150,13 +148,17 @@ def fully_shard(
         return module
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
-    for parameter, uses in found.items():
-        _check_parameter(parameter, uses[0][2], modules[0])
+    tied = take_tied(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
-    policy = module_policy(wrapping.mp_policy, [(uses[0][2], parameter) for parameter, uses in found.items()], name)
+    named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *((t.original, t.uses) for t in tied))]
+    policy = module_policy(wrapping.mp_policy, named, name)
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
+        check_tied(tied, wrapping, policy.of_parameters[len(found) :], name)
         unit = _shard(found, managed, wrapping, policy, name)
+        for each in tied:
+            each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
+        unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
     state = FSDPState(
         modules,
         unit,
@@ -231,10 +233,6 @@ def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
             f"reshard_after_forward={size} must divide the {sharding.mesh.world_size} ranks that parameter '{fqn}' of "
             f"{name} is sharded over."
         )
-
-
-_Use = tuple[nn.Module, str, str]
-"""A module, the name of one of its own parameters, and that parameter's fully qualified name."""
 
 
 def _validated_modules(module: object) -> tuple[nn.Module, ...]:
@@ -327,14 +325,14 @@ def _shown(argument: Any) -> str:
 
 
 def _shard(
-    found: dict[nn.Parameter, list[_Use]],
+    found: dict[nn.Parameter, list[Use]],
     managed: Sequence[nn.Module],
     wrapping: Wrapping,
     policy: ModulePolicy,
     name: str,
 ) -> Unit:
     """Shard the parameters, and group them by their meshes."""
-    mesh, offloading = wrapping.mesh, wrapping.offload_policy
+    mesh = wrapping.mesh
     neighbours = wrapping.reshard_after_forward[1]
     shardings = [
         _requested_sharding(parameter, uses[0][2], name, wrapping.shard_placement_fn, mesh)
@@ -343,12 +341,11 @@ def _shard(
     if neighbours is not None:
         for sharding, uses in zip(shardings, found.values(), strict=True):
             _check_neighbours(sharding, neighbours, uses[0][2], name)
-    pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
-    home = Home(mesh.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
+    home = wrapping.home
     _move_to_device(managed, found, mesh.device, policy.buffer_dtype)
     freshness = Freshness()
     by_mesh: dict[Any, list[FSDPParam]] = {}
-    for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=True):
+    for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=False):
         param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
         by_mesh.setdefault(sharding.mesh.key, []).append(param)
     unit: Unit = tuple(
@@ -363,33 +360,19 @@ def _shard(
 
 def _find_parameters(
     modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: frozenset[nn.Parameter]
-) -> dict[nn.Parameter, list[_Use]]:
+) -> dict[nn.Parameter, list[Use]]:
     """Every parameter that is registered in ``managed`` modules, with all places where it is."""
     names: dict[nn.Module, str] = {}
     for module in modules:
         for name, each in module.named_modules():
             names.setdefault(each, name)
-    found: dict[nn.Parameter, list[_Use]] = {}
+    found: dict[nn.Parameter, list[Use]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in ignored:
                 fqn = f"{names[module]}.{name}" if names[module] else name
                 found.setdefault(parameter, []).append((module, name, fqn))
     return found
-
-
-def _check_parameter(parameter: nn.Parameter, fqn: str, module: nn.Module) -> None:
-    where = f"parameter '{fqn}' of {type(module).__name__}"
-    if is_lazy(parameter):
-        raise FSDPValueError(f"{where} is not initialized: run a forward of the lazy module before fully_shard.")
-    successor = successor_of(parameter)  # of an original that another group has sharded
-    owner = owner_of(parameter if successor is None else successor)
-    if owner is not None:
-        raise FSDPValueError(
-            f"{where} is already sharded, as '{owner.path}' in the group of {owner.group_name}. Call fully_shard "
-            "bottom-up: on submodules before the module that contains them. (A parameter shared by two groups is not "
-            "supported: shard the modules that share it in one call, as a list.)"
-        )
 
 
 def _move_to_device(

@@ -16,6 +16,7 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.module_comm import CommunicationSettings
 from fsdp2.param import refuse_share_memory
 from fsdp2.root import Unit
+from fsdp2.root_checks import refuse_finalization
 from fsdp2.state import FSDPState, state_of, states_below
 
 _ORIGINAL_CLASS_INDEX = 2
@@ -382,7 +383,7 @@ class FSDPModule:
         root = state.root
         if root is None:
             return GradientReductionHandle() if async_op else None
-        state.refuse_finalization()
+        refuse_finalization(root, state.name, is_root=state.is_root)
         root.finalize()
         if not async_op:
             root.wait_for_finalization()

@@ -25,11 +25,12 @@ from fsdp2.param_group import FSDPParamGroup
 
 def _checked_denominator(value: Any) -> float | torch.Tensor:
     """A number or a 0-D tensor, whose value is looked at only if it is on the host."""
-    is_one = not isinstance(value, torch.Tensor) or (value.numel() == 1 and not value.is_complex())
-    if is_one and isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return value.detach().reshape(())
-    if is_one and isinstance(value, SupportsFloat) and not isinstance(value, bool) and 0 < float(value) < math.inf:
-        return float(value)
+    is_tensor = isinstance(value, torch.Tensor)
+    is_one = not is_tensor or (value.numel() == 1 and not value.is_complex())
+    is_known = not is_tensor or value.device.type == "cpu"
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    if is_one and is_number and (not is_known or 0 < float(value) < math.inf):
+        return value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else float(value)
     raise FSDPValueError(f"the denominator of a gradient reduction must be one positive number, got {value!r}.")
 
 

@@ -112,6 +112,7 @@ class FSDPParam:
         requires_grad: what the plan was made for.
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
         arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
+        group: that holds it.
         freshness: of the group.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
@@ -121,6 +122,7 @@ class FSDPParam:
         "fqn",
         "freshness",
         "grad_dtype",
+        "group",
         "group_name",
         "local",
         "policy",
@@ -159,7 +161,15 @@ class FSDPParam:
         self.post_forward: nn.Parameter | None = None
         self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
         self.arrived_dtype: torch.dtype | None = None
+        self.group: Any = None
         self.adopt(shard_parameter(original, sharding))
+
+    def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Register the sharded parameter in further modules, which hold its original (or itself)."""
+        self.uses += tuple(uses)
+        self.registrations += tuple(registration(module, name) for module, name in uses)
+        for mapping, name in self.registrations:
+            mapping[name] = self.sharded
 
     def adopt(self, sharded: nn.Parameter) -> None:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
@@ -324,6 +334,13 @@ class FSDPParam:
                 break
         found = mapping.get(name)
         spec = _torch.spec_of(self.sharded)
+        other_owner = owner_of(found) if isinstance(found, torch.Tensor) else None
+        if other_owner is not None and other_owner is not self:
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' was replaced after fully_shard by the sharded parameter '{other_owner.path}' "
+                f"of {other_owner.group_name}: tie weights before calling fully_shard, or unwrap() the model, tie "
+                "them, and shard it again."
+            )
         if (
             isinstance(found, nn.Parameter)
             and isinstance(found, DTensor)

@@ -38,6 +38,10 @@ class FSDPParamGroup:
         reducer: the gradient side.
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
         unshards_in_backward: whether backward needs the parameters.
+        sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
+            gathered for each of them, and reduced when the backward of all is over.
+        users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
+        took_part: of a shared group, whether the running backward has come to any of them.
     """
 
     def __init__(
@@ -50,6 +54,9 @@ class FSDPParamGroup:
         self.reducer = GradientReducer(mesh, home)
         self.gathers_on_compute = False
         self.unshards_in_backward = True
+        self.sharers: list[Any] = []
+        self.users: set[object] = set()
+        self.took_part = False
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
         self._freshness = freshness
@@ -61,12 +68,27 @@ class FSDPParamGroup:
         self._by_hand = False
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
-        self._swaps: tuple[_Swap, ...] = tuple(
-            (mapping, name, param) for param in self.params for mapping, name in param.registrations
-        )
+        self._swaps: tuple[_Swap, ...] = ()
+        self._find_swaps()
+        for param in self.params:
+            param.group = self
         self._lay_out()
 
     # -- what the group is made of
+
+    def _find_swaps(self) -> None:
+        self._swaps = tuple((mapping, name, param) for param in self.params for mapping, name in param.registrations)
+
+    def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let modules outside of this group's own hold ``param`` as well."""
+        self.reshard()
+        param.tie(uses)
+        self._find_swaps()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether weights are tied across `fully_shard` calls."""
+        return len(self.sharers) > 1
 
     def _lay_out(self) -> None:
         self.plan = None
@@ -79,7 +101,7 @@ class FSDPParamGroup:
             FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
         """
         self.adopt_replaced()
-        self._check_devices()
+        self.storage.check_devices(self.name)
         self.comm = comm
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
@@ -88,22 +110,6 @@ class FSDPParamGroup:
         buffers, extended = self.storage.plans()
         gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
         self.plan = GroupPlan(self.name, str(self.mesh), buffers, gradients, extended)
-
-    def _check_devices(self) -> None:
-        meta = [param.path for param in self.params if param.local.is_meta]
-        if meta:
-            raise FSDPRuntimeError(
-                f"parameters of '{self.name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
-                "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
-            )
-        home = self.storage.home.device
-        for param in self.params:
-            if param.local.device != home:
-                why = "with CPU offload it must be on" if self.storage.home.is_host else "its mesh is on"
-                raise FSDPRuntimeError(
-                    f"parameter '{param.path}' is on {param.local.device}, but {why} {home}: move the model back with "
-                    f"model.to('{home}')."
-                )
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""

@@ -88,6 +88,7 @@ class FSDPRoot:
     Attributes:
         name: class name of the root module, for messages.
         groups: all groups, in the order of the modules.
+        shared: those of them that modules of several calls use.
         settings: what the user has set on it.
         has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
@@ -103,6 +104,7 @@ class FSDPRoot:
         self.comm = comm
         self.groups = tuple(groups)
         self.settings = settings
+        self.shared: Unit = ()
         self.has_run = False
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
@@ -176,7 +178,7 @@ class FSDPRoot:
 
     def _drop_ahead(self) -> None:
         for group in self.groups:
-            if group in self.iteration.ahead:
+            if group in self.iteration.ahead and not group.users:
                 group.reshard()
                 self.comm.let_host_write_shards()
         self.iteration.ahead.clear()
@@ -219,13 +221,29 @@ class FSDPRoot:
         kept = self.iteration.recomputed
         if kept is not None and kept is not unit:
             for group in kept:
-                group.reshard()
+                if not group.users:
+                    group.reshard()
         self.iteration.recomputed = unit
 
-    def reduce(self, group: FSDPParamGroup) -> None:
-        """Issue the reduction of ``group``'s gradients. Collective."""
-        group.reduce()
-        self.iteration.reduced = True
+    def reduce_or_keep(self, unit: Unit) -> None:
+        """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
+        for group in unit:
+            if not group.reducer.is_trainable:
+                continue
+            if group.reducer.requires_gradient_sync:
+                group.reduce()
+                self.iteration.reduced = True
+            else:
+                group.reducer.keep()
+
+    def reduce_shared(self, *, only_keeps: bool = False) -> None:
+        """`reduce_or_keep` the shared groups that the backward, which is over, has come to. Collective."""
+        for group in self.shared:
+            if only_keeps and group.reducer.requires_gradient_sync:
+                continue
+            if group.took_part or group.reducer.is_due():
+                group.took_part = False
+                self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
         if self.settings.finalizes_manually:
@@ -300,6 +318,9 @@ class FSDPRoot:
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
+        for group in self.shared:
+            group.users.clear()
+            group.took_part = False
         lost = [group.name for group in self.groups if group.abandon()]
         self.on_failure()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):

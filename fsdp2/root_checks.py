@@ -12,6 +12,7 @@ from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.plan import ModelPlan
+from fsdp2.root import FSDPRoot
 
 
 def refuse_unowned_parameters(
@@ -68,3 +69,43 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
                     "the ranks have different plans, so their collectives would not match; every rank must build the "
                     f"same model and shard it alike. Difference:\n{difference}"
                 )
+
+
+def refuse_sharers_elsewhere(groups: Sequence[FSDPParamGroup], states: Collection[object], class_name: str) -> None:
+    """All modules that hold tied parameters of ``groups`` are below the root.
+
+    Raises:
+        FSDPRuntimeError: one is not.
+    """
+    for group in groups:
+        for sharer in group.sharers:
+            if sharer not in states:
+                raise FSDPRuntimeError(
+                    f"parameters of '{group.name}' are tied to parameters of a {sharer.class_name} that is not below "
+                    f"{class_name}: call fully_shard on the module that contains both, and run its forward."
+                )
+
+
+def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
+    """Refuse `FSDPModule.finalize_backward`, called on the module ``name``, where it cannot be.
+
+    Raises:
+        FSDPRuntimeError: saying why not.
+    """
+    if not is_root:
+        raise FSDPRuntimeError(f"finalize_backward() must be called on the root, {root.name}, not on '{name}'.")
+    if not root.settings.finalizes_manually:
+        raise FSDPRuntimeError(
+            "finalize_backward() needs set_manual_backward_finalization(True), called on the root before backward."
+        )
+    if root.iteration.in_backward:
+        raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
+    root.comm.refuse_unfinished_handle("finalize_backward()")
+    for group in root.groups:
+        reducer = group.reducer
+        stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
+        if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+            raise FSDPRuntimeError(
+                f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+            )

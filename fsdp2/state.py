@@ -31,6 +31,7 @@ from fsdp2.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.root_checks import (
     refuse_disagreement,
     refuse_meta_buffers,
+    refuse_sharers_elsewhere,
     refuse_unowned_parameters,
 )
 from fsdp2.structure import Structure
@@ -119,6 +120,11 @@ class FSDPState:
         self.attachment = Attachment()
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
+        self._awaits_finalization = False
+        self._own = unit
+        self._shared: Unit = ()
+        for group in unit:
+            group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
         self._states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
@@ -158,7 +164,8 @@ class FSDPState:
         self._refuse_other_roots(names)
         self.take_over()
         states = tuple(names)
-        groups = [group for state in states for group in state.unit]
+        groups = list(dict.fromkeys(group for state in states for group in state.unit))
+        refuse_sharers_elsewhere(groups, states, self.class_name)
         for state, name in names.items():
             for group in state.unit:
                 group.name = name or self.class_name
@@ -175,8 +182,11 @@ class FSDPState:
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
         root.on_dissolution = self._forget_root
+        root.shared = tuple(group for group in groups if group.is_shared)
         for state in states:
             state.root = root
+            state._shared = tuple(group for group in state.unit if group.is_shared)
+            state._own = tuple(group for group in state.unit if not group.is_shared)
         self.is_root = True
         self._states = states
 
@@ -284,6 +294,8 @@ class FSDPState:
     def _gather_for_recompute(self, root: FSDPRoot) -> None:
         if self.unit:
             root.gather_for_recompute(self.unit)
+            for group in self._shared:
+                group.users.add(self)
 
     def _enter_forward(
         self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -306,6 +318,8 @@ class FSDPState:
             root.join()
         if self.unit:
             root.gather_for_forward(self.unit, self.forward_prefetch)
+            for group in self._shared:
+                group.users.add(self)
 
     def _new_call(self) -> ForwardCall:
         call = ForwardCall(self._end_call)
@@ -334,7 +348,11 @@ class FSDPState:
         """The root's forward is over, and not all modules of the list were called in it."""
         self._to_run.clear()
         if self._reshards_now():
-            for group in self.unit:
+            self._reshard_after_forward()
+
+    def _reshard_after_forward(self) -> None:
+        for group in self.unit:
+            if not group.users:
                 group.reshard_after_forward()
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -356,12 +374,13 @@ class FSDPState:
         if torch.is_grad_enabled():
             before_backward_of_outputs(self._pre_backward, output)
         self._to_run.discard(module)
+        for group in self._shared:
+            group.users.discard(self)
         if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(output):
             if recompute:
                 root.keep(self.unit)
             else:
-                for group in self.unit:
-                    group.reshard_after_forward()
+                self._reshard_after_forward()
         if self.is_root and not recompute and root.iteration.in_forward:
             for state in self._states:
                 if state._to_run:
@@ -402,6 +421,9 @@ class FSDPState:
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
             root.gather_for_backward(self.unit, self.backward_prefetch)
+            for group in self._shared:
+                group.users.add(self)
+                group.took_part = True
 
     def _end_call(self) -> None:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
@@ -416,20 +438,16 @@ class FSDPState:
         _real(self._end_module_backward, reduces)
 
     def _end_module_backward(self, reduces: bool) -> None:
-        self._in_backward = False
+        self._in_backward = self._awaits_finalization = False
+        for group in self._shared:
+            group.users.discard(self)
         if self.reshard_after_backward:
             for group in self.unit:
-                group.reshard()
-        if not reduces:
-            return
-        for group in self.unit:
-            if not group.reducer.is_trainable:
-                continue
-            if group.reducer.requires_gradient_sync:
-                assert self.root is not None, "a backward follows a forward"
-                self.root.reduce(group)
-            else:
-                group.reducer.keep()
+                if not group.users:
+                    group.reshard()
+        if reduces:
+            assert self.root is not None, "a backward follows a forward"
+            self.root.reduce_or_keep(self._own)
 
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
@@ -438,12 +456,14 @@ class FSDPState:
         whose gradients came by another way than their outputs (a loss that a module keeps as an attribute).
         """
         for state in self._states:
-            if state._in_backward:
+            if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
             elif state.unit:
-                is_due = any(group.reducer.is_due() for group in state.unit)
+                is_due = any(group.reducer.is_due() for group in state._own)
                 if is_due or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
                     state.end_module_backward(reduces=is_due)
+        assert self.root is not None, "a backward follows a forward"
+        _real(self.root.reduce_shared)
 
     def _pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
@@ -451,37 +471,11 @@ class FSDPState:
             if not state._in_backward:
                 continue
             if any(group.reducer.requires_gradient_sync for group in state.unit):
-                state._in_backward = False
+                state._in_backward, state._awaits_finalization = False, True
             else:
                 state.end_module_backward(reduces=True)
-
-    def refuse_finalization(self) -> None:
-        """Refuse `FSDPModule.finalize_backward` where it cannot be.
-
-        Raises:
-            FSDPRuntimeError: saying why not.
-        """
-        root = self.root
-        assert root is not None, "lazily initialized"
-        if not self.is_root:
-            raise FSDPRuntimeError(
-                f"finalize_backward() must be called on the root, {root.name}, not on '{self.name}'."
-            )
-        if not self.settings.finalizes_manually:
-            raise FSDPRuntimeError(
-                "finalize_backward() needs set_manual_backward_finalization(True), called on the root before backward."
-            )
-        if root.iteration.in_backward:
-            raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
-        root.comm.refuse_unfinished_handle("finalize_backward()")
-        for group in root.groups:
-            reducer = group.reducer
-            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
-            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
-                raise FSDPRuntimeError(
-                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
-                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
-                )
+        assert self.root is not None, "a backward follows a forward"
+        self.root.reduce_shared(only_keeps=True)
 
     def _forget_root(self) -> None:
         for state in self._states:
@@ -489,5 +483,5 @@ class FSDPState:
 
     def _drop_iteration(self) -> None:
         for state in self._states:
-            state._in_backward = False
+            state._in_backward = state._awaits_finalization = False
             state._to_run.clear()

@@ -12,7 +12,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Home
-from fsdp2.common import FSDPNotImplementedError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.custom_comm import AllGather
 from fsdp2.extensions import ExtensionGather, is_extended
 from fsdp2.gather import Gather, Member, Source
@@ -73,6 +73,27 @@ class GroupStorage:
 
     def _find_extended(self) -> tuple[FSDPParam, ...]:
         return tuple(param for param in self._params if is_extended(param.local))
+
+    def check_devices(self, name: str) -> None:
+        """Refuse parameters on meta, or elsewhere than their shards live.
+
+        Raises:
+            FSDPRuntimeError: naming them.
+        """
+        meta = [param.path for param in self._params if param.local.is_meta]
+        if meta:
+            raise FSDPRuntimeError(
+                f"parameters of '{name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
+                "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+            )
+        home = self.home.device
+        for param in self._params:
+            if param.local.device != home:
+                why = "with CPU offload it must be on" if self.home.is_host else "its mesh is on"
+                raise FSDPRuntimeError(
+                    f"parameter '{param.path}' is on {param.local.device}, but {why} {home}: move the model back with "
+                    f"model.to('{home}')."
+                )
 
     def prepare(self) -> None:
         """Build the unsharded parameters and the gathers, all left without memory.

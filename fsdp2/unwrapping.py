@@ -64,16 +64,17 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
                 "it between iterations."
             )
         root.finish()
+    groups = list(dict.fromkeys(group for state in states for group in state.unit))
     for state in states:
         state.settle()
         state.adopt_replaced()
-        for group in state.unit:
-            _refuse_group(group)
+    for group in groups:
+        _refuse_group(group)
     for root in roots:
         root.dissolve()
+    for group in groups:
+        _make_whole(group)
     for state in states:
-        for group in state.unit:
-            _make_whole(group)
         for each in state.modules:
             mix_out(each)
         forget_state(state)
@@ -91,6 +92,14 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
                 f"{state.class_name} was sharded in one group with ({', '.join(outside)}), which is not below what is "
                 "to be unwrapped; unwrap a module that contains them all."
             )
+    for state in states:
+        for group in state.unit:
+            for sharer in group.sharers:
+                if sharer not in states:
+                    raise FSDPValueError(
+                        f"parameters of '{group.name}' are tied to parameters of a {sharer.class_name} that is not to "
+                        "be unwrapped; unwrap a module that contains both."
+                    )
     ours = {param for state in states for group in state.unit for param in group.params}
     for parameter in module.parameters():
         owner = owner_of(parameter)

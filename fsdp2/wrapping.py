@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.buffers import Home
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.policies import MixedPrecisionPolicy, OffloadPolicy, PolicyFunction
+from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PolicyFunction
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +31,13 @@ class Wrapping:
     mp_policy: MixedPrecisionPolicy | PolicyFunction
     offload_policy: OffloadPolicy
     ignored_params: frozenset[nn.Parameter]
+
+    @property
+    def home(self) -> Home:
+        """Where shards live."""
+        offloading = self.offload_policy
+        pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
+        return Home(self.mesh.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
 
     def difference(self, other: Wrapping) -> str | None:
         """The name of the first argument that is not the same in ``other``; None if all are.

@@ -297,6 +297,21 @@ def memory_of_the_process_group(recorder: Recorder) -> None:
         training.steps(1)
 
 
+def denominators(recorder: Recorder) -> None:
+    """Tensors on the device that reductions divide by; the last replaces one that is in use."""
+    training = train(recorder)
+    model = training.model
+    for number in range(STEPS):
+        model.set_gradient_reduction(torch.full((), 1.0 + number))
+        training.steps(1)
+    model.set_is_last_backward(False)
+    training.loss().backward()
+    model.set_gradient_reduction(torch.full((), 7.0))
+    model.set_is_last_backward(True)
+    training.loss().backward()
+    training.update()
+
+
 # ---- iterations --------------------------------------------------------------------------------------------------
 
 
@@ -376,7 +391,7 @@ SETTINGS = {
     for function in (
         half, half_reduced_in_full, half_in_part, half_accumulated, settings_in_flight, hooked, hook_fails,
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
-        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, post_optim_event,
+        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators, post_optim_event,
         finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice,
     )
 } | {

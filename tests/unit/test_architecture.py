@@ -15,12 +15,12 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure", "wrapping"),
-    ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
+    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure"),
+    ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients", "wrapping"),
     ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "clip_grad", "api"),
+    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "clip_grad", "tying", "api"),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}

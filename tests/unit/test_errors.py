@@ -227,23 +227,6 @@ def test_grandparent_before_child_names_the_owner() -> None:
         fully_shard(model[0][0])
 
 
-def test_parameter_shared_by_two_groups() -> None:
-    """Sharding both would untie them, silently."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = model[0].weight
-    fully_shard(model[0])
-    with pytest.raises(FSDPValueError, match=r"'weight' of Linear.*shared.*as a list"):
-        fully_shard(model[1])
-
-
-def test_parameter_shared_by_a_group_and_its_parent() -> None:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    model[1].weight = model[0].weight
-    fully_shard(model[0])
-    with pytest.raises(FSDPValueError, match=r"'1.weight' of Sequential.*shared.*as a list"):
-        fully_shard(model)
-
-
 def test_parameter_shared_inside_one_group_stays_shared() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = model[0].weight
