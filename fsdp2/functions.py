@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
 from fsdp2.common import FSDPValueError
+from fsdp2.forward_methods import gather_around
 from fsdp2.module import FSDPModule
 from fsdp2.state import FSDPState
 
@@ -44,22 +42,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise FSDPValueError(f"{type(module).__name__} has no method '{method_name}'.")
 
-    @functools.wraps(method)
-    def wrapped(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        state = self._get_fsdp_state()
-        try:
-            inputs = state.pre_forward(self, args, kwargs)  # type: ignore[arg-type]
-            args, kwargs = inputs or (args, kwargs)
-            output = method(*args, **kwargs)
-            cast = state.post_forward(self, args, output)  # type: ignore[arg-type]
-        except BaseException:
-            state.forward_failed()
-            raise
-        return output if cast is None else cast
-
-    methods = module._get_fsdp_state().attachment.methods
-    methods.setdefault((module, method_name), module.__dict__.get(method_name))
-    setattr(module, method_name, types.MethodType(wrapped, module))
+    gather_around(module, method_name)
 
 
 def _share_context(states: Sequence[FSDPState]) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 from fsdp2 import _torch, collectives
 from fsdp2.buffers import Home
 from fsdp2.comm_context import FSDPCommContext, Ticket
-from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, ParamPhase
+from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import Freshness, FSDPParam, succeed
@@ -38,6 +38,7 @@ class FSDPParamGroup:
         reducer: the gradient side.
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
         unshards_in_backward: whether backward needs the parameters.
+        identity: by which copies of other modules refer to it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class FSDPParamGroup:
         self.reducer = GradientReducer(mesh, home)
         self.gathers_on_compute = False
         self.unshards_in_backward = True
+        self.identity = Identity()
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
         self._freshness = freshness

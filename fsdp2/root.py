@@ -13,6 +13,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm_context import FSDPCommContext
+from fsdp2.common import FSDPRuntimeError
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.schedule import ExecutionOrder
 
@@ -258,6 +259,21 @@ class FSDPRoot:
     def finalize(self) -> None:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
         self.on_backward_end()
+
+    def refuse_partial_finalization(self) -> None:
+        """Refuse to leave gradients between reduce-scatter and all-reduce.
+
+        Raises:
+            FSDPRuntimeError: naming the group.
+        """
+        for group in self.groups:
+            reducer = group.reducer
+            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
+            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+                raise FSDPRuntimeError(
+                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+                )
 
     def wait_for_finalization(self) -> None:
         """Wait for the reductions of a finalized backward, and end the iteration."""

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.attachment import Attachment
+from fsdp2.attachment import STATE, Attachment
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
+from fsdp2.copying import CopyableState, Prefetch, resolve_prefetch
 from fsdp2.hooks import (
     ForwardCall,
     after_backward_of_inputs,
@@ -35,12 +36,10 @@ from fsdp2.root_checks import (
 from fsdp2.structure import Structure
 from fsdp2.wrapping import Wrapping
 
-_STATE = "_fsdp_state"
-
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` attached to ``module``, if it did."""
-    state: FSDPState | None = module.__dict__.get(_STATE)
+    state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 
@@ -48,7 +47,7 @@ def forget_state(state: FSDPState) -> None:
     """Take ``state``, and all that it has hung on them, off its modules."""
     state.attachment.detach()
     for module in state.modules:
-        del module.__dict__[_STATE]
+        del module.__dict__[STATE]
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
@@ -71,7 +70,7 @@ def _real(action: Callable[..., None], *args: Any) -> None:
             action(*args)
 
 
-class FSDPState:
+class FSDPState(CopyableState):
     """The hooks of one module, or of a list of modules that share their groups.
 
     Attributes:
@@ -101,6 +100,24 @@ class FSDPState:
         ignored_params: frozenset[nn.Parameter],
         wrapping: Wrapping | None = None,
     ) -> None:
+        self._begin(modules, unit, mesh, reshard_after_forward, policy, ignored_params, wrapping)
+        for module in self.modules:
+            module.__dict__[STATE] = self
+            self.attachment.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
+
+    def _begin(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        mesh: DataParallelMesh,
+        reshard_after_forward: bool | None,
+        policy: MixedPrecisionPolicy,
+        ignored_params: frozenset[nn.Parameter],
+        wrapping: Wrapping | None,
+    ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
@@ -111,8 +128,8 @@ class FSDPState:
         self.settings = RootSettings()
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.forward_prefetch: tuple[Unit, ...] | None = None
-        self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.forward_prefetch: Prefetch = None
+        self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
         self.wrapping = wrapping
         self.attachment = Attachment()
@@ -122,12 +139,6 @@ class FSDPState:
         self._to_run: set[nn.Module] = set()
         self._states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
-        for module in self.modules:
-            module.__dict__[_STATE] = self
-            self.attachment.handles += [
-                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.post_forward, prepend=False),
-            ]
 
     @property
     def name(self) -> str:
@@ -154,6 +165,7 @@ class FSDPState:
             for name, each in module.named_modules():
                 state = state_of(each)
                 if state is not None:
+                    state.complete()
                     names.setdefault(state, name)
         self._refuse_other_roots(names)
         self.take_over()
@@ -175,6 +187,7 @@ class FSDPState:
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
         root.on_dissolution = self._forget_root
+        resolve_prefetch(states, groups)
         for state in states:
             state.root = root
         self.is_root = True
@@ -301,7 +314,7 @@ class FSDPState:
         elif not root.iteration.in_forward:
             root.join()
         if self.unit:
-            root.gather_for_forward(self.unit, self.forward_prefetch)
+            root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
 
     def _new_call(self) -> ForwardCall:
         call = ForwardCall(self._end_call)
@@ -397,7 +410,7 @@ class FSDPState:
 
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
-            root.gather_for_backward(self.unit, self.backward_prefetch)
+            root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
 
     def _end_call(self) -> None:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
@@ -470,14 +483,7 @@ class FSDPState:
         if root.iteration.in_backward:
             raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
         root.comm.refuse_unfinished_handle("finalize_backward()")
-        for group in root.groups:
-            reducer = group.reducer
-            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
-            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
-                raise FSDPRuntimeError(
-                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
-                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
-                )
+        root.refuse_partial_finalization()
 
     def _forget_root(self) -> None:
         for state in self._states:

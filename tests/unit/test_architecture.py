@@ -15,12 +15,22 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "placement", "plan", "structure", "wrapping"),
+    ("policies", "layout", "mesh_records", "mesh", "placement", "plan", "structure", "wrapping"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
-    ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "api"),
+    ("schedule", "hooks", "attachment", "root", "root_checks", "copying", "state"),
+    (
+        "module_comm",
+        "handles",
+        "optimizer_guard",
+        "forward_methods",
+        "module_copies",
+        "module",
+        "functions",
+        "unwrapping",
+        "api",
+    ),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}
