@@ -376,7 +376,7 @@ class FSDPModule:
         """Drop the running iteration: wait for what is in flight, discard its gradients, reshard everything.
 
         Call it on the root. Not needed after an exception in forward or backward: the next forward does the same. On a
-        module whose submodules ran before it (and so became roots of their own), it makes this module their root.
+        module whose submodules ran before it (and so became roots of their own), it drops what these have begun.
         Reduced gradients stay: clear them with ``optimizer.zero_grad()``. An outstanding handle of `finalize_backward`
         is invalidated.
 

@@ -6,6 +6,7 @@ the layers below; does not know modules' hooks, order or prefetch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -67,6 +68,14 @@ class FSDPParamGroup:
             (mapping, name, param) for param in self.params for mapping, name in param.registrations
         )
         self._lay_out()
+
+    def rename(self, name: str, prefix: str) -> None:
+        """For messages, below a root: the module is called ``name`` there, and parameters begin with ``prefix``."""
+        self.name = name
+        for param in self.params:
+            param.prefix = prefix
+        if self.plan is not None:
+            self.plan = dataclasses.replace(self.plan, name=name)
 
     # -- what the group is made of
 

@@ -90,7 +90,7 @@ class FSDPRoot:
         name: class name of the root module, for messages.
         groups: all groups, in the order of the modules.
         settings: what the user has set on it.
-        has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
+        is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
         on_failure: called when an iteration that failed is dropped.
@@ -104,7 +104,7 @@ class FSDPRoot:
         self.comm = comm
         self.groups = tuple(groups)
         self.settings = settings
-        self.has_run = False
+        self.is_disturbed = False
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -119,7 +119,6 @@ class FSDPRoot:
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
         self.comm.refuse_unfinished_handle("a forward")
-        self.has_run = True
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         for group in self.groups:

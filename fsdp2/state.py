@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.attachment import STATE, Attachment
+from fsdp2.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.copying import CopyableState, Prefetch, resolve_prefetch
@@ -79,7 +80,9 @@ class FSDPState(CopyableState):
         unit: their groups, one per mesh; empty if they have no parameters of their own.
         mesh: of the modules; a parameter may have been given another.
         policy: for what forward takes and returns.
-        root: set at lazy initialization.
+        root: set at lazy initialization; the last to claim it, if it is below several.
+        roots: all of these.
+        own_root: the root that its own module is.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
@@ -124,6 +127,8 @@ class FSDPState(CopyableState):
         self.mesh = mesh
         self.policy = policy
         self.root: FSDPRoot | None = None
+        self.roots: list[FSDPRoot] = []
+        self.own_root: FSDPRoot | None = None
         self.is_root = False
         self.settings = RootSettings()
         self.reshard_after_forward = reshard_after_forward
@@ -151,8 +156,8 @@ class FSDPState(CopyableState):
         """The root this state belongs to; on first use, makes this state's module the root. Collective then.
 
         Raises:
-            FSDPRuntimeError: a module below already ran as a root of its own, a parameter is not ready, was added or
-                replaced, or the ranks' plans differ.
+            FSDPRuntimeError: another root is using a module below, a parameter is not ready, was added or replaced, or
+                the ranks' plans differ.
         """
         if self.root is None:
             self._become_root()
@@ -167,37 +172,39 @@ class FSDPState(CopyableState):
                 if state is not None:
                     state.complete()
                     names.setdefault(state, name)
-        self._refuse_other_roots(names)
-        self.take_over()
+        refuse_busy(self.class_name, names, None)
+        self._refuse_other_settings(names)
+        shared = self._comm_ctx
+        share_context(shared, roots_of(names))
+        supersede(names)
         states = tuple(names)
         groups = [group for state in states for group in state.unit]
         for state, name in names.items():
             for group in state.unit:
-                group.name = name or self.class_name
-                for param in group.params:
-                    param.prefix = f"{name}." if name else ""
+                group.rename(name or self.class_name, f"{name}." if name else "")
         self._refuse_unowned()
         refuse_meta_buffers(self.modules, self.class_name)
-        comm = self._comm_context()
+        if shared.comm is None:
+            shared.comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
-            group.prepare(comm)
+            if group.plan is None or group.comm is not shared.comm:
+                group.prepare(shared.comm)
         refuse_disagreement(groups, self.mesh)
-        root = FSDPRoot(self.class_name, comm, groups, self.settings)
+        root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
         root.on_dissolution = self._forget_root
         resolve_prefetch(states, groups)
-        for state in states:
-            state.root = root
-        self.is_root = True
-        self._states = states
+        self._states, self.own_root = states, root
+        claim(root, states, self)
 
-    def _comm_context(self) -> FSDPCommContext:
-        shared = self._comm_ctx
-        if shared.comm is None:
-            shared.comm = FSDPCommContext(device_for(self.mesh.device))
-        return shared.comm
+    def _reclaim(self, root: FSDPRoot) -> None:
+        """Claim the states that another root has claimed in the meantime."""
+        lost = {state: state.name for state in self._states if state.root is not root}
+        refuse_busy(self.class_name, lost, root)
+        share_context(self._comm_ctx, roots_of(lost))
+        claim(root, self._states, self)
 
     @property
     def _comm_ctx(self) -> SharedComm:
@@ -207,14 +214,8 @@ class FSDPState(CopyableState):
             settings.comm = SharedComm()
         return settings.comm
 
-    def _refuse_other_roots(self, names: dict[FSDPState, str]) -> None:
+    def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
-            if state.root is not None and state.root.has_run:
-                raise FSDPRuntimeError(
-                    f"{self.class_name} runs as a root now, but its submodule '{name}' ({state.class_name}) ran before "
-                    "it and became the root of its own part. Run the forward of the outermost sharded module first. To "
-                    f"recover now, call reset_iter_state() on the {self.class_name}: it takes over from its submodules."
-                )
             if state is not self and state.settings.finalizes_manually:
                 raise FSDPRuntimeError(
                     f"set_manual_backward_finalization was called on '{name}' ({state.class_name}), which is not the "
@@ -308,6 +309,8 @@ class FSDPState(CopyableState):
         if self.is_root:
             if not root.iteration.in_forward:
                 self._refuse_list_as_root()
+                if root.is_disturbed:
+                    self._reclaim(root)
                 root.begin_forward()
                 if self._structure.has_changed():
                     self._refuse_unowned()
@@ -486,8 +489,9 @@ class FSDPState(CopyableState):
         root.refuse_partial_finalization()
 
     def _forget_root(self) -> None:
-        for state in self._states:
-            state.root, state.is_root, state._states = None, False, ()
+        if self.own_root is not None:
+            release(self.own_root, self._states)
+            self._states = ()
 
     def _drop_iteration(self) -> None:
         for state in self._states:

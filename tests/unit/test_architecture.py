@@ -19,7 +19,7 @@ LAYERS = (
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients"),
     ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
-    ("schedule", "hooks", "attachment", "root", "root_checks", "copying", "state"),
+    ("schedule", "hooks", "attachment", "root", "root_checks", "claiming", "copying", "state"),
     (
         "module_comm",
         "handles",
