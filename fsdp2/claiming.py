@@ -64,7 +64,6 @@ def supersede(states: Iterable[Member]) -> None:
     """End the roots that ``states`` were: they lie below another now."""
     for state in states:
         if state.own_root is not None:
-            state.own_root.finish()
             state.own_root.dissolve()
 
 

@@ -288,10 +288,9 @@ class FSDPRoot:
         return runs or _torch.backward_is_running()
 
     def finish(self) -> None:
-        """Recover from a failure, and wait for everything in flight."""
+        """Recover from a failure, and wait for the reductions in flight."""
         self.recover_if_failed()
         self.comm.retire_reduces(0)
-        self.comm.let_host_write_shards()
 
     def dissolve(self) -> None:
         """Let the modules below find a root anew, in their next forward."""

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,7 +210,7 @@ def test_mixed_precision(way: str) -> None:
 
 
 class Columns(nn.Module):
-    """Tensor parallelism by hand; that of `parallelize_module` hangs local functions on modules, which do not pickle."""
+    """Tensor parallelism by hand: `parallelize_module` hangs local functions on modules, which do not pickle."""
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -478,48 +477,3 @@ def test_classes_with_ways_of_their_own_are_refused() -> None:
         copy.deepcopy(model)
     with pytest.raises(FSDPNotImplementedError, match="Stubborn says itself how it is pickled"):
         pickle.dumps(model)
-
-
-# ---- another job ---------------------------------------------------------------------------------
-
-MESHES: dict[str, Callable[[], Any]] = {
-    "default": lambda: None,
-    "hsdp": lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
-}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_in_another_job(mesh: str, tmp_path: Path, pools: Any) -> None:
-    """Saved by one job of four ranks after training, and trained on by another that has made no mesh."""
-    pool = pools[4]
-    pool.run_job(_save, (mesh, tmp_path), {})
-    pool.run_job(_go_on, (tmp_path,), {})
-
-
-def _save(mesh: str, folder: Path) -> None:
-    model = TRANSFORMER.build()
-    for unit in TRANSFORMER.units(model):
-        fully_shard(unit, mesh=MESHES[mesh]())
-    optimizer = adamw(list(model.parameters()))
-    reference = Reference(TRANSFORMER, world_size=4)
-    goes_on_like(reference, model, optimizer, steps=2, world_size=4)
-    torch.save((model, optimizer), folder / f"{dist.get_rank()}.pt")
-
-
-def _go_on(folder: Path) -> None:
-    with pytest.raises(FSDPRuntimeError, match="every rank has shards of its own"):
-        torch.load(folder / f"{(dist.get_rank() + 1) % 4}.pt", weights_only=False)
-    model, optimizer = torch.load(folder / f"{dist.get_rank()}.pt", weights_only=False)
-    reference = Reference(TRANSFORMER, world_size=4)
-    reference.run(2)
-    goes_on_like(reference, model, optimizer, steps=2, world_size=4)
-
-
-def test_without_process_groups(tmp_path: Path, pools: Any) -> None:
-    pools[2].run_job(_save_small, (tmp_path,), {})
-    with pytest.raises(FSDPRuntimeError, match="init_process_group"):
-        torch.load(tmp_path / "0.pt", weights_only=False)
-
-
-def _save_small(folder: Path) -> None:
-    torch.save(fully_shard(nn.Linear(3, 4)), folder / f"{dist.get_rank()}.pt")
