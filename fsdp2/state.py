@@ -252,7 +252,7 @@ class FSDPState(CopyableState):
             group.adopt_replaced()
 
     def take_over(self) -> None:
-        """Make this state's module the root, in place of submodules that ran before it."""
+        """End the roots that submodules became by running before this module, and what they have begun."""
         for state in states_below_all(self.modules):
             if state.root is not None:
                 state.root.reset()
