@@ -154,6 +154,16 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The mesh that ``mesh`` was sliced out of; itself or None if it was not (2.11 to 2.15)."""
+    return mesh._get_root_mesh()
+
+
+def revive_mesh(mesh: DeviceMesh, live: DeviceMesh) -> None:
+    """Make ``mesh``, unpickled without process groups and maybe in another process, the same as ``live``."""
+    mesh.__dict__.update(live.__dict__)
+
+
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
 ) -> Any:

@@ -143,7 +143,8 @@ def fully_shard(
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = _validated_ignored(ignored_params)
-    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, ignored)
+    below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
+    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below)
     if _is_repetition(modules, wrapping):
         return module
     managed = _managed_modules(modules)

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+STATE = "_fsdp_state"
+"""The attribute of modules that is their state."""
+
 
 class Settling(Protocol):
     """What the hooks call."""
@@ -84,6 +87,11 @@ class Attachment:
         for module in self.managed:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
             module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+    def attach(self, state: Settling) -> None:
+        """Belong to ``state``: of what was copied."""
+        for hook in self.hooks:
+            hook.state = state
 
     def detach(self) -> None:
         """Take everything off the modules."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Sequence
-from typing import Any
-
 from torch import nn
 
+from fsdp2.claiming import roots_of, share_context
 from fsdp2.common import FSDPValueError
+from fsdp2.forward_methods import gather_around
 from fsdp2.module import FSDPModule
-from fsdp2.state import FSDPState
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -29,7 +25,11 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 f"share_comm_ctx takes modules that fully_shard was called on, got a {type(module).__name__}."
             )
     if modules:
-        _share_context([module._get_fsdp_state() for module in modules])
+        states = [module._get_fsdp_state() for module in modules]
+        shared = states[0]._comm_ctx
+        share_context(shared, roots_of(states))
+        for state in states:
+            state.settings.comm = shared
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -44,36 +44,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(method):
         raise FSDPValueError(f"{type(module).__name__} has no method '{method_name}'.")
 
-    @functools.wraps(method)
-    def wrapped(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        state = self._get_fsdp_state()
-        try:
-            inputs = state.pre_forward(self, args, kwargs, method)  # type: ignore[arg-type]
-            args, kwargs = inputs or (args, kwargs)
-            output = method(*args, **kwargs)
-            cast = state.post_forward(self, args, output)  # type: ignore[arg-type]
-        except BaseException:
-            state.forward_failed()
-            raise
-        return output if cast is None else cast
-
-    methods = module._get_fsdp_state().attachment.methods
-    methods.setdefault((module, method_name), module.__dict__.get(method_name))
-    setattr(module, method_name, types.MethodType(wrapped, module))
-
-
-def _share_context(states: Sequence[FSDPState]) -> None:
-    """Let the roots among ``states`` share the communication context of the first."""
-    shared = states[0]._comm_ctx
-    for state in states:
-        if shared.comm is None and state.root is not None:
-            shared.comm = state.root.comm
-    for state in states[1:]:
-        root = state.root
-        settings = state.settings if root is None else root.settings
-        settings.comm = shared
-        if root is not None and shared.comm is not None and root.comm is not shared.comm:
-            root.comm.retire_reduces(0)
-            root.comm = shared.comm
-            for group in root.groups:
-                group.comm = shared.comm
+    gather_around(module, method_name)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.mesh_records import know
 from fsdp2.policies import DataParallelMeshDims
 
 
@@ -160,6 +161,7 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
+    know(mesh)
     if dims is not None:
         dims = _validated_dims(mesh, dims)
     if mesh.get_coordinate() is None:
@@ -228,6 +230,19 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
         ranks = mesh.device_mesh.mesh.view(-1, size)
         known[key] = DeviceMesh(mesh.device_mesh.device_type, ranks, mesh_dim_names=("replicate", "shard"))
     return DataParallelMesh.from_info(HSDPMeshInfo(known[key], shard_mesh_dim=1, replicate_mesh_dim=0))
+
+
+_SCATTERING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
+    """A second process group of the ranks that ``mesh`` shards over, made once: these ranks must call this."""
+    if mesh.group is None:
+        return None
+    if mesh.group not in _SCATTERING:
+        ranks = dist.get_process_group_ranks(mesh.group)
+        _SCATTERING[mesh.group] = dist.new_group(ranks, use_local_synchronization=True)
+    return _SCATTERING[mesh.group]
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, ParamPhase
+from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.module_comm import CommunicationSettings
+from fsdp2.module_copies import completed, deepcopied, reduced
 from fsdp2.param import refuse_share_memory
 from fsdp2.root import Unit
 from fsdp2.root_checks import refuse_finalization
@@ -395,7 +396,7 @@ class FSDPModule:
         """Drop the running iteration: wait for what is in flight, discard its gradients, reshard everything.
 
         Call it on the root. Not needed after an exception in forward or backward: the next forward does the same. On a
-        module whose submodules ran before it (and so became roots of their own), it makes this module their root.
+        module whose submodules ran before it (and so became roots of their own), it drops what these have begun.
         Reduced gradients stay: clear them with ``optimizer.zero_grad()``. An outstanding handle of `finalize_backward`
         is invalidated.
 
@@ -447,12 +448,40 @@ class FSDPModule:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
         refuse_share_memory()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        """Refused in this version."""
-        raise FSDPNotImplementedError(
-            f"{type(self).__name__} cannot be copied with copy.deepcopy(); build a second model, shard it alike, and "
-            "load this one's state_dict() into it."
-        )
+    # -- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded module of its own: parameters, gradients, hooks, attributes and settings like this one's.
+
+        No communication. Between iterations only; unsharded parameters are resharded first.
+
+        Raises:
+            FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
+            FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
+        """
+        return deepcopied(self, _original_class(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
+        return reduced(self, _original_class(self), super().__reduce_ex__, new_sharded, int(protocol))
+
+    def __setstate__(self, attributes: Any) -> None:
+        """The end of copying and unpickling."""
+        super().__setstate__(attributes)  # type: ignore[misc]
+        completed(self)
+
+
+def new_sharded(original: type, *arguments: Any) -> nn.Module:
+    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
+    module: nn.Module = original.__new__(original, *arguments)
+    mix_in(module)
+    return module
+
+
+def _original_class(module: Any) -> type:
+    classes = type(module).__mro__
+    original: type = classes[classes.index(FSDPModule) + 1]
+    return original
 
 
 def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | None:
@@ -486,5 +515,4 @@ def mix_in(module: nn.Module) -> None:
 
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
-    classes = type(module).__mro__
-    module.__class__ = classes[classes.index(FSDPModule) + 1]
+    module.__class__ = _original_class(module)

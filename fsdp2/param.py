@@ -148,6 +148,38 @@ class FSDPParam:
         freshness: Freshness,
         group_name: str,
     ) -> None:
+        self._begin(fqn, uses, sharding, policy, freshness, group_name)
+        self.shape = tuple(local_data(original).shape)
+        self.adopt(shard_parameter(original, sharding))
+
+    @classmethod
+    def of_sharded(
+        cls,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharded: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        shape: tuple[int, ...],
+        freshness: Freshness,
+        group_name: str,
+    ) -> FSDPParam:
+        """Of a parameter that is sharded already."""
+        param = cls.__new__(cls)
+        param._begin(fqn, uses, sharding, policy, freshness, group_name)
+        param.shape = shape
+        param.adopt(sharded)
+        return param
+
+    def _begin(
+        self,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        freshness: Freshness,
+        group_name: str,
+    ) -> None:
         self.fqn = fqn
         self.prefix = ""
         self.group_name = group_name
@@ -156,13 +188,11 @@ class FSDPParam:
         self.registrations = tuple(registration(module, name) for module, name in self.uses)
         self.sharding = sharding
         self.policy = policy
-        self.shape = tuple(local_data(original).shape)
         self.unsharded: nn.Parameter | None = None
         self.post_forward: nn.Parameter | None = None
         self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
         self.arrived_dtype: torch.dtype | None = None
         self.group: Any = None
-        self.adopt(shard_parameter(original, sharding))
 
     def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
         """Register the sharded parameter in further modules, which hold its original (or itself)."""

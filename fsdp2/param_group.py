@@ -6,6 +6,7 @@ the layers below; does not know modules' hooks, order or prefetch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from torch.profiler import record_function
 from fsdp2 import _torch, collectives
 from fsdp2.buffers import Home
 from fsdp2.comm_context import FSDPCommContext, Ticket
-from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, ParamPhase
+from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import Freshness, FSDPParam, succeed
@@ -42,6 +43,7 @@ class FSDPParamGroup:
             gathered for each of them, and reduced when the backward of all is over.
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
         took_part: of a shared group, whether the running backward has come to any of them.
+        identity: by which copies of other modules refer to it.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class FSDPParamGroup:
         self.sharers: list[Any] = []
         self.users: set[object] = set()
         self.took_part = False
+        self.identity = Identity()
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
         self._freshness = freshness
@@ -73,6 +76,14 @@ class FSDPParamGroup:
         for param in self.params:
             param.group = self
         self._lay_out()
+
+    def rename(self, name: str, prefix: str) -> None:
+        """For messages, below a root: the module is called ``name`` there, and parameters begin with ``prefix``."""
+        self.name = name
+        for param in self.params:
+            param.prefix = prefix
+        if self.plan is not None:
+            self.plan = dataclasses.replace(self.plan, name=name)
 
     # -- what the group is made of
 

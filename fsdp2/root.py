@@ -13,6 +13,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.comm_context import FSDPCommContext
+from fsdp2.common import FSDPRuntimeError
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.schedule import ExecutionOrder
 
@@ -90,7 +91,7 @@ class FSDPRoot:
         groups: all groups, in the order of the modules.
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
-        has_run: there was a forward, not just an `unshard`; another module can no longer become the root silently.
+        is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
         on_failure: called when an iteration that failed is dropped.
@@ -105,7 +106,7 @@ class FSDPRoot:
         self.groups = tuple(groups)
         self.settings = settings
         self.shared: Unit = ()
-        self.has_run = False
+        self.is_disturbed = False
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -120,7 +121,6 @@ class FSDPRoot:
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
         self.comm.refuse_unfinished_handle("a forward")
-        self.has_run = True
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         for group in self.groups:
@@ -277,6 +277,21 @@ class FSDPRoot:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
         self.on_backward_end()
 
+    def refuse_partial_finalization(self) -> None:
+        """Refuse to leave gradients between reduce-scatter and all-reduce.
+
+        Raises:
+            FSDPRuntimeError: naming the group.
+        """
+        for group in self.groups:
+            reducer = group.reducer
+            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
+            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+                raise FSDPRuntimeError(
+                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+                )
+
     def wait_for_finalization(self) -> None:
         """Wait for the reductions of a finalized backward, and end the iteration."""
         self.comm.retire_reduces(0)
@@ -291,10 +306,9 @@ class FSDPRoot:
         return runs or _torch.backward_is_running()
 
     def finish(self) -> None:
-        """Recover from a failure, and wait for everything in flight."""
+        """Recover from a failure, and wait for the reductions in flight."""
         self.recover_if_failed()
         self.comm.retire_reduces(0)
-        self.comm.let_host_write_shards()
 
     def dissolve(self) -> None:
         """Let the modules below find a root anew, in their next forward."""

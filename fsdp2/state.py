@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.attachment import Attachment
+from fsdp2.attachment import STATE, Attachment
+from fsdp2.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
+from fsdp2.copying import CopyableState, Prefetch, resolve_prefetch
 from fsdp2.hooks import (
     ForwardCall,
     after_backward_of_inputs,
@@ -37,12 +39,10 @@ from fsdp2.root_checks import (
 from fsdp2.structure import Structure
 from fsdp2.wrapping import Wrapping
 
-_STATE = "_fsdp_state"
-
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """The state that `fully_shard` attached to ``module``, if it did."""
-    state: FSDPState | None = module.__dict__.get(_STATE)
+    state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 
@@ -50,7 +50,7 @@ def forget_state(state: FSDPState) -> None:
     """Take ``state``, and all that it has hung on them, off its modules."""
     state.attachment.detach()
     for module in state.modules:
-        del module.__dict__[_STATE]
+        del module.__dict__[STATE]
 
 
 def states_below(module: nn.Module) -> list[FSDPState]:
@@ -73,7 +73,7 @@ def _real(action: Callable[..., None], *args: Any) -> None:
             action(*args)
 
 
-class FSDPState:
+class FSDPState(CopyableState):
     """The hooks of one module, or of a list of modules that share their groups.
 
     Attributes:
@@ -82,7 +82,9 @@ class FSDPState:
         unit: their groups, one per mesh; empty if they have no parameters of their own.
         mesh: of the modules; a parameter may have been given another.
         policy: for what forward takes and returns.
-        root: set at lazy initialization.
+        root: set at lazy initialization; the last to claim it, if it is below several.
+        roots: all of these.
+        own_root: the root that its own module is.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
@@ -103,18 +105,38 @@ class FSDPState:
         ignored_params: frozenset[nn.Parameter],
         wrapping: Wrapping | None = None,
     ) -> None:
+        self._begin(modules, unit, mesh, reshard_after_forward, policy, ignored_params, wrapping)
+        for module in self.modules:
+            module.__dict__[STATE] = self
+            self.attachment.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
+
+    def _begin(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        mesh: DataParallelMesh,
+        reshard_after_forward: bool | None,
+        policy: ModulePolicy,
+        ignored_params: frozenset[nn.Parameter],
+        wrapping: Wrapping | None,
+    ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
         self.mesh = mesh
         self.policy = policy
         self.root: FSDPRoot | None = None
+        self.roots: list[FSDPRoot] = []
+        self.own_root: FSDPRoot | None = None
         self.is_root = False
         self.settings = RootSettings()
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
-        self.forward_prefetch: tuple[Unit, ...] | None = None
-        self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.forward_prefetch: Prefetch = None
+        self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
         self.wrapping = wrapping
         self.attachment = Attachment()
@@ -128,12 +150,6 @@ class FSDPState:
         self._to_run: set[nn.Module] = set()
         self._states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
-        for module in self.modules:
-            module.__dict__[_STATE] = self
-            self.attachment.handles += [
-                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.post_forward, prepend=False),
-            ]
 
     @property
     def name(self) -> str:
@@ -146,8 +162,8 @@ class FSDPState:
         """The root this state belongs to; on first use, makes this state's module the root. Collective then.
 
         Raises:
-            FSDPRuntimeError: a module below already ran as a root of its own, a parameter is not ready, was added or
-                replaced, or the ranks' plans differ.
+            FSDPRuntimeError: another root is using a module below, a parameter is not ready, was added or replaced, or
+                the ranks' plans differ.
         """
         if self.root is None:
             self._become_root()
@@ -160,41 +176,46 @@ class FSDPState:
             for name, each in module.named_modules():
                 state = state_of(each)
                 if state is not None:
+                    state.complete()
                     names.setdefault(state, name)
-        self._refuse_other_roots(names)
-        self.take_over()
+        refuse_busy(self.class_name, names, None)
+        self._refuse_other_settings(names)
+        shared = self._comm_ctx
+        share_context(shared, roots_of(names))
+        supersede(names)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
         refuse_sharers_elsewhere(groups, states, self.class_name)
         for state, name in names.items():
             for group in state.unit:
-                group.name = name or self.class_name
-                for param in group.params:
-                    param.prefix = f"{name}." if name else ""
+                group.rename(name or self.class_name, f"{name}." if name else "")
         self._refuse_unowned()
         refuse_meta_buffers(self.modules, self.class_name)
-        comm = self._comm_context()
+        if shared.comm is None:
+            shared.comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
-            group.prepare(comm)
+            if group.plan is None or group.comm is not shared.comm:
+                group.prepare(shared.comm)
         refuse_disagreement(groups, self.mesh)
-        root = FSDPRoot(self.class_name, comm, groups, self.settings)
+        root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
         root.on_failure = self._drop_iteration
         root.on_dissolution = self._forget_root
         root.shared = tuple(group for group in groups if group.is_shared)
         for state in states:
-            state.root = root
             state._shared = tuple(group for group in state.unit if group.is_shared)
             state._own = tuple(group for group in state.unit if not group.is_shared)
-        self.is_root = True
-        self._states = states
+        resolve_prefetch(states, groups)
+        self._states, self.own_root = states, root
+        claim(root, states, self)
 
-    def _comm_context(self) -> FSDPCommContext:
-        shared = self._comm_ctx
-        if shared.comm is None:
-            shared.comm = FSDPCommContext(device_for(self.mesh.device))
-        return shared.comm
+    def _reclaim(self, root: FSDPRoot) -> None:
+        """Claim the states that another root has claimed in the meantime."""
+        lost = {state: state.name for state in self._states if state.root is not root}
+        refuse_busy(self.class_name, lost, root)
+        share_context(self._comm_ctx, roots_of(lost))
+        claim(root, self._states, self)
 
     @property
     def _comm_ctx(self) -> SharedComm:
@@ -204,14 +225,8 @@ class FSDPState:
             settings.comm = SharedComm()
         return settings.comm
 
-    def _refuse_other_roots(self, names: dict[FSDPState, str]) -> None:
+    def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
-            if state.root is not None and state.root.has_run:
-                raise FSDPRuntimeError(
-                    f"{self.class_name} runs as a root now, but its submodule '{name}' ({state.class_name}) ran before "
-                    "it and became the root of its own part. Run the forward of the outermost sharded module first. To "
-                    f"recover now, call reset_iter_state() on the {self.class_name}: it takes over from its submodules."
-                )
             if state is not self and state.settings.finalizes_manually:
                 raise FSDPRuntimeError(
                     f"set_manual_backward_finalization was called on '{name}' ({state.class_name}), which is not the "
@@ -248,7 +263,7 @@ class FSDPState:
             group.adopt_replaced()
 
     def take_over(self) -> None:
-        """Make this state's module the root, in place of submodules that ran before it."""
+        """End the roots that submodules became by running before this module, and what they have begun."""
         for state in states_below_all(self.modules):
             if state.root is not None:
                 state.root.reset()
@@ -311,13 +326,15 @@ class FSDPState:
         if self.is_root:
             if not root.iteration.in_forward:
                 self._refuse_list_as_root()
+                if root.is_disturbed:
+                    self._reclaim(root)
                 root.begin_forward()
                 if self._structure.has_changed():
                     self._refuse_unowned()
         elif not root.iteration.in_forward:
             root.join()
         if self.unit:
-            root.gather_for_forward(self.unit, self.forward_prefetch)
+            root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
             for group in self._shared:
                 group.users.add(self)
 
@@ -420,7 +437,7 @@ class FSDPState:
 
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
-            root.gather_for_backward(self.unit, self.backward_prefetch)
+            root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
             for group in self._shared:
                 group.users.add(self)
                 group.took_part = True
@@ -478,8 +495,9 @@ class FSDPState:
         self.root.reduce_shared(only_keeps=True)
 
     def _forget_root(self) -> None:
-        for state in self._states:
-            state.root, state.is_root, state._states = None, False, ()
+        if self.own_root is not None:
+            release(self.own_root, self._states)
+            self._states = ()
 
     def _drop_iteration(self) -> None:
         for state in self._states:

@@ -191,6 +191,11 @@ class GroupStorage:
         if self._extensions is not None:
             self._extensions.keeps_memory = keep
 
+    @property
+    def keeps_memory(self) -> bool:
+        """What `keep_memory` has set."""
+        return self._keeps_memory
+
     # -- what lies here
 
     @property

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, collectives
+from fsdp2.claiming import roots_of
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.module import mix_out
 from fsdp2.optimizer_guard import rekey
@@ -55,7 +56,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
         raise FSDPTypeError(f"unwrap takes an nn.Module, got {type(module).__name__}.")
     states = states_below(module)
     _refuse_parts_of_groups(module, states)
-    roots = {state.root: None for state in states if state.root is not None}
+    roots = roots_of(states)
     for root in roots:
         root.recover_if_failed()
         if root.is_running():

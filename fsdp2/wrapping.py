@@ -22,7 +22,7 @@ class Wrapping:
         shard_placement_fn: as it was passed.
         mp_policy: ours, also where torch's was passed.
         offload_policy: the same.
-        ignored_params: also those that are not below the module.
+        ignored_params: those below the module.
     """
 
     mesh: DataParallelMesh

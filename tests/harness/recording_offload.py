@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fsdp2.mesh
-from fsdp2 import CPUOffloadPolicy
+from fsdp2 import CPUOffloadPolicy, share_comm_ctx
 from fsdp2.buffers import Home
 from fsdp2.gather import Source
 from tests.harness.recording import Recorder
@@ -112,6 +112,19 @@ def offloaded_and_loaded(recorder: Recorder) -> None:
             training.model.load_state_dict({name: value + 1 for name, value in training.model.state_dict().items()})
 
 
+def offloaded_contexts_joined(recorder: Recorder) -> None:
+    """The host writes shards that one root still gathers as it goes over to the streams of another."""
+    with _host_is_another_place(recorder):
+        first, second = (train(recorder, offload_policy=CPUOffloadPolicy()) for _ in range(2))
+        first.steps(2)
+        second.steps(2)
+        for block in second.model.blocks:
+            block.unshard(async_op=True)
+        share_comm_ctx([first.model, second.model])
+        _write(second)
+        second.steps(1)
+
+
 def offloaded_without_communication(recorder: Recorder) -> None:
     """The host writes the shards after a backward that reduced nothing, so that it waited for nothing."""
     with _host_is_another_place(recorder):
@@ -174,6 +187,7 @@ OFFLOADED = {
     function.__name__: function
     for function in (
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
-        offloaded_and_loaded, offloaded_without_communication, offloaded_and_written_between, offloaded_fails,
+        offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
+        offloaded_and_written_between, offloaded_fails,
     )
 }  # fmt: skip

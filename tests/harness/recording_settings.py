@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -372,6 +373,20 @@ def shared_context_late(recorder: Recorder) -> None:
         training.steps(1)
 
 
+def copied(recorder: Recorder) -> None:
+    """A deep copy while the reduction of gradients that it copies is in flight; both go on."""
+    training = train(recorder)
+    for _ in range(2):
+        training.steps(1)
+        training.loss().backward()
+        training.model.set_is_last_backward(False)
+        training.loss().backward()
+        training.model.set_is_last_backward(True)
+        model = copy.deepcopy(training.model)
+        model(torch.ones(2, 8)).sum().backward()
+        training.update()
+
+
 def one_group_reduces_twice(recorder: Recorder) -> None:
     """One group, whose next reduction comes while its last, which may stay in flight, is delivered by a copy."""
     model = nn.Linear(8, 8)
@@ -391,8 +406,8 @@ SETTINGS = {
     for function in (
         half, half_reduced_in_full, half_in_part, half_accumulated, settings_in_flight, hooked, hook_fails,
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
-        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators, post_optim_event,
-        finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice,
+        gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
+        post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
     )
 } | {
     "half_direct": lambda recorder: half(recorder, Stack(512, 514)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -99,14 +98,6 @@ def test_without_new_init_that_leaves_the_new_one_uninitialized() -> None:
         again = type(module)(4, 6)
     assert "in_features" not in vars(made) and "in_features" not in vars(again)
     assert type(module)(4, 6).in_features == 4
-
-
-@multi_rank(2)
-def test_deepcopy_is_refused() -> None:
-    model = shard(UNEVEN_MLP)
-    with pytest.raises((AssertionError, RuntimeError, NotImplementedError), match=r"[Dd]eepcopy"):
-        copy.deepcopy(model)
-    train(UNEVEN_MLP, model, steps=1)
 
 
 # ---- other forward methods -----------------------------------------------------------------------

@@ -141,14 +141,6 @@ def test_reshard_after_forward_of_another_type(value: Any) -> None:
 
 
 @multi_rank(2)
-def test_a_submodule_ran_before_its_root() -> None:
-    model = shard(UNEVEN_MLP)
-    model[0](torch.randn(2, 13))
-    with pytest.raises(RuntimeError, match="root"):
-        loss_on(UNEVEN_MLP, model)
-
-
-@multi_rank(2)
 def test_reset_on_a_submodule() -> None:
     model = shard(UNEVEN_MLP)
     loss_on(UNEVEN_MLP, model).backward()

@@ -15,12 +15,24 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh", "spread", "placement", "plan", "structure"),
+    ("policies", "layout", "mesh_records", "mesh", "spread", "placement", "plan", "structure"),
     ("param", "buffers", "custom_comm", "gather", "post_forward", "extensions", "storage", "gradients", "wrapping"),
     ("comm_context", "collectives", "whole"),
     ("reducer", "param_group"),
-    ("schedule", "hooks", "attachment", "root", "root_checks", "state"),
-    ("module_comm", "handles", "module", "functions", "optimizer_guard", "unwrapping", "clip_grad", "tying", "api"),
+    ("schedule", "hooks", "attachment", "root", "root_checks", "claiming", "copying", "state"),
+    (
+        "module_comm",
+        "handles",
+        "optimizer_guard",
+        "forward_methods",
+        "module_copies",
+        "module",
+        "functions",
+        "unwrapping",
+        "clip_grad",
+        "tying",
+        "api",
+    ),
     ("__init__",),
 )
 RANK = {name: index for index, name in enumerate(name for layer in LAYERS for name in layer)}

@@ -6,7 +6,6 @@ One process, simulated ranks: nothing here communicates. Mistakes that show only
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -259,16 +258,6 @@ def test_uninitialized_parameter_is_named() -> None:
 
 
 # ---- what a sharded module refuses ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shard_root", [True, False], ids=["root", "child_only"])
-def test_deepcopy(shard_root: bool) -> None:
-    model = two_layers()
-    fully_shard(model[0])
-    if shard_root:
-        fully_shard(model)
-    with pytest.raises(FSDPNotImplementedError, match=r"(FSDPSequential|FSDPLinear).*deepcopy.*state_dict"):
-        copy.deepcopy(model)
 
 
 def test_share_memory() -> None:

@@ -1,0 +1,479 @@
+"""Deep copies and pickles of sharded modules: sharded modules of their own, that train like the original would."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FSDPNotImplementedError,
+    FSDPRuntimeError,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+    unwrap,
+)
+from fsdp2.state import state_of, states_below
+from tests.harness import multi_rank
+from tests.harness.compare import (
+    SUM_ORDER,
+    assert_same,
+    assert_sharded_same,
+    gather,
+    gradients_of,
+    parameters_of,
+    tolerance_for,
+)
+from tests.harness.models import MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.reference import Reference, adamw
+from tests.multi_rank.training import CASE, goes_on_like, loss_on, shard, trainable
+
+
+def by_pickle(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def by_torch_save(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"deepcopy": copy.deepcopy, "pickle": by_pickle, "torch.save": by_torch_save}
+
+
+def values_of(model: nn.Module) -> list[Tensor]:
+    return [DTensor.to_local(p.detach()).clone() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def assert_apart(copied: nn.Module, model: nn.Module) -> None:
+    """They share classes, and neither memory nor states."""
+    assert [type(module) for module in copied.modules()] == [type(module) for module in model.modules()]
+    assert not set(copied.modules()) & set(model.modules())
+    assert not set(states_below(copied)) & set(states_below(model))
+    assert len(states_below(copied)) == len(states_below(model))
+
+    def storages(module: nn.Module) -> set[int]:
+        return {p.to_local().untyped_storage().data_ptr() for p in module.parameters() if p.to_local().numel()}
+
+    assert not storages(copied) & storages(model)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
+@pytest.mark.parametrize("case", [*MODEL_CASES, CASE], ids=str)
+def test_both_train_like_the_reference(case: ModelCase, steps: int, way: str, world_size: int) -> None:
+    """The original, its copy and the copy's copy, one after the other and in turn; optimizers are copied along."""
+    model = shard(case)
+    optimizer = adamw(trainable(model))
+    reference, second = Reference(case, world_size=world_size), Reference(case, world_size=world_size)
+    goes_on_like(reference, model, optimizer, steps=steps, world_size=world_size)
+    second.run(steps)
+    copied, copied_optimizer = WAYS[way]((model, optimizer))
+    assert_apart(copied, model)
+    in_optimizer = copied_optimizer.param_groups[0]["params"]
+    assert all(mine is theirs for mine, theirs in zip(in_optimizer, trainable(copied), strict=True))
+    for _ in range(2):
+        before = values_of(copied)
+        goes_on_like(reference, model, optimizer, steps=1, world_size=world_size)
+        assert all(torch.equal(mine, now) for mine, now in zip(before, values_of(copied), strict=True))
+        before = values_of(model)
+        goes_on_like(second, copied, copied_optimizer, steps=1, world_size=world_size)
+        assert all(torch.equal(mine, now) for mine, now in zip(before, values_of(model), strict=True))
+    again, optimizer_again = WAYS[way]((copied, copied_optimizer))
+    goes_on_like(second, again, optimizer_again, steps=1, world_size=world_size)
+
+
+MOMENTS: dict[str, Callable[[Any], object]] = {
+    "unsharded": lambda model: model.unshard(),
+    "gathering": lambda model: model.unshard(async_op=True),
+    "evaluation": lambda model: evaluated(model),
+    "after_forward": lambda model: loss_on(CASE, model, 0, dist.get_rank()),
+    "failed": lambda model: failed(model),
+}
+
+
+def evaluated(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_on(CASE, model, 0, dist.get_rank())
+
+
+def failed(model: nn.Module) -> None:
+    handle = model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_on(CASE, model, 0, dist.get_rank())
+    handle.remove()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("reshards", [None, False])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_at_any_moment_between_iterations(moment: str, reshards: bool | None, way: str, world_size: int) -> None:
+    model = shard(CASE, reshard_after_forward=reshards)
+    pending = MOMENTS[moment](model)
+    copied = WAYS[way](model)
+    assert all(isinstance(p, DTensor) for p in (*copied.parameters(), *model.parameters()))
+    reference = Reference(CASE, world_size=world_size)
+    goes_on_like(reference, copied, adamw(list(copied.parameters())), steps=2, world_size=world_size)
+    if moment == "after_forward":
+        assert isinstance(pending, Tensor)
+        pending.backward()
+        expected = Reference(CASE, world_size=world_size).step().gradients
+        assert_sharded_same("gradients", gradients_of(model), expected)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_not_inside_an_iteration(way: str) -> None:
+    model = shard(CASE)
+    assert isinstance(model, FSDPModule)
+    errors: list[str] = []
+
+    def inside(*_: object) -> None:
+        with pytest.raises(FSDPRuntimeError, match="cannot be copied or pickled") as caught:
+            WAYS[way](model[0])
+        errors.append(str(caught.value))
+
+    handle = model[2].register_forward_pre_hook(inside)
+    loss = loss_on(CASE, model, 0, dist.get_rank())
+    handle.remove()
+    loss.register_hook(inside)
+    model.set_requires_gradient_sync(False)
+    loss.backward()
+    inside()
+    assert ["inside a forward or backward" in error for error in errors] == [True, True, False]
+    assert "wait for their reduction" in errors[2]
+
+
+SETTINGS: dict[str, Callable[[], dict[str, object]]] = {
+    "hsdp": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
+    "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
+    "neighbours": lambda: {"reshard_after_forward": 2},
+    "ignored": lambda: {},
+}
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_call(name: str, way: str, world_size: int) -> None:
+    model = TRANSFORMER.build()
+    settings = SETTINGS[name]()
+    if name == "ignored":
+        model.head.weight.requires_grad_(False)
+        settings = {"ignored_params": {model.head.weight}}
+    for unit in TRANSFORMER.units(model):
+        fully_shard(unit, **settings)
+    plain = TRANSFORMER.build()
+    plain.head.weight.requires_grad_(name != "ignored")
+    copied = WAYS[way](model)
+    if name == "ignored":
+        settings = {"ignored_params": {copied.head.weight}}
+        assert copied.head.weight is not model.head.weight and not isinstance(copied.head.weight, DTensor)
+    for unit in TRANSFORMER.units(copied):
+        fully_shard(unit, **settings)  # equal arguments: nothing happens
+    reference = Reference(TRANSFORMER, world_size=world_size, model=plain)
+    goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_mixed_precision(way: str) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    model = fully_shard(UNEVEN_MLP.build(), mp_policy=policy)
+    copied = WAYS[way](model)
+    outputs = []
+    for each in (model, copied):
+        loss = loss_on(UNEVEN_MLP, each, 0, dist.get_rank())
+        loss.backward()
+        outputs.append((loss, gradients_of(each)))
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    for name, gradient in outputs[0][1].items():
+        assert torch.equal(gradient.to_local(), outputs[1][1][name].to_local())
+    assert copied[0].weight.dtype == torch.float32
+
+
+class Columns(nn.Module):
+    """Tensor parallelism by hand: `parallelize_module` hangs local functions on modules, which do not pickle."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        weight = torch.linspace(-1, 1, 22 * 12).view(22, 12)
+        self.weight = nn.Parameter(weight if mesh is None else distribute_tensor(weight, mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, DTensor):
+            return x @ self.weight.t()
+        whole = DTensor.from_local(x, self.weight.device_mesh, [Replicate()]) @ self.weight.t()
+        return whole.redistribute(placements=[Replicate()]).to_local()
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_tensor_parallelism(way: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, plain = fully_shard(Columns(mesh["tp"]), mesh=mesh["dp"]), Columns(None)
+    copied = WAYS[way](model)
+    for each in (copied, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-3)
+        for _ in range(3):
+            each(torch.ones(3, 12)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same("weight", {"": gather(copied.weight.detach())}, {"": plain.weight.detach()}, tolerance=SUM_ORDER)
+    assert copied.weight.placements == model.weight.placements and copied.weight.device_mesh == model.weight.device_mesh
+    unwrap(copied)
+    assert copied.weight.placements == (Shard(0),) and copied.weight.device_mesh == mesh["tp"]
+
+
+@multi_rank(4)
+def test_tensor_parallel_modules() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(12, 22), nn.Linear(22, 9))
+    plain = copy.deepcopy(model)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    copied = copy.deepcopy(fully_shard(model, mesh=mesh["dp"]))
+    for each in (copied, plain):
+        each(torch.ones(3, 12)).sum().backward()
+    gradients = {name: gather(parameter.grad) for name, parameter in copied.named_parameters()}
+    assert_same("gradients", gradients, gradients_of(plain), tolerance=SUM_ORDER)
+
+
+@multi_rank(2)
+def test_gradients_attributes_and_hooks() -> None:
+    """As Python and torch copy them: also hooks that hold the module itself."""
+    model = shard(CASE)
+    loss_on(CASE, model, 0, dist.get_rank()).backward()
+    model.calls = []
+    model[0].weight.tag = ["mine"]
+
+    class Hook:
+        def __init__(self, owner: nn.Module) -> None:
+            self.owner = owner
+
+        def __call__(self, *_: object) -> None:
+            self.owner.calls.append(self.owner)
+
+    model[0].register_forward_hook(Hook(model))
+    copied = copy.deepcopy(model)
+    assert_sharded_same("gradients", gradients_of(copied), Reference(CASE, world_size=2).step().gradients)
+    for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
+        assert mine.grad is not None and mine.grad is not theirs.grad
+        assert mine._spec is theirs._spec  # or every foreach operation on both compares them slowly
+    assert copied[0].weight.tag == ["mine"] and copied[0].weight.tag is not model[0].weight.tag
+    loss_on(CASE, copied, 0, dist.get_rank()).backward()
+    assert copied.calls == [copied] and model.calls == []
+    total = Reference(CASE, world_size=2).step().gradients
+    twice = {name: None if gradient is None else gradient * 2 for name, gradient in total.items()}
+    assert_sharded_same("gradients", gradients_of(copied), twice, tolerance=SUM_ORDER)
+    assert_sharded_same("gradients", gradients_of(model), total)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_setters_have_set(way: str) -> None:
+    model = shard(TRANSFORMER)
+    assert isinstance(model, FSDPModule)
+    model.set_gradient_divide_factor(5.0)
+    model.blocks[0].set_reshard_after_backward(False)
+    model.blocks[1].set_reshard_after_forward(False)
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+    model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
+    model.set_reduce_scatter_unused_params(True)
+    model.set_is_last_backward(False)
+    model.blocks[2].set_unshard_in_backward(True)
+    model.set_reduce_scatter_max_input_buffers(3)
+    copied, part = WAYS[way](model), WAYS[way](model.blocks[0])
+    assert len(list(part.modules())) == len(list(model.blocks[0].modules()))
+    again = WAYS[way](copied)
+    for each in (copied, again):
+        with torch.no_grad():
+            loss_on(TRANSFORMER, each, 0, dist.get_rank())
+        states = [state_of(module) for module in (each, *each.blocks)]
+        root, *blocks = states
+        assert root.unit[0].reducer.divide_factor == 5.0 and blocks[0].unit[0].reducer.divide_factor is None
+        assert not blocks[0].reshard_after_backward and blocks[1].reshard_after_forward is False
+        assert blocks[0].forward_prefetch == (blocks[1].unit, blocks[2].unit)
+        assert blocks[2].backward_prefetch == (blocks[1].unit,)
+        assert blocks[1].forward_prefetch is None
+        assert all(
+            state.unit[0].reducer.zeros_for_unused and state.unit[0].reducer.max_pending == 3 for state in states
+        )
+        assert not root.settings.is_last_backward
+    part(torch.ones(2, 3, 32))
+    assert state_of(part).forward_prefetch is None  # they are not part of the copy
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_and_containers(way: str, world_size: int) -> None:
+    """A sharded block becomes a root of its own; a plain container of sharded modules is copied with them."""
+    model = shard(TRANSFORMER)
+    loss_on(TRANSFORMER, model, 0, dist.get_rank()).backward()
+    block, plain = WAYS[way](model.blocks[1]), TRANSFORMER.build().blocks[1]
+    blocks = WAYS[way](model.blocks)
+    assert all(state_of(each) is not None for each in blocks) and isinstance(blocks, nn.ModuleList)
+    inputs = torch.linspace(-1, 1, 2 * 3 * 32).view(2, 3, 32)
+    for each in (block, blocks[1], plain):
+        each.zero_grad()
+        each(inputs).sum().backward()
+    for each in (block, blocks[1]):
+        assert_sharded_same("gradients", gradients_of(each), gradients_of(plain), tolerance=SUM_ORDER)
+    attention = WAYS[way](model.blocks[0].attention)  # not a group: its parameters come, and nothing else
+    assert len(list(attention.modules())) == 3 and state_of(attention) is None
+    attention.state_dict()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_and_ties(way: str) -> None:
+    model = UNEVEN_MLP.build()
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    copied = WAYS[way](model)
+    assert state_of(copied[0]) is state_of(copied[2]) is not None
+    loss_on(UNEVEN_MLP, copied, 0, dist.get_rank()).backward()
+    assert_sharded_same("gradients", gradients_of(copied), Reference(UNEVEN_MLP, world_size=2).step().gradients)
+    tied = WAYS[way](shard(TIED))
+    assert tied.head.weight is tied.embedding.weight
+
+
+class Encoder(nn.Module):
+    """With a second way in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 2
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_other_forward_methods(way: str) -> None:
+    model = fully_shard(Encoder())
+    register_fsdp_forward_method(model, "encode")
+    expected = {name: gather(p.detach()) for name, p in model.named_parameters()}
+    copied = WAYS[way](WAYS[way](model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    x = torch.ones(2, 5)
+    wanted = 2 * nn.functional.linear(x, expected["layer.weight"], expected["layer.bias"])
+    assert torch.equal(copied.encode(x), wanted) and not model.encode(x).any()
+    unwrap(copied)
+    assert "encode" not in vars(copied) and torch.equal(copied.encode(x), wanted)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_state_dicts_and_conversions_of_a_copy(way: str) -> None:
+    """The copy's own parameters are settled and adopted, and the original's are left alone."""
+    model = shard(CASE)
+    copied = WAYS[way](model)
+    assert isinstance(copied, FSDPModule) and isinstance(model, FSDPModule)
+    model.unshard()
+    copied.unshard()
+    assert all(isinstance(value, DTensor) for value in copied.state_dict().values())
+    assert not isinstance(model[4].weight, DTensor)
+    copied.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()}, assign=True)
+    assert not loss_on(CASE, copied, 0, 0).isnan()
+    copied.double()
+    assert copied[0].weight.dtype == torch.float64 and model[0].weight.dtype == torch.float32
+
+
+@multi_rank(2)
+def test_on_meta(world_size: int) -> None:
+    with torch.device("meta"):
+        model = CASE.build()
+    copied = copy.deepcopy(shard(CASE, model))
+    assert all(parameter.is_meta for parameter in copied.parameters())
+    copied.to_empty(device="cpu")
+    with torch.no_grad():
+        for mine, theirs in zip(copied.parameters(), shard(CASE).parameters(), strict=True):
+            mine.copy_(theirs)
+    reference = Reference(CASE, world_size=world_size)
+    goes_on_like(reference, copied, adamw(list(copied.parameters())), steps=2, world_size=world_size)
+
+
+@multi_rank(2, 4)
+def test_an_exponential_moving_average(world_size: int) -> None:
+    model = shard(TRANSFORMER)
+    optimizer = adamw(list(model.parameters()))
+    reference = Reference(TRANSFORMER, world_size=world_size)
+    average, expected = copy.deepcopy(model), copy.deepcopy(reference.model)
+    average.requires_grad_(False)
+    for step in range(3):
+        goes_on_like(reference, model, optimizer, steps=1, world_size=world_size)
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.25)
+            torch._foreach_lerp_(list(expected.parameters()), list(reference.model.parameters()), 0.25)
+            losses = [loss_on(TRANSFORMER, each, step, dist.get_rank()) for each in (average, expected)]
+        tolerance = tolerance_for(world_size)
+        assert_same("losses", {"": losses[0]}, {"": losses[1]}, tolerance=tolerance)
+        assert_sharded_same("averages", parameters_of(average), parameters_of(expected), tolerance=tolerance)
+
+
+@multi_rank(2)
+def test_copies_below_one_root(world_size: int) -> None:
+    """An online and a target network in one model: each prefetches within itself."""
+    online = shard(TRANSFORMER)
+    online.blocks[0].set_modules_to_forward_prefetch([online.blocks[1]])
+    target = copy.deepcopy(online)
+    both = fully_shard(_Both(online, target))
+    loss_on(TRANSFORMER, both, 0, dist.get_rank()).backward()
+    assert state_of(both.target.blocks[0]).forward_prefetch == (state_of(both.target.blocks[1]).unit,)
+    expected = Reference(TRANSFORMER, world_size=world_size).step().gradients
+    half = {name: None if gradient is None else gradient / 2 for name, gradient in expected.items()}
+    assert_sharded_same("gradients", gradients_of(both.online), half, tolerance=SUM_ORDER)
+    assert_sharded_same("gradients", gradients_of(both.target), half, tolerance=SUM_ORDER)
+
+
+class _Both(nn.Module):
+    def __init__(self, online: nn.Module, target: nn.Module) -> None:
+        super().__init__()
+        self.online, self.target = online, target
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.online(x) + self.target(x)) / 2
+
+
+class Stubborn(nn.Linear):
+    """Copies itself."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stubborn:
+        return Stubborn(self.in_features, self.out_features)
+
+    def __reduce__(self) -> Any:
+        return Stubborn, (self.in_features, self.out_features)
+
+
+@multi_rank(2)
+def test_classes_with_ways_of_their_own_are_refused() -> None:
+    model = fully_shard(Stubborn(3, 4))
+    with pytest.raises(FSDPNotImplementedError, match="Stubborn defines __deepcopy__"):
+        copy.deepcopy(model)
+    with pytest.raises(FSDPNotImplementedError, match="Stubborn says itself how it is pickled"):
+        pickle.dumps(model)
