@@ -24,8 +24,7 @@ from fsdp2.param import Freshness, FSDPParam, succeed
 from fsdp2.plan import GradientsPlan, GroupPlan
 from fsdp2.reducer import GradientReducer
 from fsdp2.storage import GroupStorage
-
-_Swap = tuple[Any, str, FSDPParam]
+from fsdp2.swaps import Swap, hold_post_forward, hold_sharded
 
 
 class FSDPParamGroup:
@@ -71,7 +70,7 @@ class FSDPParamGroup:
         self._by_hand = False
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
-        self._swaps: tuple[_Swap, ...] = ()
+        self._swaps: tuple[Swap, ...] = ()
         self._find_swaps()
         for param in self.params:
             param.group = self
@@ -199,19 +198,6 @@ class FSDPParamGroup:
 
     # -- replaced parameters
 
-    def _is_as_planned(self) -> bool:
-        """Whether the modules still hold the sharded parameters that the plan was made for."""
-        local_of = _torch.local_of
-        for mapping, name, param in self._swaps:
-            found = mapping.get(name)
-            if (
-                found is not param.sharded
-                or local_of(found) is not param.local
-                or found.requires_grad is not param.requires_grad
-            ):
-                return False
-        return True
-
     def adopt_replaced(self) -> None:
         """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
 
@@ -221,7 +207,7 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._phase is not ParamPhase.SHARDED or self._is_as_planned() or self._adopt_in_place():
+        if self._phase is not ParamPhase.SHARDED or hold_sharded(self._swaps) or self._adopt_in_place():
             return
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
@@ -299,7 +285,7 @@ class FSDPParamGroup:
             self.reshard()
         if for_backward and self._is_stale():
             self._refuse_backward()
-        if not self._is_as_planned():
+        if not hold_sharded(self._swaps):
             if for_backward and not self._adopt_in_place():
                 self._refuse_backward()
             self.adopt_replaced()
@@ -311,13 +297,7 @@ class FSDPParamGroup:
         """Whether what is registered after forward is what was, neither written nor frozen."""
         post_forward = self.storage.post_forward
         assert post_forward is not None, "the parameters rest there"
-        if post_forward.changed() is not None:
-            return False
-        for mapping, name, param in self._swaps:
-            found: nn.Parameter | None = mapping.get(name)
-            if found is None or found is not param.post_forward or found.requires_grad is not param.requires_grad:
-                return False
-        return True
+        return post_forward.changed() is None and hold_post_forward(self._swaps)
 
     def _refuse_backward(self) -> NoReturn:
         raise FSDPRuntimeError(

@@ -109,3 +109,17 @@ def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
                 f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
                 "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
             )
+
+
+def refuse_list_as_root(modules: Sequence[nn.Module]) -> None:
+    """A list of modules that were sharded together is no root.
+
+    Raises:
+        FSDPRuntimeError: it is a list.
+    """
+    if len(modules) > 1:
+        names = ", ".join(type(module).__name__ for module in modules)
+        raise FSDPRuntimeError(
+            f"a list of modules ({names}) that fully_shard was called on cannot be the root, as no forward "
+            "contains them all: call fully_shard on the module that does as well, and run its forward."
+        )

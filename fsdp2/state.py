@@ -32,6 +32,7 @@ from fsdp2.policies import ModulePolicy
 from fsdp2.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.root_checks import (
     refuse_disagreement,
+    refuse_list_as_root,
     refuse_meta_buffers,
     refuse_sharers_elsewhere,
     refuse_unowned_parameters,
@@ -241,14 +242,6 @@ class FSDPState(CopyableState):
         refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
 
-    def _refuse_list_as_root(self) -> None:
-        if len(self.modules) > 1:
-            names = ", ".join(type(module).__name__ for module in self.modules)
-            raise FSDPRuntimeError(
-                f"a list of modules ({names}) that fully_shard was called on cannot be the root, as no forward "
-                "contains them all: call fully_shard on the module that does as well, and run its forward."
-            )
-
     def settle(self) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
         if self.root is not None:
@@ -325,7 +318,7 @@ class FSDPState(CopyableState):
         root.recover_if_failed()
         if self.is_root:
             if not root.iteration.in_forward:
-                self._refuse_list_as_root()
+                refuse_list_as_root(self.modules)
                 if root.is_disturbed:
                     self._reclaim(root)
                 root.begin_forward()

@@ -17,10 +17,7 @@ MESHES = ("1d_2", "1d_4", "hsdp", "tp", "dims")
 RANKS = {"1d_2": 2, "1d_4": 4, "hsdp": 4, "tp": 4, "dims": 4}
 STEPS = 3
 
-REFUSALS = {
-    "int_with_dims": "dp_mesh_dims",
-    "uneven_dim": "cannot be sharded in dim 1",
-}
+REFUSALS = {"int_with_dims": "dp_mesh_dims"}
 """The only reasons for which a drawn program may be refused with `FSDPNotImplementedError`, and a part of the text."""
 
 
@@ -177,7 +174,7 @@ class _Drawing:
                 ]
             )
         refusal = self._refusal() if self.chance(0.04) else None
-        model = self._model(refusal)
+        model = self._model()
         units = self._units(model, refusal)
         bf16 = self.chance(0.25)
         reduce_dtype = self.choose([None, "float32", "bfloat16"]) if bf16 else None
@@ -194,7 +191,7 @@ class _Drawing:
             dims=self.dims,
             model=model,
             units=units,
-            placement=self._placement(refusal),
+            placement=self.choose(["default", "default", "default", "zero", "one", "mixed", "uneven"]),
             param_dtype="bfloat16" if bf16 else None,
             reduce_dtype=reduce_dtype,
             output_dtype="float32" if bf16 and self.chance(0.5) else None,
@@ -213,11 +210,9 @@ class _Drawing:
         )
 
     def _refusal(self) -> str | None:
-        if self.mesh == "dims":
-            return "int_with_dims" if "shard" in self.dims else None
-        return None if self.mesh == "tp" else "uneven_dim"
+        return "int_with_dims" if self.mesh == "dims" and "shard" in self.dims else None
 
-    def _model(self, refusal: str | None) -> ModelDraw:
+    def _model(self) -> ModelDraw:
         blocks = self.choose([1, 2, 2, 3])
         parts = ["inp", "head", *(f"blocks.{index}" for index in range(blocks))]
         parts += [f"blocks.{index}.{name}" for index in range(blocks) for name in ("norm", "feed.up", "feed.down.bias")]
@@ -231,7 +226,7 @@ class _Drawing:
             checkpoint = tuple(self.choose(kinds) for _ in range(blocks))
         return ModelDraw(
             width=8 if self.is_tensor_parallel else self.choose([3, 5, 8]),
-            hidden=self.choose([8, 12] if self.is_tensor_parallel else [5, 7, 12] if refusal is None else [5, 7]),
+            hidden=self.choose([8, 12] if self.is_tensor_parallel else [5, 7, 12]),
             blocks=blocks,
             tied=self.mesh != "dims" and self.chance(0.2),
             repeated=self.chance(0.2),
@@ -268,11 +263,6 @@ class _Drawing:
         if refusal == "int_with_dims":
             units[0] = UnitDraw(units[0].names, 2)
         return tuple(units)
-
-    def _placement(self, refusal: str | None) -> str:
-        if refusal == "uneven_dim":
-            return "uneven"
-        return self.choose(["default", "default", "default", "zero", "one", "mixed"])
 
     def _forwards(self) -> tuple[int, ...]:
         passes = self.choose([1, 1, 2, 3])

@@ -189,7 +189,7 @@ class _Sharded:
         if kind == "zero" or parameter.dim() < 2:
             return Shard(0)
         if kind == "uneven":
-            return Shard(1) if local.shape[1] % 2 else None
+            return Shard(parameter.dim() - 1)
         if local.shape[1] % dist.get_world_size() or (kind == "mixed" and local.shape[0] <= local.shape[1]):
             return None
         return Shard(-1)

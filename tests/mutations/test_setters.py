@@ -17,15 +17,15 @@ import fsdp2
 from tests.unit.parity_table import TESTS, shown_by
 
 SETTERS = [
-    *(f"FSDPModule.{name}" for name in vars(fsdp2.FSDPModule) if name.startswith("set_")),
+    *(f"FSDPModule.{name}" for name in dir(fsdp2.FSDPModule) if name.startswith("set_")),
     "FSDPModule._set_unshard_async_op",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
 RECURSIVE = [
     f"FSDPModule.{name}(recurse)"
-    for name, method in vars(fsdp2.FSDPModule).items()
-    if name.startswith("set_") and "recurse" in inspect.signature(method).parameters
+    for name in dir(fsdp2.FSDPModule)
+    if name.startswith("set_") and "recurse" in inspect.signature(getattr(fsdp2.FSDPModule, name)).parameters
 ]
 TESTS_FAILED = 1
 """pytest's exit status, unlike those of a wrong usage, of no tests, or of an error within pytest."""
