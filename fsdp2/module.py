@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from fsdp2 import communicating
 from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
-from fsdp2.communicating import CommunicatingModule
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.module_comm import CommunicationSettings
 from fsdp2.module_copies import completed, deepcopied, reduced
@@ -17,9 +17,6 @@ from fsdp2.param import refuse_share_memory
 from fsdp2.root import Unit
 from fsdp2.root_checks import refuse_finalization
 from fsdp2.state import FSDPState, state_of, states_below
-
-_ORIGINAL_CLASS_INDEX = 2
-"""In the MRO of a sharded module's class: FSDP<Name>, FSDPModule, Name."""
 
 _CLASSES: dict[type, type] = {}
 _initializes_new_modules = True
@@ -41,7 +38,7 @@ def disable_fsdp_module_new_init() -> Iterator[None]:
         _initializes_new_modules = before
 
 
-class FSDPModule(CommunicatingModule):
+class FSDPModule:
     """Mixed in front of the class of every module that `fully_shard` was called on.
 
     ``isinstance(module, OriginalClass)`` keeps holding, and so do the names of parameters and submodules. Settings
@@ -51,7 +48,7 @@ class FSDPModule(CommunicatingModule):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
-        original = cls.__mro__[_ORIGINAL_CLASS_INDEX]
+        original = _original_class(cls)
         plain: Any = original.__new__(original)  # type: ignore[call-overload]
         if _initializes_new_modules:
             plain.__init__(*args, **kwargs)
@@ -221,6 +218,21 @@ class FSDPModule(CommunicatingModule):
         settings = state.settings if state.root is None else state.root.settings
         settings.post_optim_event = event
 
+    # -- communication
+
+    set_custom_all_gather = communicating.set_custom_all_gather
+    set_custom_reduce_scatter = communicating.set_custom_reduce_scatter
+    set_all_reduce_hook = communicating.set_all_reduce_hook
+    set_gradient_divide_factor = communicating.set_gradient_divide_factor
+    set_gradient_reduction = communicating.set_gradient_reduction
+    set_reduce_scatter_divide_factor = communicating.set_reduce_scatter_divide_factor
+    set_force_sum_reduction_for_comms = communicating.set_force_sum_reduction_for_comms
+    set_reduce_scatter_unused_params = communicating.set_reduce_scatter_unused_params
+    set_reduce_scatter_max_input_buffers = communicating.set_reduce_scatter_max_input_buffers
+    set_separate_reduce_scatter_group = communicating.set_separate_reduce_scatter_group
+    set_allocate_memory_from_process_group_for_comm = communicating.set_allocate_memory_from_process_group_for_comm
+    set_symm_mem_for_comm = communicating.set_symm_mem_for_comm
+
     # -- iterations
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -342,11 +354,11 @@ class FSDPModule(CommunicatingModule):
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
             FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
         """
-        return deepcopied(self, _original_class(self), memo)
+        return deepcopied(self, _original_class(type(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
-        return reduced(self, _original_class(self), super().__reduce_ex__, new_sharded, int(protocol))
+        return reduced(self, _original_class(type(self)), super().__reduce_ex__, new_sharded, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying and unpickling."""
@@ -361,8 +373,9 @@ def new_sharded(original: type, *arguments: Any) -> nn.Module:
     return module
 
 
-def _original_class(module: Any) -> type:
-    classes = type(module).__mro__
+def _original_class(cls: type) -> type:
+    """What `FSDPModule` was mixed in front of: the class behind it in the MRO."""
+    classes = cls.__mro__
     original: type = classes[classes.index(FSDPModule) + 1]
     return original
 
@@ -394,4 +407,4 @@ def mix_in(module: nn.Module) -> None:
 
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
-    module.__class__ = _original_class(module)
+    module.__class__ = _original_class(type(module))
