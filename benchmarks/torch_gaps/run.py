@@ -3,6 +3,9 @@
 The processes are forked from this one, which has imported torch and done nothing with it: importing torch takes seconds
 for each rank. A rank reports its outcome to a file and then stays until all have reported, so that no rank fails
 because another one has left; then all are killed.
+
+A hang is told by the processor: ranks that together compute nothing for `LIMIT_S` wait for each other. (On a busy
+machine a rank that computes may well take longer.)
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -28,8 +33,12 @@ from benchmarks.torch_gaps.checks import Wrong
 from benchmarks.torch_gaps.registry import Case, Trial
 
 LIMIT_S = 30.0
-# How long the other ranks have after one has failed: those that wait for it do not come back.
-GRACE_S = 4.0
+# What ranks that only wait may use of the processor in that time, all of them together.
+IDLE_CPU_S = 0.1
+# At the latest then, however busy the machine is.
+CEILING_S = 300.0
+# The same once a rank has failed: the others may wait for it, or be about to fail as well.
+GRACE_S = 8.0
 MAX_MESSAGE = 160
 
 
@@ -59,11 +68,12 @@ class _Report:
 
 
 def run(case: Case, implementation: str) -> Outcome:
-    """Runs ``case`` on all its ranks, for `LIMIT_S` at most."""
+    """Runs ``case`` on all its ranks until all have reported, one has failed, or they hang."""
     context = multiprocessing.get_context("fork")
+    port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(case, implementation, rank, Path(folder)))
+            context.Process(target=_rank_main, args=(case, implementation, rank, port, Path(folder)))
             for rank in range(case.world_size)
         ]
         for each in ranks:
@@ -79,38 +89,50 @@ def run(case: Case, implementation: str) -> Outcome:
 
 
 def _wait(ranks: list[multiprocessing.context.ForkProcess], folder: Path) -> list[_Report]:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + CEILING_S
+    idle_since, idle_cpu_s = time.monotonic(), _cpu_s(ranks)
     reports: list[_Report] = []
-    failed = False
-    while time.monotonic() < deadline:
+    limit_s = LIMIT_S
+    while time.monotonic() < min(deadline, idle_since + limit_s):
+        if abs(_cpu_s(ranks) - idle_cpu_s) > IDLE_CPU_S:
+            idle_since, idle_cpu_s = time.monotonic(), _cpu_s(ranks)
         reports = _reports(folder)
         ended = sum(each.exitcode is not None for each in ranks)
         if len(reports) + ended >= len(ranks):
             break
-        if not failed and (ended or any(each.outcome.kind != "works" for each in reports)):
-            failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if limit_s == LIMIT_S and (ended or any(each.outcome.kind != "works" for each in reports)):
+            limit_s, idle_since = GRACE_S, time.monotonic()
         time.sleep(0.02)
     return reports
+
+
+def _cpu_s(ranks: list[multiprocessing.context.ForkProcess]) -> float:
+    """Processor time that the ranks have used so far, without those that have ended."""
+    ticks = 0
+    for each in ranks:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return int(each.getsockname()[1])
 
 
 def _verdict(reports: list[_Report], crashed: list[int], world_size: int, folder: Path) -> Outcome:
     if crashed:
         return Outcome("crashes", _crash(crashed[0], folder))
-    failures = sorted((each for each in reports if each.outcome.kind != "works"), key=lambda each: each.time)
+    failures = [each for each in reports if each.outcome.kind != "works"]
     if failures:
-        return _on_ranks(failures, len(reports), world_size)
+        # What the others report later is often that the first has left.
+        return min(failures, key=lambda each: each.time).outcome
     if len(reports) < world_size:
         waiting = world_size - len(reports)
         return Outcome("hangs", "" if waiting == world_size else f"({waiting} of {world_size} ranks)")
     return Outcome("works")
-
-
-def _on_ranks(failures: list[_Report], reported: int, world_size: int) -> Outcome:
-    first = failures[0]
-    if reported == world_size:
-        return first.outcome
-    return Outcome(first.outcome.kind, f"{first.outcome.detail} (rank {first.rank}; another rank waits for it)")
 
 
 def _crash(exitcode: int, folder: Path) -> str:
@@ -131,15 +153,16 @@ def _reports(folder: Path) -> list[_Report]:
 # ---- on a rank -----------------------------------------------------------------------------------
 
 
-def _rank_main(case: Case, implementation: str, rank: int, folder: Path) -> None:
+def _rank_main(case: Case, implementation: str, rank: int, port: int, folder: Path) -> None:
     errors = os.open(folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.dup2(errors, 1)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world_size))
-    outcome = _run_here(case, implementation, rank, folder)
+    outcome = _run_here(case, implementation, rank, port)
     report = json.dumps([rank, time.monotonic(), outcome.kind, outcome.detail])
     unfinished = folder / f"{rank}.unfinished"
     unfinished.write_text(report)
@@ -147,9 +170,16 @@ def _rank_main(case: Case, implementation: str, rank: int, folder: Path) -> None
     signal.pause()
 
 
-def _run_here(case: Case, implementation: str, rank: int, folder: Path) -> Outcome:
+def _end_with_the_parent() -> None:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _run_here(case: Case, implementation: str, rank: int, port: int) -> Outcome:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.world_size)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.world_size)
         case.program(Trial(Api(implementation), rank, case.world_size))
     except NoSuchOption as error:
         return Outcome("no such option", _shortened(str(error)))

@@ -25,10 +25,10 @@ def test_the_document_shows_the_record() -> None:
     assert record.shown() == record.render(record.read(), all_cases()), "run `make torch-gaps`"
 
 
-def test_every_case_is_recorded_for_every_version_and_nothing_else_is() -> None:
+def test_every_case_is_recorded_and_nothing_else_is() -> None:
     found = record.read()
     assert list(found) == list(all_cases())
-    assert {name: outcomes for name, outcomes in found.items() if set(outcomes) != VERSIONS} == {}
+    assert {name: outcomes for name, outcomes in found.items() if not set(outcomes) <= VERSIONS} == {}
 
 
 def test_every_case_has_a_row() -> None:
@@ -68,7 +68,7 @@ def test_the_verdict_on_all_ranks(tmp_path: Path) -> None:
     assert _verdict(tmp_path, None, None) == Outcome("hangs")
     assert _verdict(tmp_path, "works", None) == Outcome("hangs", "(1 of 2 ranks)")
     assert _verdict(tmp_path, "raises", "raises") == Outcome("raises", "x")
-    assert _verdict(tmp_path, None, "raises") == Outcome("raises", "x (rank 1; another rank waits for it)")
+    assert _verdict(tmp_path, None, "raises") == Outcome("raises", "x")
     (tmp_path / "0.stderr").write_text("terminate called\n  what():  [enforce fail at pair.cc:456] too long\n")
     assert _verdict(tmp_path, None, "raises", crashed=[-6]) == Outcome("crashes", "(SIGABRT): too long")
 
