@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check test test-full test-clients lint bench clean
+.PHONY: help train train-check test test-full test-clients lint bench torch-gaps clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-full    the suite with its slow part"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make bench        host time, calls, copies, collectives and memory beside torch's fully_shard"
+	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,9 @@ test-clients: $(CLIENTS_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+torch-gaps: $(STAMP)
+	$(BIN)/python -m benchmarks.torch_gaps $(ARGS)
 
 clean:
 	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,115 @@
+"""The record of outcomes, docs/torch-gaps.json, and the table of docs/beyond.md that shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.torch_gaps.registry import Case
+from benchmarks.torch_gaps.run import Outcome
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "torch-gaps.json"
+DOCUMENT = ROOT / "docs" / "beyond.md"
+BEGIN, END = "<!-- torch-gaps: begin -->", "<!-- torch-gaps: end -->"
+# Case -> torch version -> outcome.
+Record = dict[str, dict[str, Outcome]]
+
+
+def read() -> Record:
+    """What has been recorded so far."""
+    if not RECORD.exists():
+        return {}
+    stored = json.loads(RECORD.read_text())
+    return {
+        name: {version: Outcome(**outcome) for version, outcome in outcomes.items()}
+        for name, outcomes in stored.items()
+    }
+
+
+def merged(record: Record, cases: dict[str, Case], version: str, outcomes: dict[str, Outcome]) -> Record:
+    """``record`` with ``outcomes`` as those of torch ``version``; cases that no longer exist are dropped."""
+    result: Record = {}
+    for name in cases:
+        found = dict(record.get(name, {}))
+        if name in outcomes:
+            found[version] = outcomes[name]
+        if found:
+            result[name] = dict(sorted(found.items()))
+    return result
+
+
+def write(record: Record, cases: dict[str, Case]) -> None:
+    """Writes the record and the table between the markers of the document.
+
+    Raises:
+        ValueError: the document has no markers.
+    """
+    stored = {
+        name: {version: {"kind": each.kind, "detail": each.detail} for version, each in outcomes.items()}
+        for name, outcomes in record.items()
+    }
+    RECORD.write_text(json.dumps(stored, indent=1) + "\n")
+    before, after = _around_the_table()
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{render(record, cases)}\n{END}{after}")
+
+
+def shown() -> str:
+    """The table as it stands in the document."""
+    text = DOCUMENT.read_text()
+    before, after = _around_the_table()
+    return text[len(before) + len(BEGIN) : len(text) - len(after) - len(END)].strip("\n")
+
+
+def render(record: Record, cases: dict[str, Case]) -> str:
+    """The table, a part for each area: a row per recorded case, a column per torch version."""
+    versions = sorted({version for outcomes in record.values() for version in outcomes}, key=_as_numbers)
+    lines = [_summary(record, versions)]
+    for area in dict.fromkeys(case.area for case in cases.values()):
+        rows = [case for case in cases.values() if case.area == area and case.name in record]
+        lines += ["", f"### {area}", ""]
+        lines += [_row(["a user wants", *(f"torch {version}" for version in versions), "related issues"])]
+        lines += [_row(["---"] * (len(versions) + 2))]
+        lines += [_row([case.title, *_cells(record[case.name], versions), " ".join(case.asked)]) for case in rows]
+    return "\n".join(lines)
+
+
+def _summary(record: Record, versions: list[str]) -> str:
+    counts = []
+    for version in versions:
+        kinds = [outcomes[version].kind for outcomes in record.values() if version in outcomes]
+        each = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds, key=kinds.count)))
+        counts.append(f"torch {version}, {len(kinds)} cases: {each}.")
+    return "\n".join(f"- {line}" for line in counts)
+
+
+def _cells(outcomes: dict[str, Outcome], versions: list[str]) -> Iterable[str]:
+    return [_cell(outcomes[version]) if version in outcomes else "not run" for version in versions]
+
+
+def _cell(outcome: Outcome) -> str:
+    if not outcome.detail:
+        return outcome.kind
+    detail = outcome.detail.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    # Names in backquotes are literal: nothing is escaped inside.
+    parts = detail.split("`")
+    parts[1::2] = [part.replace("\\_", "_").replace("\\*", "*").replace("&lt;", "<") for part in parts[1::2]]
+    joint = ": " if outcome.kind == "no such option" else " "
+    return f"**{outcome.kind}**{joint}{'`'.join(parts)}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _as_numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def _around_the_table() -> tuple[str, str]:
+    text = DOCUMENT.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{DOCUMENT.name} needs one line '{BEGIN}' and one '{END}'")
+    before, rest = text.split(BEGIN)
+    return before, rest.split(END)[1]
