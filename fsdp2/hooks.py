@@ -149,6 +149,15 @@ def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
     return rebuilt
 
 
+def on_real_parameters(action: Callable[..., None], *args: Any) -> None:
+    """Run ``action`` on real parameters, although functorch may be transforming the forward around it."""
+    if not _torch.functorch_is_active():
+        action(*args)
+    else:
+        with _torch.without_functorch():
+            action(*args)
+
+
 def cast_floating_point(dtype: torch.dtype, tree: Any) -> Any:
     """``tree`` with every floating-point tensor of another dtype cast to ``dtype``."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.comm_context import FSDPCommContext
@@ -62,6 +63,7 @@ class Iteration:
     Attributes:
         in_forward: the root's forward is running.
         in_backward: a backward has begun and has not come to its end.
+        creates_graph: that backward is recorded, to be differentiated itself, and so needs the parameters again.
         unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
         order: the order that the root's forward follows.
@@ -70,13 +72,24 @@ class Iteration:
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
-    __slots__ = ("ahead", "failed", "in_backward", "in_forward", "order", "recomputed", "reduced", "unfinalized")
+    __slots__ = (
+        "ahead",
+        "creates_graph",
+        "failed",
+        "in_backward",
+        "in_forward",
+        "order",
+        "recomputed",
+        "reduced",
+        "unfinalized",
+    )
 
     def __init__(self) -> None:
         self.order: ExecutionOrder[Unit] | None = None
         self.reduced = False
         self.in_forward = False
         self.in_backward = False
+        self.creates_graph = False
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
@@ -91,6 +104,8 @@ class FSDPRoot:
         groups: all groups, in the order of the modules.
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
+        holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
+            that was not.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
@@ -107,6 +122,8 @@ class FSDPRoot:
         self.settings = settings
         self.shared: Unit = ()
         self.is_disturbed = False
+        self.holds_graph = False
+        self._watched: list[RemovableHandle] = []
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -190,6 +207,7 @@ class FSDPRoot:
         if not self.iteration.in_backward:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
+            self.iteration.creates_graph = torch.is_grad_enabled()
             self._backward_order.expect(self._forward_order.learned[::-1])
             _torch.queue_backward_callback(self._end_backward)
 
@@ -219,7 +237,7 @@ class FSDPRoot:
         The last unit that is recomputed is the first whose backward follows; the others are resharded.
         """
         kept = self.iteration.recomputed
-        if kept is not None and kept is not unit:
+        if kept is not None and kept is not unit and not self.iteration.creates_graph:
             for group in kept:
                 if not group.users:
                     group.reshard()
@@ -267,9 +285,28 @@ class FSDPRoot:
             self._forward_order.commit()
             self._backward_order.commit()
         self.comm.let_host_write_shards()
+        self._watch_for_second_backward(self.iteration.creates_graph)
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
+
+    def _watch_for_second_backward(self, expected: bool) -> None:
+        """Whether a recorded backward is ``expected`` to be differentiated.
+
+        That may reach parameters without coming to the output of any module, so it is noticed at the parameters.
+        """
+        self.holds_graph = expected
+        for handle in self._watched:
+            handle.remove()
+        self._watched = [
+            param.unsharded.register_post_accumulate_grad_hook(self._notice_backward)
+            for group in self.groups
+            for param in group.params
+            if expected and param.unsharded is not None and param.unsharded.requires_grad
+        ]
+
+    def _notice_backward(self, parameter: torch.Tensor) -> None:
+        self.begin_backward()
 
     # -- finalization by the user
 
@@ -332,6 +369,7 @@ class FSDPRoot:
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
+        self._watch_for_second_backward(expected=False)
         for group in self.shared:
             group.users.clear()
             group.took_part = False

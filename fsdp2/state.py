@@ -25,6 +25,7 @@ from fsdp2.hooks import (
     cast_floating_point,
     cast_inputs,
     map_tensors,
+    on_real_parameters,
     tensors_in,
 )
 from fsdp2.mesh import DataParallelMesh
@@ -63,15 +64,6 @@ def states_below(module: nn.Module) -> list[FSDPState]:
 def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
     """`states_below` for several modules, each state once."""
     return list(dict.fromkeys(state for module in modules for state in states_below(module)))
-
-
-def _real(action: Callable[..., None], *args: Any) -> None:
-    """Run ``action`` on real parameters, although functorch may be transforming the forward around it."""
-    if not _torch.functorch_is_active():
-        action(*args)
-    else:
-        with _torch.without_functorch():
-            action(*args)
 
 
 class FSDPState(CopyableState):
@@ -277,7 +269,7 @@ class FSDPState(CopyableState):
             The inputs to use instead, or None if they stay.
         """
         if self.root is None:
-            _real(self._become_root)
+            on_real_parameters(self._become_root)
         root = self.ensure_root()
         recompute = _torch.backward_is_running()
         hooks = True
@@ -286,7 +278,7 @@ class FSDPState(CopyableState):
             if self._in_backward and self._is_unsharded():
                 hooks = False  # its parameters are there, and its own hooks are in place
             else:
-                _real(self._gather_for_recompute, root)
+                on_real_parameters(self._gather_for_recompute, root)
         else:
             inputs = self._enter_forward(root, args, kwargs)
         if self.policy.inputs is not None:
@@ -308,7 +300,7 @@ class FSDPState(CopyableState):
     def _enter_forward(
         self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        _real(self._gather_for_forward, root)
+        on_real_parameters(self._gather_for_forward, root)
         if self.is_root and self.mesh.device.type != "cpu":
             device = self.mesh.device
             return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
@@ -375,7 +367,7 @@ class FSDPState(CopyableState):
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.backward_is_running()
         if not recompute or not self._in_backward:
-            _real(self._leave_forward, root, module, output, recompute)
+            on_real_parameters(self._leave_forward, root, module, output, recompute)
         if self.policy.output_dtype is None:
             return None
         return cast_floating_point(self.policy.output_dtype, output)
@@ -402,6 +394,8 @@ class FSDPState(CopyableState):
 
         By default the root's are kept for the backward, which needs them first; not if none can come.
         """
+        if self.root is not None and self.root.holds_graph:
+            return False
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
@@ -426,7 +420,7 @@ class FSDPState(CopyableState):
         if self._in_backward:
             return
         self._in_backward = True
-        _real(self._gather_for_backward, root)
+        on_real_parameters(self._gather_for_backward, root)
 
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
@@ -440,24 +434,27 @@ class FSDPState(CopyableState):
 
         Autograd adds up the gradients of all calls before any of them shows.
         """
+        if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
+            self.root.begin_backward()
         calls = (reference() for reference in self._calls)
         self.end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
-        _real(self._end_module_backward, reduces)
+        on_real_parameters(self._end_module_backward, reduces)
 
     def _end_module_backward(self, reduces: bool) -> None:
         self._in_backward = self._awaits_finalization = False
         for group in self._shared:
             group.users.discard(self)
-        if self.reshard_after_backward:
+        root = self.root
+        assert root is not None, "a backward follows a forward"
+        if self.reshard_after_backward and not root.iteration.creates_graph:
             for group in self.unit:
                 if not group.users:
                     group.reshard()
         if reduces:
-            assert self.root is not None, "a backward follows a forward"
-            self.root.reduce_or_keep(self._own)
+            root.reduce_or_keep(self._own)
 
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
@@ -473,7 +470,7 @@ class FSDPState(CopyableState):
                 if is_due or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
                     state.end_module_backward(reduces=is_due)
         assert self.root is not None, "a backward follows a forward"
-        _real(self.root.reduce_shared)
+        on_real_parameters(self.root.reduce_shared)
 
     def _pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
