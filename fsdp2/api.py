@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
 from fsdp2.hooks import refuse_unknown_arguments
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
@@ -131,7 +131,7 @@ def fully_shard(
             the owner), a container without forward, a mesh, a dim name, a placement, an int or the name of an input
             that does not fit, policies that contradict each other.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
-            an int with tensor parallelism or ``dp_mesh_dims``.
+            an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
@@ -193,10 +193,6 @@ def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) ->
             "reshard_after_forward must be None, a bool, or the number of ranks to reshard to, got "
             f"{reshard_after_forward!r}."
         )
-    if mesh.spmd_mesh is not None:
-        raise FSDPNotImplementedError(
-            "reshard_after_forward as an int is not supported with dp_mesh_dims; pass True or False."
-        )
     size = mesh.world_size
     if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
         raise FSDPValueError(
@@ -224,11 +220,6 @@ def _requested_sharding(
 
 
 def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
-    if sharding.unsharded_spec is not None:
-        raise FSDPNotImplementedError(
-            f"parameter '{fqn}' of {name} is a DTensor (tensor parallelism), for which reshard_after_forward as an int "
-            "is not supported; pass True or False."
-        )
     if sharding.mesh.world_size % size:
         raise FSDPValueError(
             f"reshard_after_forward={size} must divide the {sharding.mesh.world_size} ranks that parameter '{fqn}' of "

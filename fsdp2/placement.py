@@ -150,6 +150,21 @@ def _cuts(placement: Placement, dim: int) -> bool:
     return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
 
 
+def post_forward_placement(sharding: Sharding, neighbours: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours)."""
+    dim, spec, names = sharding.cut.dim, sharding.unsharded_spec, neighbours.mesh_dim_names
+    if spec is None:
+        return neighbours, (Replicate(), _placement(dim))
+    whole = _torch.root_mesh(neighbours)
+    assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
+    others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
+    kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
+    if not others:
+        return neighbours, (Replicate(), _placement(dim))
+    mesh = whole[tuple([*names, *others])]
+    return mesh, (Replicate(), _strided(dim, mesh[tuple(others)], kept), *kept)
+
+
 def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
     try:
         return _torch.concatenate_meshes([data_parallel, model_parallel])

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Resizable, in_memory_order, storage_alias
 from fsdp2.gather import Gather, Source
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, succeed
-from fsdp2.placement import local_shard
+from fsdp2.placement import local_shard, post_forward_placement
 
 
 class PostForward:
@@ -50,16 +49,17 @@ class PostForward:
                     whole = local_shard(whole, cut.dim, slot.rows, self.mesh.rank)
                 self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
-                param.post_forward = self._parameter(local, param.sharded, cut.dim)
+                param.post_forward = self._parameter(local, param)
             sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
         self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, None)
         self.gather.free()
         self.free()
 
-    def _parameter(self, local: torch.Tensor, sharded: nn.Parameter, dim: int | None) -> nn.Parameter:
-        placements = (Replicate(), Replicate() if dim is None else Shard(dim))
-        spec = _torch.make_spec(self.mesh.device_mesh, placements, sharded.shape, sharded.stride(), local.dtype)
+    def _parameter(self, local: torch.Tensor, param: FSDPParam) -> nn.Parameter:
+        sharded = param.sharded
+        mesh, placements = post_forward_placement(param.sharding, self.mesh.device_mesh)
+        spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
         succeed(parameter, sharded)
