@@ -14,6 +14,7 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.module_comm import CommunicationSettings
 from fsdp2.module_copies import completed, deepcopied, reduced
 from fsdp2.param import refuse_share_memory
+from fsdp2.param_group import FSDPParamGroup
 from fsdp2.root import Unit
 from fsdp2.root_checks import refuse_finalization
 from fsdp2.state import FSDPState, state_of, states_below
@@ -63,7 +64,11 @@ class FSDPModule:
         return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
 
     def _communication(self, *, recurse: bool) -> CommunicationSettings:
-        return CommunicationSettings([group for state in self._states(recurse) for group in state.unit])
+        return CommunicationSettings(self._groups(recurse))
+
+    def _groups(self, recurse: bool) -> list[FSDPParamGroup]:
+        """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
+        return [group for state in self._states(recurse) for group in state.unit if group.sharers[0] is state]
 
     # -- parameters
 
@@ -118,8 +123,8 @@ class FSDPModule:
             raise FSDPValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}.")
         for state in self._states(recurse):
             state.reshard_after_forward = reshard_after_forward
-            for group in state.unit:
-                group.rest_on_all_ranks()
+        for group in self._groups(recurse):
+            group.rest_on_all_ranks()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of backward frees the unsharded parameters.
@@ -135,13 +140,21 @@ class FSDPModule:
 
         Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
         """
-        for state in self._states(recurse):
-            for group in state.unit:
-                group.keep_unsharded_storage(keep)
+        for group in self._groups(recurse):
+            group.keep_unsharded_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward gathers this module's parameters. False where it needs none of them (an embedding)."""
-        for group in self._get_fsdp_state().unit:
+        """Whether backward gathers this module's parameters. False where it needs none of them (an embedding).
+
+        Raises:
+            FSDPValueError: False, and weights are tied to those of other modules, whose backward may need them.
+        """
+        for group in self._groups(recurse=False):
+            if group.is_shared and not unshard_in_backward:
+                raise FSDPValueError(
+                    f"set_unshard_in_backward(False) on '{group.name}', whose weights are tied to those of another "
+                    "module: that one's backward may need them."
+                )
             group.unshards_in_backward = unshard_in_backward
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -150,9 +163,8 @@ class FSDPModule:
         Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
         explicit prefetching overlaps, and casts before the gather do not.
         """
-        for state in self._states(recurse=True):
-            for group in state.unit:
-                group.set_gathers_on_compute(async_op)
+        for group in self._groups(recurse=True):
+            group.set_gathers_on_compute(async_op)
 
     # -- prefetching
 
@@ -186,19 +198,17 @@ class FSDPModule:
         says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad`` clears only
         gradients of the parameters that are registered at the time.
         """
-        for state in self._states(recurse):
-            for group in state.unit:
-                group.reducer.requires_gradient_sync = requires_gradient_sync
-                group.reducer.requires_all_reduce = requires_gradient_sync
+        for group in self._groups(recurse):
+            group.reducer.requires_gradient_sync = requires_gradient_sync
+            group.reducer.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas too (HSDP); False adds them up after the reduce-scatter.
 
         The next backward with True all-reduces the sum.
         """
-        for state in self._states(recurse):
-            for group in state.unit:
-                group.reducer.requires_all_reduce = requires_all_reduce
+        for group in self._groups(recurse):
+            group.reducer.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for all gradient reductions at its end (default True).

@@ -94,6 +94,7 @@ class FSDPParamGroup:
         self.reshard()
         param.tie(uses)
         self._find_swaps()
+        self.unshards_in_backward = True
 
     @property
     def is_shared(self) -> bool:

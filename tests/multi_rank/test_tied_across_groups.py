@@ -347,3 +347,33 @@ def test_the_wrong_order_of_calls_is_still_an_error(world_size: int) -> None:
     fully_shard(model)
     with pytest.raises(FSDPValueError, match=r"already sharded.*bottom-up"):
         fully_shard(model.head)
+
+
+@multi_rank(2)
+def test_settings_of_the_weight_are_its_owners(world_size: int) -> None:
+    """Of the call that sharded it: another module that holds it has settings of its own group only."""
+    model = shard(UNITS["embedding first"])
+    seen: list[str] = []
+    model.embedding.set_all_reduce_hook(lambda flat: seen.append("embedding"))
+    model.head.set_all_reduce_hook(lambda flat: seen.append("head"))
+    model.head.set_gradient_divide_factor(7.0)
+    CASE.loss(model, CASE.batch(0, 0, dist.get_rank())).backward()
+    assert sorted(seen) == ["embedding", "head"]
+    expected = Reference(CASE, world_size=2).step().gradients
+    for name, scale in (("embedding.weight", 1.0), ("head.norm.weight", 2 / 7)):
+        wanted = expected[name]
+        assert wanted is not None
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), wanted * scale, rtol=1e-4, atol=1e-6)
+
+
+@multi_rank(2)
+def test_an_embedding_whose_backward_needs_nothing(world_size: int) -> None:
+    """Alone; tied to a head it is needed."""
+    model = CASE.build()
+    fully_shard(model.embedding)
+    model.embedding.set_unshard_in_backward(False)
+    for name in UNITS["embedding first"][1:]:
+        fully_shard(model.get_submodule(name))
+    with pytest.raises(FSDPValueError, match="tied to those of another module"):
+        model.embedding.set_unshard_in_backward(False)
+    train(model, tolerance=ALMOST)
