@@ -293,12 +293,12 @@ class DtypeGradients:
         self.partial, earlier.partial = earlier.partial, None
         self._partial_missing = earlier._partial_missing
 
-    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor) -> None:
-        """Finish the reduction, and bring it to the dtype and place of the gradients.
+    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None) -> None:
+        """Finish the reduction, divided by ``divisor``, and bring it to the dtype and place of the gradients.
 
         On the stream that reduced last; the current stream where there are none.
         """
-        if isinstance(divisor, torch.Tensor) or divisor != 1.0:
+        if divisor is not None:
             packed.output.div_(divisor)
         if self._delivery_dtype is None and packed.is_borrowed:
             packed.output = packed.output.clone()

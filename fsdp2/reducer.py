@@ -341,7 +341,7 @@ class GradientReducer:
         for each in sent:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(each.packed.output)
-            divisor: float | torch.Tensor = each.scaling.after
+            divisor: float | torch.Tensor | None = None if each.scaling.after == 1.0 else each.scaling.after
             if self.denominator is not None:
                 before = each.scaling.before
                 divisor = self.denominator if before == 1.0 else self.denominator / before

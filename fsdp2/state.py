@@ -350,12 +350,9 @@ class FSDPState(CopyableState):
         """The root's forward is over, and not all modules of the list were called in it."""
         self._to_run.clear()
         if self._reshards_now():
-            self._reshard_after_forward()
-
-    def _reshard_after_forward(self) -> None:
-        for group in self.unit:
-            if not group.users:
-                group.reshard_after_forward()
+            for group in self.unit:
+                if not group.users:
+                    group.reshard_after_forward()
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
@@ -382,7 +379,9 @@ class FSDPState(CopyableState):
             if recompute:
                 root.keep(self.unit)
             else:
-                self._reshard_after_forward()
+                for group in self.unit:
+                    if not group.users:
+                        group.reshard_after_forward()
         if self.is_root and not recompute and root.iteration.in_forward:
             for state in self._states:
                 if state._to_run:
