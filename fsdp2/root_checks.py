@@ -71,21 +71,6 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
                 )
 
 
-def refuse_sharers_elsewhere(groups: Sequence[FSDPParamGroup], states: Collection[object], class_name: str) -> None:
-    """All modules that hold tied parameters of ``groups`` are below the root.
-
-    Raises:
-        FSDPRuntimeError: one is not.
-    """
-    for group in groups:
-        for sharer in group.sharers:
-            if sharer not in states:
-                raise FSDPRuntimeError(
-                    f"parameters of '{group.name}' are tied to parameters of a {sharer.class_name} that is not below "
-                    f"{class_name}: call fully_shard on the module that contains both, and run its forward."
-                )
-
-
 def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
     """Refuse `FSDPModule.finalize_backward`, called on the module ``name``, where it cannot be.
 

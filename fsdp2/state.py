@@ -35,7 +35,6 @@ from fsdp2.root_checks import (
     refuse_disagreement,
     refuse_list_as_root,
     refuse_meta_buffers,
-    refuse_sharers_elsewhere,
     refuse_unowned_parameters,
 )
 from fsdp2.structure import Structure
@@ -171,14 +170,15 @@ class FSDPState(CopyableState):
                 if state is not None:
                     state.complete()
                     names.setdefault(state, name)
-        refuse_busy(self.class_name, names, None)
-        self._refuse_other_settings(names)
-        shared = self._comm_ctx
-        share_context(shared, roots_of(names))
-        supersede(names)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
-        refuse_sharers_elsewhere(groups, states, self.class_name)
+        # Those of tied weights too, that are not below: a reduction must be waited for by whichever root has ended.
+        related = names | {sharer: sharer.name for group in groups for sharer in group.sharers if sharer not in names}
+        refuse_busy(self.class_name, related, None)
+        self._refuse_other_settings(names)
+        shared = self._comm_ctx
+        share_context(shared, roots_of(related))
+        supersede(names)
         for state, name in names.items():
             for group in state.unit:
                 group.rename(name or self.class_name, f"{name}." if name else "")

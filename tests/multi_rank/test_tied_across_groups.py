@@ -330,14 +330,48 @@ def test_tied_after_sharding(world_size: int) -> None:
         model(CASE.batch(0, 0, 0).inputs)
 
 
+@multi_rank(2, 4)
+@pytest.mark.parametrize("order", ["embedding", "head"])
+@pytest.mark.parametrize("jointly", [True, False], ids=["one backward", "two backwards"])
+def test_two_roots_that_share_a_weight(jointly: bool, order: str, world_size: int) -> None:
+    """Nothing above them is sharded: each is a root, and whichever ends first leaves nothing unreduced."""
+    model, plain = shard(UNITS["embedding first"][:-1]), CASE.build()
+    ids = torch.arange(dist.get_rank(), 6 + dist.get_rank())
+    for step in range(3):
+        for each, ranks in ((model, [dist.get_rank()]), (plain, range(world_size))):
+            each.zero_grad()
+            for rank in ranks:
+                ids = torch.arange(step + rank, 6 + step + rank)
+                uses = [lambda: each.embedding(ids).sin().sum(), lambda: each.head(torch.ones(2, WIDTH)).square().sum()]  # noqa: B023
+                losses = [use() for use in (uses if order == "embedding" else uses[::-1])]
+                if jointly:
+                    sum(losses).backward()
+                else:
+                    for loss in losses:
+                        loss.backward()
+        for name in ("embedding.weight", "head.norm.weight"):
+            found, wanted = model.get_parameter(name).grad.full_tensor(), plain.get_parameter(name).grad / world_size
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    fully_shard(model)
+    model.zero_grad()
+    train(model, tolerance=ALMOST)
+
+
 @multi_rank(2)
-def test_a_root_that_holds_one_use_only(world_size: int) -> None:
-    model = shard(UNITS["embedding first"][:-1])
-    with pytest.raises(FSDPRuntimeError, match=r"tied to parameters of a \w+ that is not below (Embedding|Head)"):
-        model.embedding(torch.arange(3))
+def test_gathered_by_hand_before_the_first_forward(world_size: int) -> None:
+    model = shard(UNITS["head first"])
+    for unit in (model.embedding, model.head):
+        unit.unshard()
+        torch.testing.assert_close(unit.weight, CASE.build().embedding.weight, rtol=0, atol=0)
+    model.head.reshard()
+    train(model, tolerance=ALMOST)
+
+
+@multi_rank(2)
+def test_one_of_two_cannot_be_unwrapped(world_size: int) -> None:
+    model = shard(UNITS["embedding first"])
     with pytest.raises(FSDPValueError, match="tied to parameters of a Head that is not to be unwrapped"):
         fsdp2.unwrap(model.embedding)
-    fully_shard(model)
     train(model, tolerance=ALMOST)
 
 
