@@ -13,6 +13,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -350,6 +351,15 @@ _COPIED = ("reshard_after_forward", "reshard_after_backward")
 _COPIED_OF_ROOTS = ("is_last_backward", "finalizes_manually")
 
 
+_INCOMPLETE: WeakSet[CopyableState] = WeakSet()
+"""Copies that wait for modules: their own, or others that hold weights tied to theirs."""
+
+
+def complete_copies() -> list[CopyableState]:
+    """Complete the copies that have got all of their modules by now, and return them."""
+    return [state for state in list(_INCOMPLETE) if state.complete()]
+
+
 class CopyableState(ABC):
     """The part of a state that lets it travel with copies and pickles of its modules. See `FSDPState`."""
 
@@ -432,13 +442,14 @@ class CopyableState(ABC):
         wrapping = recipe.facts.wrapping
         self._begin(recipe.modules, (), wrapping.mesh, None, recipe.facts.policy, frozenset(), wrapping)
         self._recipe = recipe
-        self.complete()
+        _INCOMPLETE.add(self)
 
     def complete(self) -> bool:
         """Take the groups of a copy, if its modules are there by now. Returns whether it did."""
         recipe = self._recipe
         if recipe is None or not recipe.is_ready(STATE, self):
             return False
+        _INCOMPLETE.discard(self)
         self._recipe, self.attachment = None, recipe.attachment
         self.unit, self.class_name = recipe.make_unit(), recipe.facts.class_name
         self.ignored_params = frozenset(recipe.ignored)

@@ -373,7 +373,7 @@ class FSDPModule:
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying and unpickling."""
         super().__setstate__(attributes)  # type: ignore[misc]
-        completed(self)
+        completed()
 
 
 def new_sharded(original: type, *arguments: Any) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError
-from fsdp2.copying import shared_in_copies
+from fsdp2.copying import complete_copies, shared_in_copies
 from fsdp2.forward_methods import restore_methods
 from fsdp2.optimizer_guard import GUARD
 from fsdp2.state import FSDPState, state_of
@@ -61,10 +61,9 @@ def reduced(
     return make, (original, *how[1][1:]), *how[2:]
 
 
-def completed(module: Any) -> None:
-    """``module`` has got its attributes: its state may be complete by that."""
-    state = _state(module)
-    if state.complete():
-        restore_methods(state)
+def completed() -> None:
+    """A module has got its attributes: states may be complete by that, its own and those of tied weights."""
+    for state in complete_copies():
+        restore_methods(state)  # type: ignore[arg-type]
         GUARD.install()
         _torch.run_hooks_uncompiled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from functools import partial
 from typing import Any
 
@@ -410,4 +412,26 @@ def test_an_embedding_whose_backward_needs_nothing(world_size: int) -> None:
         fully_shard(model.get_submodule(name))
     with pytest.raises(FSDPValueError, match="tied to those of another module"):
         model.embedding.set_unshard_in_backward(False)
+    train(model, tolerance=ALMOST)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "after a step"])
+@pytest.mark.parametrize("units", UNITS)
+def test_copies_are_tied_like_the_original(units: str, how: str) -> None:
+    model = shard(UNITS[units])
+    if how == "after a step":
+        CASE.loss(model, CASE.batch(0, 0, dist.get_rank())).backward()
+        model.zero_grad()
+    copied = pickle.loads(pickle.dumps(model)) if how == "pickle" else copy.deepcopy(model)
+    assert_tied(copied)
+    assert copied.head.weight is not model.head.weight
+    for name, module in model.named_modules():
+        mine, theirs = fully_shard.state(module), fully_shard.state(copied.get_submodule(name))
+        assert (mine is None) is (theirs is None)
+        if mine is not None:
+            assert len(theirs.unit) == len(mine.unit)
+            assert [len(group.sharers) for group in theirs.unit] == [len(group.sharers) for group in mine.unit]
+    copied.set_gradient_reduction("mean")
+    train(copied, tolerance=ALMOST)
     train(model, tolerance=ALMOST)
