@@ -34,6 +34,7 @@ from fsdp2.policies import (
 from fsdp2.post_forward import PostForward
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
+from fsdp2.strategies import Strategy, info_for, refuse_contradictions, residence_of
 from fsdp2.tying import Use, check_tied, take_tied
 from fsdp2.wrapping import Wrapping
 
@@ -54,6 +55,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    strategy: Strategy | None = ...,
 ) -> Module: ...
 @overload
 def fully_shard(
@@ -66,6 +68,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
+    strategy: Strategy | None = ...,
 ) -> list[Module]: ...
 def fully_shard(
     module: Any,
@@ -77,6 +80,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = _OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    strategy: Strategy | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -120,6 +124,12 @@ def fully_shard(
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
             be DTensors on it, replicated in those dims.
+        strategy: a ZeRO stage. ``"zero3"``: parameters are freed after forward and after backward. ``"zero2"``: they
+            stay from forward to backward. ``"zero1"``: they stay until a backward reduces gradients, so that they are
+            gathered once for all microbatches of a step, of which all but the last run with
+            ``set_requires_gradient_sync(False)``. ``"replicate"``: nothing is sharded, over either dim of ``mesh``;
+            gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
+            `FSDPModule.set_strategy`.
 
     Returns:
         ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
@@ -129,7 +139,7 @@ def fully_shard(
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
             the owner), a container without forward, a mesh, a dim name, a placement, an int or the name of an input
-            that does not fit, policies that contradict each other.
+            that does not fit, policies that contradict each other, a strategy that contradicts another argument.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.
@@ -139,12 +149,13 @@ def fully_shard(
     modules = _validated_modules(module)
     asked, offloading = policy_or_function(mp_policy), offload(offload_policy)
     check_policy_callable(shard_placement_fn)
-    info = mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    refuse_contradictions(strategy, reshard_after_forward, shard_placement_fn)
+    info = info_for(strategy, mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims))
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = _validated_ignored(ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below)
+    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy)
     if _is_repetition(modules, wrapping):
         return module
     managed = _managed_modules(modules)
@@ -169,6 +180,8 @@ def fully_shard(
         ignored_params=ignored,
         wrapping=wrapping,
     )
+    if strategy is not None:
+        state.reshard_after_forward, state.reshard_after_backward = residence_of(strategy)
     for each_module in modules:
         mix_in(each_module)
     state.attachment.mark(managed)

@@ -185,6 +185,19 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
+def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
+    """The ranks of ``info``, all of them copies of one another: two dims become one, which makes process groups.
+
+    All ranks must call this.
+    """
+    mesh = info.mesh
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None, "a mesh of two dims has names"
+        mesh = _torch.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names))
+        know(mesh)
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0, dp_mesh_dims=info.dp_mesh_dims, spmd_mesh=info.spmd_mesh)
+
+
 def _validated_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
     if not (hasattr(dims, "shard_names") and hasattr(dims, "replicate_names")):
         raise FSDPTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}.")

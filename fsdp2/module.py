@@ -18,6 +18,7 @@ from fsdp2.param_group import FSDPParamGroup
 from fsdp2.root import Unit
 from fsdp2.root_checks import refuse_finalization
 from fsdp2.state import FSDPState, state_of, states_below
+from fsdp2.strategies import Strategy, refuse_switch, residence_of
 
 _CLASSES: dict[type, type] = {}
 _initializes_new_modules = True
@@ -134,6 +135,29 @@ class FSDPModule:
         """
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
+
+    def set_strategy(self, strategy: Strategy, *, recurse: bool = True) -> None:
+        """Go on with another ZeRO stage: see ``strategy`` of `fully_shard`. Nothing is communicated or moved.
+
+        To be called between iterations. Takes the place of ``reshard_after_forward``, of `set_reshard_after_forward`
+        and of `set_reshard_after_backward`; of these the last call counts. Parameters, gradients and the optimizer's
+        state stay where they are.
+
+        Args:
+            strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``; ``"replicate"`` only where it is replicated already.
+            recurse: whether all sharded modules below follow.
+
+        Raises:
+            FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
+                `fully_shard` does.
+        """
+        residence, states = residence_of(strategy), self._states(recurse)
+        for state in states:
+            refuse_switch(strategy, state.mesh, state.name)
+        for state in states:
+            state.reshard_after_forward, state.reshard_after_backward = residence
+        for group in self._groups(recurse):
+            group.rest_on_all_ranks()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding leaves the unsharded parameters their memory.

@@ -79,7 +79,7 @@ class FSDPState(CopyableState):
         own_root: the root that its own module is.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
-        reshard_after_backward: whether the end of this module's backward frees its unsharded parameters.
+        reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
         wrapping: the arguments of the call.
@@ -126,7 +126,7 @@ class FSDPState(CopyableState):
         self.is_root = False
         self.settings = RootSettings()
         self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
+        self.reshard_after_backward: bool | None = True
         self.forward_prefetch: Prefetch = None
         self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
@@ -446,11 +446,11 @@ class FSDPState(CopyableState):
         self._in_backward = self._awaits_finalization = False
         for group in self._shared:
             group.users.discard(self)
-        root = self.root
+        root, reshards = self.root, self.reshard_after_backward
         assert root is not None, "a backward follows a forward"
-        if self.reshard_after_backward and not root.iteration.creates_graph:
+        if not root.iteration.creates_graph:
             for group in self.unit:
-                if not group.users:
+                if not group.users and (group.reducer.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
         if reduces:
             root.reduce_or_keep(self._own)

@@ -83,8 +83,10 @@ def check_tied(tied: Sequence[Tied], wrapping: Wrapping, policies: Sequence[Mixe
     for each, policy in zip(tied, policies, strict=True):
         owner, fqn = each.owner, each.uses[0][2]
         dim, mesh = requested_placement(wrapping.shard_placement_fn, each.original, fqn, wrapping.mesh)
+        communicates_otherwise = mesh.key != owner.sharding.mesh.key
         differs = {
-            "mesh": mesh.key != owner.sharding.mesh.key,
+            "strategy": communicates_otherwise and wrapping.strategy != owner.group.sharers[0].wrapping.strategy,
+            "mesh": communicates_otherwise,
             "shard_placement_fn": dim != owner.sharding.cut.dim,
             "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
             "offload_policy": wrapping.home != owner.group.storage.home,

@@ -10,6 +10,7 @@ from torch import nn
 from fsdp2.buffers import Home
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PolicyFunction
+from fsdp2.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +24,7 @@ class Wrapping:
         mp_policy: ours, also where torch's was passed.
         offload_policy: the same.
         ignored_params: those below the module.
+        strategy: as it was passed.
     """
 
     mesh: DataParallelMesh
@@ -31,6 +33,7 @@ class Wrapping:
     mp_policy: MixedPrecisionPolicy | PolicyFunction
     offload_policy: OffloadPolicy
     ignored_params: frozenset[nn.Parameter]
+    strategy: Strategy | None = None
 
     @property
     def home(self) -> Home:
@@ -44,6 +47,8 @@ class Wrapping:
 
         Meshes are the same if they are equal or communicate over the same process groups; functions if they are equal.
         """
+        if self.strategy != other.strategy:
+            return "strategy"
         mine, theirs = self.mesh, other.mesh
         if mine.dims != theirs.dims or mine.spmd_mesh != theirs.spmd_mesh:
             passed = [each.device_mesh if each.spmd_mesh is None else each.spmd_mesh for each in (mine, theirs)]
