@@ -36,6 +36,7 @@ LAYERS = (
         "module_comm",
         "communicating",
         "handles",
+        "optimizer_offload",
         "optimizer_guard",
         "forward_methods",
         "module_copies",
@@ -61,6 +62,7 @@ PUBLIC = {
     "api",
     "common",
     "unwrapping",
+    "optimizer_offload",
 }
 
 
