@@ -264,6 +264,21 @@ def _is_on_device(parameter: torch.Tensor) -> bool:
     return not _rests_on_host(parameter)
 
 
+def _is_to_rest_on_host(parameter: torch.Tensor) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.group is not None and owner.group.storage.home.state_on_host
+
+
+def offload_as_policies_ask(optimizer: Optimizer) -> None:
+    """Offload the state of those parameters whose ``offload_policy`` says so, unless ``optimizer``'s is offloaded."""
+    if not is_offloaded(optimizer):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        asking = [owner_of(parameter) for parameter in parameters if _is_to_rest_on_host(parameter)]
+        if asking:
+            pins = all(owner is not None and owner.group.storage.home.pins for owner in asking)
+            OptimizerStateOffload(optimizer, _is_to_rest_on_host, pin_memory=pins)
+
+
 def is_offloaded(optimizer: Optimizer) -> bool:
     """Whether the state of ``optimizer`` is offloaded."""
     return optimizer in _OFFLOADED

@@ -190,6 +190,9 @@ class FSDPRoot:
         if not self.iteration.in_backward:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
+            is_last = self.settings.is_last_backward or self.settings.finalizes_manually
+            for group in self.groups:
+                group.reducer.is_last = is_last
             self._backward_order.expect(self._forward_order.learned[::-1])
             _torch.queue_backward_callback(self._end_backward)
 

@@ -39,6 +39,12 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
 
         return allocated
 
+    empty_on_host = Home.empty_on_host
+
+    def always_on_host(self: Home, *args: Any) -> Tensor:
+        with recorder.on_host():
+            return empty_on_host(self, *args)
+
     def is_sent_as_it_lies(source: Source) -> bool:
         return source.shard.dtype == source.unsharded.dtype and not recorder.is_on_host(source.shard)
 
@@ -46,6 +52,7 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(fsdp2.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
         mock.patch.object(Home, "zeros", on_host(Home.zeros)),
         mock.patch.object(Home, "empty", on_host(Home.empty)),
+        mock.patch.object(Home, "empty_on_host", always_on_host),
         mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),
     ):
         yield
@@ -76,6 +83,23 @@ def offloaded_accumulating(recorder: Recorder) -> None:
                 training.model.set_is_last_backward(last)
                 training.loss().backward()
             training.update()
+
+
+def offloaded_sums(recorder: Recorder, **options: Any) -> None:
+    """Shards and gradients on the device; the sum of backwards that are not the last waits on the host."""
+    policy = CPUOffloadPolicy(parameters=False, gradients=True)
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=policy, **options)
+        for _ in range(STEPS):
+            for last in (False, False, True):
+                training.model.set_is_last_backward(last)
+                training.loss().backward()
+            training.update()
+
+
+def offloaded_sums_of_replicas(recorder: Recorder) -> None:
+    """The same with HSDP and mixed precision."""
+    offloaded_sums(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
 
 
 def _write(training: Training) -> None:
@@ -188,6 +212,6 @@ OFFLOADED = {
     for function in (
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
-        offloaded_and_written_between, offloaded_fails,
+        offloaded_and_written_between, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
     )
 }  # fmt: skip

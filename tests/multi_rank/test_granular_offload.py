@@ -1,4 +1,4 @@
-"""Optimizer state offloaded by itself: at rest on the host, on the device for as long as a parameter group is stepped.
+"""Optimizer state offloaded by itself: at rest on the host, on the device while a parameter group is stepped.
 
 On CPU both are the same memory, so what can be seen is which storages there are: those at rest are never computed with,
 and those on the device are gone when the next group has its turn.

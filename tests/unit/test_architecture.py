@@ -26,6 +26,7 @@ LAYERS = (
         "post_forward",
         "extensions",
         "storage",
+        "host_sums",
         "gradients",
         "wrapping",
     ),
