@@ -39,12 +39,6 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
 
         return allocated
 
-    empty_on_host = Home.empty_on_host
-
-    def always_on_host(self: Home, *args: Any) -> Tensor:
-        with recorder.on_host():
-            return empty_on_host(self, *args)
-
     def is_sent_as_it_lies(source: Source) -> bool:
         return source.shard.dtype == source.unsharded.dtype and not recorder.is_on_host(source.shard)
 
@@ -52,7 +46,6 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
         mock.patch.object(fsdp2.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
         mock.patch.object(Home, "zeros", on_host(Home.zeros)),
         mock.patch.object(Home, "empty", on_host(Home.empty)),
-        mock.patch.object(Home, "empty_on_host", always_on_host),
         mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),
     ):
         yield
@@ -88,7 +81,13 @@ def offloaded_accumulating(recorder: Recorder) -> None:
 def offloaded_sums(recorder: Recorder, **options: Any) -> None:
     """Shards and gradients on the device; the sum of backwards that are not the last waits on the host."""
     policy = CPUOffloadPolicy(parameters=False, gradients=True)
-    with _host_is_another_place(recorder):
+    empty_on_host = Home.empty_on_host
+
+    def allocated(self: Home, *args: Any) -> Tensor:
+        with recorder.on_host():
+            return empty_on_host(self, *args)
+
+    with mock.patch.object(Home, "empty_on_host", allocated):
         training = train(recorder, offload_policy=policy, **options)
         for _ in range(STEPS):
             for last in (False, False, True):
