@@ -14,6 +14,7 @@ from fsdp2.functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.placement import ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.unwrapping import unwrap
@@ -36,6 +37,7 @@ __all__ = [
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimizerStateOffload",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
@@ -45,6 +47,7 @@ __all__ = [
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "get_total_norm",
+    "offload_optimizer_state",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "unwrap",

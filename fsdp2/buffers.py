@@ -146,12 +146,26 @@ class Home:
     Attributes:
         device: that place.
         is_host: offloaded.
+        sums_on_host: gradients of backwards that are not the last add up in host memory; never if all is there.
+        state_on_host: optimizers' states rest in host memory; never if all is there.
+        pins: whether host memory is pinned.
     """
 
-    def __init__(self, device: torch.device, *, offloaded: bool = False, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        offloaded: bool = False,
+        pinned: bool = False,
+        sums_on_host: bool = False,
+        state_on_host: bool = False,
+    ) -> None:
         self.device = torch.device("cpu") if offloaded else device
         self.is_host = offloaded
-        self._pinned = pinned and offloaded and device.type != "cpu"
+        self.sums_on_host = sums_on_host and not offloaded
+        self.state_on_host = state_on_host and not offloaded
+        self.pins = pinned and device.type != "cpu"
+        self._pinned = self.pins and offloaded
 
     def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of zeros in the dtype of ``like``: in host memory if offloaded, else where ``like`` is."""
@@ -162,6 +176,10 @@ class Home:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer in this place."""
         return torch.empty(numel, dtype=dtype, device=self.device, pin_memory=self._pinned)
+
+    def empty_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat buffer in host memory, whatever this place is."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Home) and vars(self) == vars(other)

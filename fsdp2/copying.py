@@ -340,7 +340,7 @@ def refuse_to_copy(group: FSDPParamGroup) -> None:
         FSDPRuntimeError: gradients wait for a reduction.
     """
     reducer = group.reducer
-    if reducer.accumulated or reducer.awaits_all_reduce() or reducer.has_gradients():
+    if reducer.owes_gradients():
         raise FSDPRuntimeError(
             f"'{group.name}' cannot be copied or pickled while gradients wait for their reduction, as they would be "
             "lost: do it after a backward that reduces, or call reset_iter_state()."

@@ -16,6 +16,7 @@ and one copy of it goes to the buffer.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from fsdp2.buffers import Home, storage_alias
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.custom_comm import ReduceScatter
 from fsdp2.gather import Member
+from fsdp2.host_sums import HostSum
 from fsdp2.layout import GradientLayout, GradientSlot
 from fsdp2.param import FSDPParam
 
@@ -121,6 +123,7 @@ class DtypeGradients:
         dtype: in which gradients are reduced.
         layout: of the reduce-scatter.
         partial: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
+        sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
     """
 
     def __init__(
@@ -147,6 +150,9 @@ class DtypeGradients:
         dtypes = {param.delivery_dtype(dtype) for param in self.params}
         self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         self._arrives_in_place = self._delivery_dtype is dtype and home.device == device
+        self.sum: HostSum | None = None
+        if home.sums_on_host:
+            self.sum = HostSum(home, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
         self._buffer: _GradientBuffer | None = None
         self._holes = self._make_holes()
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -288,18 +294,43 @@ class DtypeGradients:
             packed.missing = [index for index in packed.missing if index in self._partial_missing]
             self.partial = None
 
+    def continues(self, earlier: DtypeGradients) -> bool:
+        """Whether what waits in ``earlier`` can wait here."""
+        dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
+        return self.layout == earlier.layout and dtypes[0] == dtypes[1]
+
     def take_partial(self, earlier: DtypeGradients) -> None:
-        """Go on with what ``earlier``, of the same layout, has kept."""
+        """Go on with what ``earlier``, which this continues, has kept."""
         self.partial, earlier.partial = earlier.partial, None
         self._partial_missing = earlier._partial_missing
+        self.sum = earlier.sum
 
-    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None) -> None:
-        """Finish the reduction, divided by ``divisor``, and bring it to the dtype and place of the gradients.
+    def waits(self) -> bool:
+        """Whether a later backward is to go on with what earlier ones have reduced."""
+        return self.partial is not None or (self.sum is not None and self.sum.waits)
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self.partial = None
+        if self.sum is not None:
+            self.sum.drop()
+
+    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None, keeps: bool) -> None:
+        """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
+
+        ``keeps``: to the host instead, where it waits for the last backward.
 
         On the stream that reduced last; the current stream where there are none.
         """
         if divisor is not None:
             packed.output.div_(divisor)
+        if self.sum is not None and (keeps or self.sum.waits):
+            packed.output = self.sum.added_to(packed.output)
+            if keeps:
+                self.sum.keep(packed.output, packed.missing)
+                return
+            packed.missing = sorted(self.sum.still_missing(packed.missing))
+            self.sum.drop()
         if self._delivery_dtype is None and packed.is_borrowed:
             packed.output = packed.output.clone()
         if packed.delivered is None and self._delivery_dtype is not None:

@@ -25,16 +25,23 @@ from torch.optim.optimizer import (
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.optimizer_offload import offload_as_policies_ask
 from fsdp2.param import Freshness, FSDPParam, former_of, owner_of, successor_of
+from fsdp2.param_group import FSDPParamGroup
 from fsdp2.whole import Former
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What an optimizer looked like when it was looked through, and whose parameters it writes."""
+    """What an optimizer looked like when it was looked through, and whose parameters it writes.
+
+    Attributes:
+        summing: groups whose gradients may add up on the host.
+    """
 
     signature: tuple[int, ...]
     freshness: tuple[Freshness, ...]
+    summing: tuple[weakref.ref[FSDPParamGroup], ...]
 
 
 class OptimizerGuard:
@@ -62,7 +69,11 @@ class OptimizerGuard:
         seen = self._seen.get(optimizer)
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)
-            self._seen[optimizer] = _Seen(_signature(optimizer), _freshness_of(optimizer))
+            seen = _Seen(_signature(optimizer), _freshness_of(optimizer), _summing(optimizer))
+            self._seen[optimizer] = seen
+            offload_as_policies_ask(optimizer)
+        for summing in seen.summing:
+            _refuse_to_skip(summing())
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
@@ -81,6 +92,21 @@ def _signature(optimizer: Optimizer) -> tuple[int, ...]:
 def _freshness_of(optimizer: Optimizer) -> tuple[Freshness, ...]:
     owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     return tuple({id(owner.freshness): owner.freshness for owner in owners if owner is not None}.values())
+
+
+def _summing(optimizer: Optimizer) -> tuple[weakref.ref[FSDPParamGroup], ...]:
+    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    groups = [owner.group for owner in owners if owner is not None and owner.group is not None]
+    return tuple(weakref.ref(group) for group in dict.fromkeys(groups) if group.storage.home.sums_on_host)
+
+
+def _refuse_to_skip(group: FSDPParamGroup | None) -> None:
+    if group is not None and group.reducer.awaits_last():
+        raise FSDPRuntimeError(
+            f"gradients of '{group.name}' add up in host memory, as its offload_policy asks, and no backward has "
+            "brought them back, so the step would lose them: run the step's last backward with "
+            "set_is_last_backward(True) and set_requires_gradient_sync(True), or drop them with reset_iter_state()."
+        )
 
 
 def rekey(optimizer: Optimizer) -> None:

@@ -210,17 +210,51 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Sharded parameters, their gradients, and so the optimizer's state, live in host memory.
+    """Sharded parameters, their gradients, and so the optimizer's state, live in host memory; or some of these only.
 
-    Shards are copied to the device before they are gathered, reduced gradients back to the host in backward; the
-    optimizer steps on CPU.
+    All of them: shards are copied to the device before they are gathered, reduced gradients back to the host in
+    backward; the optimizer steps on CPU. With ``parameters=False`` it steps on the device, and of the others each may
+    be offloaded by itself.
 
     Attributes:
         pin_memory: whether that host memory is pinned, which lets the copies overlap with compute. No effect where
             there is no accelerator to copy to.
+        parameters: whether sharded parameters are offloaded. An optimizer needs parameters, gradients and state in one
+            place, so the others then are too.
+        gradients: whether reduced gradients are; None: if parameters are. Without them: the sum of microbatches that
+            are not the last (`FSDPModule.set_is_last_backward`) waits on the host, ``.grad`` being None, and the last
+            backward adds it and sets ``.grad`` on the device.
+        optimizer_state: whether optimizer states are; None: if parameters are. Without them: they rest on the host
+            between steps, as `offload_optimizer_state` tells.
+
+    Raises:
+        FSDPTypeError: a choice that is no bool.
+        FSDPValueError: choices that make no sense together.
     """
 
     pin_memory: bool = True
+    parameters: bool = field(default=True, kw_only=True)
+    gradients: bool | None = field(default=None, kw_only=True)
+    optimizer_state: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "gradients", "optimizer_state"):
+            chosen = getattr(self, name)
+            if not isinstance(chosen, bool) and (chosen is not None or name == "parameters"):
+                raise FSDPTypeError(f"CPUOffloadPolicy.{name} must be a bool, got {chosen!r}.")
+            if chosen is None:
+                object.__setattr__(self, name, self.parameters)
+        if self.parameters and not (self.gradients and self.optimizer_state):
+            kept = "gradients" if not self.gradients else "optimizer_state"
+            raise FSDPValueError(
+                f"CPUOffloadPolicy(parameters=True, {kept}=False): an optimizer steps where its parameters are, and "
+                "needs their gradients and its state there. Offload all three, or pass parameters=False and choose."
+            )
+        if not (self.parameters or self.gradients or self.optimizer_state):
+            raise FSDPValueError(
+                "CPUOffloadPolicy(parameters=False) offloads nothing: choose gradients=True or optimizer_state=True, "
+                "or pass OffloadPolicy()."
+            )
 
 
 def offload(policy: Any) -> OffloadPolicy:

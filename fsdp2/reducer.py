@@ -57,6 +57,7 @@ class GradientReducer:
     Attributes:
         requires_gradient_sync: whether the end of the group's backward reduces; else gradients stay unsharded.
         requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
+        is_last: the backward that runs is the last of its step: what has added up on the host comes back.
         accumulated: unsharded gradients of earlier backwards wait for a reduction.
         divide_factor: the sum is divided by it; None: by the number of ranks.
         denominator: if there is one, the sum is divided by it instead, outside the collectives: it may differ from step
@@ -74,6 +75,8 @@ class GradientReducer:
     def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
+        self.is_last = True
+        self._adds_up = False  # on the host, or on the way there
         self.accumulated = False
         self.divide_factor: float | None = None
         self.denominator: float | torch.Tensor | None = None
@@ -99,20 +102,21 @@ class GradientReducer:
         """Lay out the gradients of the trainable ones of ``params``."""
         self._params = tuple(params)
         # Gradients that were accumulated before a parameter was frozen are still due.
-        is_due = self.accumulated or self.awaits_all_reduce()
+        is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
         due = {param for one in self.dtypes for param in one.params} if is_due else set()
         trainable = [param for param in params if param.requires_grad or param in due]
         by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
         for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
             by_dtype.setdefault(dtype, []).append(param)
-        before = {one.dtype: one for one in self.dtypes if one.partial is not None}
+        before = {one.dtype: one for one in self.dtypes if one.waits()}
         dtypes = tuple(self._gradients(params, dtype) for dtype, params in by_dtype.items())
-        kept = {one.dtype for one in dtypes if one.dtype in before and before[one.dtype].layout == one.layout}
+        kept = {one.dtype for one in dtypes if one.dtype in before and one.continues(before[one.dtype])}
         lost = [one for dtype, one in before.items() if dtype not in kept]
         if lost:
             raise FSDPRuntimeError(
                 f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
-                "for their all-reduce over replicas; change them after a backward with set_requires_all_reduce(True)."
+                "for their all-reduce over replicas, or on the host for the last backward; change them after a "
+                "backward with set_requires_all_reduce(True) and set_is_last_backward(True)."
             )
         for one in dtypes:
             if one.dtype in kept:
@@ -193,12 +197,21 @@ class GradientReducer:
 
     def is_due(self) -> bool:
         """Whether the end of a backward has something to do, though the group took no part in it."""
-        waits = self.requires_gradient_sync and self.requires_all_reduce and self.awaits_all_reduce()
-        return self.accumulated or self.has_gradients() or waits
+        waits = self.awaits_all_reduce() or (self.is_last and self._adds_up)
+        goes_on = waits and self.requires_gradient_sync and self.requires_all_reduce
+        return self.accumulated or self.has_gradients() or goes_on
 
     def awaits_all_reduce(self) -> bool:
         """Whether gradients were reduced over shards and not over replicas."""
         return any(one.partial is not None for one in self.dtypes)
+
+    def awaits_last(self) -> bool:
+        """Whether gradients add up on the host."""
+        return self._adds_up
+
+    def owes_gradients(self) -> bool:
+        """Whether what earlier backwards have computed is still to be delivered."""
+        return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
@@ -242,6 +255,8 @@ class GradientReducer:
             comm.compute_follows_reduces(self.all_reduce_hook_stream)  # which may be reading what is freed now
             raise
         self._enter(GradPhase.REDUCING)
+        if self.requires_all_reduce or self._mesh.replicate_group is None:
+            self._adds_up = self._home.sums_on_host and not self.is_last
         comm.add_pending(pending)
         self.accumulated = False
 
@@ -265,10 +280,11 @@ class GradientReducer:
         device = comm.device
         ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
         ticket = Ticket([])
+        keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
-                _Sent(one, one.pack(gradients, in_place=not ends_here, custom=self.custom), scaling)
+                _Sent(one, one.pack(gradients, in_place=not (ends_here or keeps), custom=self.custom), scaling)
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
@@ -281,13 +297,13 @@ class GradientReducer:
             ticket.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
             return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
-        deliver = functools.partial(self._deliver, sent, device.has_streams)
+        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps)
         needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
         if not device.has_streams:
             then = functools.partial(self._all_reduce_on_host, sent)
             goes_on = self._mesh.replicate_group is not None
             return PendingReduce(ticket, deliver, sent, then if goes_on else None, needs_host)
-        ticket.event = self._finish_on_stream(sent, comm)
+        ticket.event = self._finish_on_stream(sent, comm, keeps)
         return PendingReduce(ticket, deliver, sent, None, needs_host)
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
@@ -324,7 +340,7 @@ class GradientReducer:
             for each in sent:
                 collectives.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
 
-    def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext) -> Any:
+    def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext, keeps: bool) -> Any:
         """Everything after the reduce-scatter, issued at once. Returns the event that ends it."""
         device, stream = comm.device, comm.reduce_scatter_stream
         if self._mesh.replicate_group is not None or self.all_reduce_hook is not None:
@@ -334,10 +350,10 @@ class GradientReducer:
             comm.all_reduces_follow(stream)
         with _torch.without_grad(), device.use(stream):
             self._all_reduce(sent, None)
-            self._arrive(sent)
+            self._arrive(sent, keeps)
             return device.record(stream)
 
-    def _arrive(self, sent: list[_Sent]) -> None:
+    def _arrive(self, sent: list[_Sent], keeps: bool) -> None:
         for each in sent:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(each.packed.output)
@@ -345,14 +361,14 @@ class GradientReducer:
             if self.denominator is not None:
                 before = each.scaling.before
                 divisor = self.denominator if before == 1.0 else self.denominator / before
-            each.gradients.arrive(each.packed, divisor)
+            each.gradients.arrive(each.packed, divisor, keeps)
 
-    def _deliver(self, sent: list[_Sent], arrived: bool) -> None:
+    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool) -> None:
         self._enter(GradPhase.IDLE)
         with _torch.without_grad():
             if not arrived:
-                self._arrive(sent)
-            for each in sent:
+                self._arrive(sent, keeps)
+            for each in () if keeps else sent:
                 each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
 
     # -- after an exception
@@ -363,11 +379,11 @@ class GradientReducer:
         Returns:
             Whether gradients of earlier microbatches were lost.
         """
-        lost = self.accumulated or self.awaits_all_reduce()
-        self.accumulated = False
+        lost = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        self.accumulated = self._adds_up = False
         self._phase = GradPhase.IDLE  # whatever the interrupted one was
         for one in self.dtypes:
-            one.partial = None
+            one.drop()
             for param in one.params:
                 if param.unsharded is not None:
                     param.unsharded.grad = None

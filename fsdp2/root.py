@@ -208,6 +208,9 @@ class FSDPRoot:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
             self.iteration.creates_graph = torch.is_grad_enabled()
+            is_last = self.settings.is_last_backward or self.settings.finalizes_manually
+            for group in self.groups:
+                group.reducer.is_last = is_last
             self._backward_order.expect(self._forward_order.learned[::-1])
             _torch.queue_backward_callback(self._end_backward)
 

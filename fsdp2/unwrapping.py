@@ -113,7 +113,7 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
 
 def _refuse_group(group: FSDPParamGroup) -> None:
     reducer = group.reducer
-    if reducer.accumulated or reducer.awaits_all_reduce() or reducer.has_gradients():
+    if reducer.owes_gradients():
         raise FSDPRuntimeError(
             f"gradients of '{group.name}' wait for their reduction, and would be lost by unwrapping: run a backward "
             "with set_requires_gradient_sync(True) first, or drop them with reset_iter_state()."

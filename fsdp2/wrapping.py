@@ -39,8 +39,15 @@ class Wrapping:
     def home(self) -> Home:
         """Where shards live."""
         offloading = self.offload_policy
-        pinned = isinstance(offloading, CPUOffloadPolicy) and offloading.pin_memory
-        return Home(self.mesh.device, offloaded=isinstance(offloading, CPUOffloadPolicy), pinned=pinned)
+        if not isinstance(offloading, CPUOffloadPolicy):
+            return Home(self.mesh.device)
+        return Home(
+            self.mesh.device,
+            offloaded=offloading.parameters,
+            pinned=offloading.pin_memory,
+            sums_on_host=bool(offloading.gradients),
+            state_on_host=bool(offloading.optimizer_state),
+        )
 
     def difference(self, other: Wrapping) -> str | None:
         """The name of the first argument that is not the same in ``other``; None if all are.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard, offload_optimizer_state
 from tests.harness.compare import SUM_ORDER
 from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
@@ -103,3 +103,64 @@ def test_the_norm_is_on_the_device_wherever_gradients_are(policy: OffloadPolicy,
     assert all(type(norm) is torch.Tensor and norm.is_cuda for norm in norms)
     assert norms[0].item() == pytest.approx(record.gradient_norm.item(), rel=1e-5)  # summed in another order
     assert norms[1].item() == pytest.approx(0.0625, rel=1e-4)
+
+
+def offloaded_apart(policy: OffloadPolicy) -> tuple[FSDPModule, torch.optim.Optimizer]:
+    """A sharded transformer, and its optimizer, with a parameter group for each parameter."""
+    model = TRANSFORMER.build()
+    for unit in TRANSFORMER.units(model):
+        fully_shard(unit, offload_policy=policy)
+    assert isinstance(model, FSDPModule)
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    return model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)  # as `adamw`
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["state", "gradients_and_state"])
+def test_offloaded_apart_it_trains_like_the_reference(gradients: bool, world_of_one: None) -> None:
+    """The step is on the device; between steps the state is in pinned memory."""
+    policy = CPUOffloadPolicy(parameters=False, gradients=gradients, optimizer_state=True)
+    model, optimizer = offloaded_apart(policy)
+    assert_trains_like(
+        Reference(TRANSFORMER, world_size=1, microbatches=3, device="cuda"),
+        model,
+        optimizer,
+        steps=3,
+        tolerance=SUM_ORDER,
+        before_forward=lambda micro: model.set_is_last_backward(micro == 2),
+    )
+    assert all(parameter.is_cuda for parameter in model.parameters())
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].to_local().is_pinned()
+
+
+def test_gradients_before_the_last_backward_are_in_host_memory(world_of_one: None) -> None:
+    model, optimizer = offloaded_apart(CPUOffloadPolicy(parameters=False, gradients=True))
+    allocated = []
+    for micro in range(6):
+        model.set_is_last_backward(micro in (2, 5))
+        batch = TRANSFORMER.batch(0, 0, 0, micro).to(None, torch.device("cuda"))
+        TRANSFORMER.loss(model, batch).backward()
+        groups_of(model)[0].comm.retire_reduces(0)
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+        if micro == 2:
+            assert all(parameter.grad.is_cuda for parameter in model.parameters() if parameter.grad is not None)
+            optimizer.zero_grad()
+    own = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    assert allocated[5] - allocated[4] >= own
+
+
+def test_offloaded_state_is_loaded_to_the_host_and_stepped_on_the_device(world_of_one: None) -> None:
+    model, optimizer = offloaded_apart(OffloadPolicy())
+    handle = offload_optimizer_state(optimizer)
+    reference = Reference(TRANSFORMER, world_size=1, device="cuda")
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)
+    optimizer.load_state_dict(optimizer.state_dict())
+    states = [state["exp_avg"] for state in optimizer.state.values()]
+    assert all(not state.is_cuda and state.to_local().is_pinned() for state in states)
+    handle.remove()
+    assert all(state["exp_avg"].is_cuda for state in optimizer.state.values())
+    batch = TRANSFORMER.batch(0, 2, 0).to(None, torch.device("cuda"))
+    TRANSFORMER.loss(model, batch).backward()
+    optimizer.step()

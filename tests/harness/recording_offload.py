@@ -78,6 +78,29 @@ def offloaded_accumulating(recorder: Recorder) -> None:
             training.update()
 
 
+def offloaded_sums(recorder: Recorder, **options: Any) -> None:
+    """Shards and gradients on the device; the sum of backwards that are not the last waits on the host."""
+    policy = CPUOffloadPolicy(parameters=False, gradients=True)
+    empty_on_host = Home.empty_on_host
+
+    def allocated(self: Home, *args: Any) -> Tensor:
+        with recorder.on_host():
+            return empty_on_host(self, *args)
+
+    with mock.patch.object(Home, "empty_on_host", allocated):
+        training = train(recorder, offload_policy=policy, **options)
+        for _ in range(STEPS):
+            for last in (False, False, True):
+                training.model.set_is_last_backward(last)
+                training.loss().backward()
+            training.update()
+
+
+def offloaded_sums_of_replicas(recorder: Recorder) -> None:
+    """The same with HSDP and mixed precision."""
+    offloaded_sums(recorder, mesh=replicate_and_shard(), mp_policy=HALF)
+
+
 def _write(training: Training) -> None:
     """The host changes the sharded parameters of the blocks, by itself."""
     with torch.no_grad():
@@ -188,6 +211,6 @@ OFFLOADED = {
     for function in (
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
-        offloaded_and_written_between, offloaded_fails,
+        offloaded_and_written_between, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
     )
 }  # fmt: skip

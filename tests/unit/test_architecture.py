@@ -26,6 +26,7 @@ LAYERS = (
         "post_forward",
         "extensions",
         "storage",
+        "host_sums",
         "gradients",
         "wrapping",
     ),
@@ -36,6 +37,7 @@ LAYERS = (
         "module_comm",
         "communicating",
         "handles",
+        "optimizer_offload",
         "optimizer_guard",
         "forward_methods",
         "module_copies",
@@ -61,6 +63,7 @@ PUBLIC = {
     "api",
     "common",
     "unwrapping",
+    "optimizer_offload",
 }
 
 

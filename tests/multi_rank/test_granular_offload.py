@@ -1,0 +1,312 @@
+"""Optimizer state offloaded by itself: at rest on the host, on the device while a parameter group is stepped.
+
+On CPU both are the same memory, so what can be seen is which storages there are: those at rest are never computed with,
+and those on the device are gone when the next group has its turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_optimizer_state
+from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
+from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, parameters_of
+from tests.harness.models import FROZEN, TIED, TRANSFORMER, ModelCase
+from tests.multi_rank.optimizers import EVERY_KIND, MakeOptimizer, loss_of, sgd_momentum, tolerance_of, two_groups
+from tests.multi_rank.training import CASE, shard, trainable
+
+
+def local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def moved(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The local tensors that rest on the host."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [local(value) for value in values if isinstance(value, Tensor) and value.dim() > 0]
+
+
+def addresses(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [tensor.data_ptr() for tensor in moved(optimizer)]
+
+
+class PerBlock(torch.optim.AdamW):
+    """One parameter group per parameter; notes what of the state is in memory, beside that at rest, in each turn.
+
+    Attributes:
+        alive: in every turn of the last step, bytes of the copies that are being computed with.
+        computed_with: addresses of these copies.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__([{"params": [parameter]} for parameter in parameters], lr=1e-2, eps=1e-3)
+        self.alive: list[int] = []
+        self.seen: list[Any] = []
+        self.computed_with: set[int] = set()
+
+    def _init_group(self, group: dict[str, Any], *args: Any) -> Any:
+        result = super()._init_group(group, *args)
+        if len(self.alive) == len(self.param_groups):
+            self.alive, self.seen = [], []
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            self.seen += [weakref.ref(local(state[key])) for key in ("exp_avg", "exp_avg_sq")]
+            self.computed_with |= {local(state[key]).data_ptr() for key in ("exp_avg", "exp_avg_sq")}
+        self.alive.append(sum(tensor.nbytes for each in self.seen if (tensor := each()) is not None))
+        return result
+
+
+# ---- optimizer state -----------------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
+def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
+    model = shard()
+    optimizer = make(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
+    tolerance = tolerance_of(make, world_size)
+    assert_trains_like(reference, model, optimizer, steps=1, tolerance=tolerance)
+    resting = addresses(optimizer)
+    for _ in range(2):
+        step_like(reference, model, optimizer, tolerance)
+    assert addresses(optimizer) == resting, "host memory is kept from step to step"
+
+
+def step_like(reference: Reference, model: nn.Module, optimizer: torch.optim.Optimizer, tolerance: Any) -> None:
+    """One step; the sharded parameters need not be exactly the reference's before it."""
+    record = reference.step()
+    loss_of(reference.case, model, record.step).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("case", [TRANSFORMER, TIED, FROZEN], ids=str)
+def test_other_models(case: ModelCase) -> None:
+    model = shard(case)
+    optimizer = two_groups(trainable(model))
+    offload_optimizer_state(optimizer)
+    assert_trains_like(Reference(case, world_size=2, make_optimizer=two_groups), model, optimizer, steps=3)
+
+
+@multi_rank(2, 4)
+def test_mixed_precision_accumulation_and_clipping(world_size: int) -> None:
+    precision: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    model = CASE.build()
+    for unit in CASE.units(model):
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(**precision))
+    optimizer = adamw(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=world_size, microbatches=3, max_norm=0.1, **precision)
+    with mock.patch.object(nn.utils, "clip_grad_norm_", fsdp2.clip_grad_norm_):
+        assert_trains_like(reference, model, optimizer, steps=3, tolerance=SUM_ORDER)
+
+
+@multi_rank(2, 4)
+def test_the_state_of_one_group_at_a_time_is_on_the_device() -> None:
+    model = shard()
+    optimizer = PerBlock(trainable(model))
+    offload_optimizer_state(optimizer)
+    for step in range(3):
+        loss_of(CASE, model, step).backward()
+        resting, optimizer.computed_with = set(addresses(optimizer)) - {0}, set()
+        optimizer.step()
+        assert not optimizer.computed_with & resting
+        own = [2 * local(group["params"][0]).nbytes for group in optimizer.param_groups]
+        assert optimizer.alive == own
+        optimizer.zero_grad()
+
+
+@multi_rank(2)
+def test_what_somebody_holds_is_taken_back_at_the_end() -> None:
+    """Of an optimizer that looks at all state first, and computes then."""
+
+    class Eager(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__([{"params": [parameter]} for parameter in parameters], {})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            sums = [self.state[each].setdefault("sum", torch.zeros_like(each)) for each in parameters]
+            for parameter, total in zip(parameters, sums, strict=True):
+                parameter.sub_(total.add_(parameter.grad), alpha=0.1)
+
+    model = shard()
+    optimizer = Eager(trainable(model))
+    offload_optimizer_state(optimizer)
+    assert_trains_like(Reference(CASE, world_size=2, make_optimizer=Eager), model, optimizer, steps=3)
+
+
+@multi_rank(2)
+def test_a_step_that_raises_loses_nothing() -> None:
+    model = shard()
+    optimizer = two_groups(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=2, make_optimizer=two_groups)
+    assert_trains_like(reference, model, optimizer, steps=2)
+    with fails(optimizer), pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert type(optimizer.state).__name__ == "defaultdict"
+    assert len(saved["state"]) == len(trainable(model))
+    with fails(optimizer), pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+@contextmanager
+def fails(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the step brings the first state to the device, and raises."""
+
+    def init_group(group: dict[str, Any], *args: Any) -> None:
+        assert optimizer.state[group["params"][0]]
+        raise ZeroDivisionError
+
+    with mock.patch.object(optimizer, "_init_group", init_group):
+        optimizer.param_groups[0]["params"][0].grad = None
+        yield
+
+
+@multi_rank(2)
+def test_closures_and_schedulers() -> None:
+    model = shard()
+    reference = CASE.build()
+    stepped = []
+    for each, ranks in ((model, [dist.get_rank()]), (reference, [0, 1])):
+        optimizer = torch.optim.SGD(trainable(each), lr=0.1, momentum=0.9)
+        if each is model:
+            offload_optimizer_state(optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            calls = []
+
+            def closure(each: Any = each, ranks: Any = ranks, step: int = step, calls: Any = calls) -> Tensor:
+                calls.append(1)
+                each.zero_grad()
+                loss = sum(CASE.loss(each, CASE.batch(0, step, rank)) for rank in ranks) / len(ranks)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            scheduler.step()
+            assert calls == [1]
+        stepped.append(optimizer.param_groups[0]["lr"])
+    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+    assert stepped[0] == stepped[1]
+
+
+@multi_rank(2)
+def test_removing_it_goes_on() -> None:
+    model = shard()
+    optimizer = adamw(trainable(model))
+    handle = offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=2)
+    assert_trains_like(reference, model, optimizer, steps=2)
+    handle.remove()
+    handle.remove()
+    before = addresses(optimizer)
+    assert_trains_like(reference, model, optimizer, steps=1)
+    assert addresses(optimizer) == before, "stepped where it lies"
+    offload_optimizer_state(optimizer)
+    assert_trains_like(reference, model, optimizer, steps=1)
+
+
+# ---- its state dicts -----------------------------------------------------------------------------
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("make", [adamw, sgd_momentum, two_groups], ids=lambda f: f.__name__)
+def test_its_own_state_dict(make: MakeOptimizer) -> None:
+    model = shard()
+    optimizer = make(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=2, make_optimizer=make)
+    assert_trains_like(reference, model, optimizer, steps=2)
+    saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    second = shard(CASE, CASE.build(seed=1))
+    second_optimizer = make(trainable(second))
+    offload_optimizer_state(second_optimizer)
+    second_optimizer.load_state_dict(saved[0])
+    second.load_state_dict(saved[1])
+    assert_trains_like(reference, second, second_optimizer, steps=2)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize("loads", ["offloaded", "not offloaded"])
+def test_distributed_state_dicts(full: bool, loads: str, world_size: int) -> None:
+    options = StateDictOptions(full_state_dict=full)
+    model = shard()
+    optimizer = two_groups(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=world_size, make_optimizer=two_groups)
+    tolerance = tolerance_for(world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
+    states = list(copy.deepcopy(get_state_dict(model, optimizer, options=options)))
+    if full:  # which rank 0 alone has
+        dist.broadcast_object_list(states)
+    second = shard(CASE, CASE.build(seed=1))
+    second_optimizer = two_groups(trainable(second))
+    if loads == "offloaded":
+        offload_optimizer_state(second_optimizer)
+    set_state_dict(second, second_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    for _ in range(2):
+        step_like(reference, second, second_optimizer, tolerance)
+
+
+@multi_rank(2)
+def test_a_full_state_dict_is_that_of_the_unsharded_optimizer() -> None:
+    model = shard()
+    optimizer = adamw(trainable(model))
+    offload_optimizer_state(optimizer)
+    reference = Reference(CASE, world_size=2)
+    assert_trains_like(reference, model, optimizer, steps=2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        for name, parameter in reference.model.named_parameters():
+            assert_same(name, found["state"][name], reference.optimizer.state[parameter])
+    set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
+    assert_trains_like(reference, model, optimizer, steps=1)
+
+
+# ---- what makes no sense -------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_refusals() -> None:
+    model = shard()
+    optimizer = adamw(trainable(model))
+    with pytest.raises(fsdp2.FSDPTypeError, match=r"torch\.optim\.Optimizer, got FSDPSequential"):
+        offload_optimizer_state(model)  # type: ignore[arg-type]
+    offload_optimizer_state(optimizer)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"offloaded already.*remove\(\)"):
+        offload_optimizer_state(optimizer)
+    offloaded = CASE.build()
+    fully_shard(offloaded, offload_policy=CPUOffloadPolicy())
+    with pytest.raises(fsdp2.FSDPValueError, match=r"steps on the host.*parameters=False, optimizer_state=True"):
+        offload_optimizer_state(adamw(trainable(offloaded)))
