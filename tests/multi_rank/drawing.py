@@ -28,7 +28,7 @@ class ModelDraw:
     width: int
     hidden: int
     blocks: int
-    tied: str  # "no"; "root": inp and head, in one unit; "inp first", "head first": in two; "blocks", "norms": two blocks share
+    tied: str  # "no"; inp and head, of the "root" or in two units, "inp first" or "head first"; "blocks", "norms": of two
     gain: bool  # a parameter of no dims in every block and in the root
     strided: str  # "no"; transposed, permuted and channels-last weights in every block; the last "conv" or "sum"
     codes: bool  # frozen integers in every block
@@ -355,7 +355,7 @@ class _Drawing:
                 elif self.chance(0.5):
                     action = self._replacement(point, zero, in_backward)
             elif number == 0 and zero == "none" and point == "before forward" and self.chance(0.5):
-                action = self.choose(["fail_forward", "fail_backward"])
+                action = self.choose(["fail_forward", *([] if in_backward else ["fail_backward"])])
             target = self.random.randrange(model.blocks if action.startswith("fail") else units)
             if action.startswith("unshard") and model.tied != "no" and point in ("before forward", "after step"):
                 target = units - 1  # a unit that shares a weight needs a root, which forms in the first forward

@@ -157,6 +157,8 @@ def _copy(sharded: Sharded, *, goes_on: bool) -> None:
     copied, optimizer = copy.deepcopy((sharded.model, sharded.optimizer))
     sharded.left.append(Left(sharded.model if goes_on else copied))
     if goes_on:
+        if copied.own is not None:  # torch copies plain parameters without their gradients
+            copied.own.grad = copy.deepcopy(sharded.model.own.grad)
         sharded.optimizer = optimizer
         sharded.take(copied)
 

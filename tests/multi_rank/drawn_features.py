@@ -35,6 +35,7 @@ INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
     ("optimizer in backward", "clip: *", "the norm is known when all gradients are"),
     ("optimizer in backward", "ignored", "its gradient is reduced after backward, by the caller"),
     ("optimizer in backward", "copy_on", "hooks of users refer to the optimizers of the original"),
+    ("optimizer in backward", "fail_backward", "it would have stepped some parameters before the failure"),
     ("clip: torch", "mesh: tp", "torch's refuses several meshes"),
     ("clip: torch", "mesh: dims shard+tp", "the same"),
     ("clip: torch", "tied: norms", "of the mesh tp"),

@@ -20,7 +20,7 @@ from tests.multi_rank.drawing import REFUSALS, STEPS, Program
 from tests.multi_rank.drawn_building import Builder, dtype_of
 from tests.multi_rank.drawn_events import Left, happen
 from tests.multi_rank.drawn_model import OWN, Drawn, build, inputs
-from tests.multi_rank.drawn_reference import LEARNING_RATE, MAX_NORM, Gradients, Plain, make_optimizer
+from tests.multi_rank.drawn_reference import MAX_NORM, Gradients, Plain, make_optimizer
 from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 
 
@@ -109,7 +109,7 @@ class Sharded:
         self.handles: dict[str, nn.Parameter] = {}
         self.left: list[Left] = []
         self.take(self.model)
-        self.optimizer = make_optimizer(list(self.handles.values()))
+        self.optimizer = make_optimizer(program, list(self.handles.values()))
         if program.in_backward:
             self._optimize_in_backward()
         self.prepare()
@@ -145,7 +145,7 @@ class Sharded:
         for parameter in self.handles.values():
             if not parameter.requires_grad:
                 continue
-            optimizer = torch.optim.SGD([parameter], lr=LEARNING_RATE, momentum=0.5, foreach=False)
+            optimizer = make_optimizer(self.program, [parameter])
 
             def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
                 optimizer.step()
