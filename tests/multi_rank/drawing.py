@@ -28,7 +28,7 @@ class ModelDraw:
     width: int
     hidden: int
     blocks: int
-    tied: str  # "no"; inp and head, of the "root" or in two units, "inp first" or "head first"; "blocks", "norms": of two
+    tied: str  # "no"; inp and head, of the "root" or in two units, "inp first" or "head first"; "blocks", "norms": two
     gain: bool  # a parameter of no dims in every block and in the root
     strided: str  # "no"; transposed, permuted and channels-last weights in every block; the last "conv" or "sum"
     codes: bool  # frozen integers in every block

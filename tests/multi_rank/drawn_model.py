@@ -50,7 +50,7 @@ class Strided(nn.Module):
         self.kernel = nn.Parameter((torch.randn(2, 2, 1, 3) / 3).contiguous(memory_format=torch.channels_last))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + (x @ self.mix) @ self.mix.t() + self.stack.sum(dim=(1, 2))
+        x = x + F.linear(x @ self.mix, self.mix) + self.stack.sum(dim=(1, 2))
         if not self.convolves:
             return x + self.kernel.sum()
         images = torch.stack([x, -x], dim=1)[:, :, None]  # (rows, 2, 1, width)
