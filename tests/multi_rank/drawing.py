@@ -28,7 +28,10 @@ class ModelDraw:
     width: int
     hidden: int
     blocks: int
-    tied: bool
+    tied: str  # "no"; inp and head, of the "root" or in two units, "inp first" or "head first"; "blocks", "norms": two
+    gain: bool  # a parameter of no dims in every block and in the root
+    strided: str  # "no"; transposed, permuted and channels-last weights in every block; the last "conv" or "sum"
+    codes: bool  # frozen integers in every block
     repeated: bool  # the first block is called twice in each forward
     skipped: tuple[int | None, ...]  # for each step, a block that no rank calls
     some_ranks: bool  # a parameter of every block is used on some ranks only
@@ -74,13 +77,15 @@ class Program:
     param_dtype: str | None
     reduce_dtype: str | None
     output_dtype: str | None
-    cast_inputs: bool
+    buffer_dtype: str | None
+    by_parameter: bool  # the policy is a function: norms stay float32, biases are reduced in another dtype
+    cast: str  # which inputs `fully_shard` casts: "all", "none", or those "named"
     offload: bool
     ignored: bool
     forwards: tuple[int, ...]  # how many forwards each pass (one backward) has
     accumulation: str
     zero: str
-    clip: bool
+    clip: str  # "no", or whose function: "torch", "fsdp2"
     in_backward: bool
     prefetch: tuple[tuple[str, int, tuple[int, ...]], ...]  # direction, unit, units to gather
     settings: tuple[tuple[str, Any, int, str], ...]  # name, value, step, and the point of its first pass
@@ -92,49 +97,39 @@ class Program:
         """Whether the arithmetic is the reference's, bit for bit."""
         if self.accumulation == "manual" and len(self.forwards) > 1:
             return False  # what has no end of its own adds up unsharded until it is finalized
-        if self.model.reduces_often(self.forwards):
-            return False
-        return self.mesh == "1d_2" and not (self.param_dtype or self.clip or self.ignored)
+        if self.model.reduces_often(self.forwards) or self.model.tied in ("inp first", "head first", "blocks"):
+            return False  # uses of a weight are added up in another order
+        return self.mesh == "1d_2" and not (self.param_dtype or self.clip != "no" or self.ignored)
 
-    def features(self) -> set[str]:
-        """What running this program covers."""
-        model = self.model
-        found = {
-            f"mesh {self.mesh}{'' if not self.dims else ' ' + '+'.join(sorted(self.dims))}",
-            f"placement {self.placement}",
-            f"param_dtype {self.param_dtype}",
-            f"reduce_dtype {self.reduce_dtype}",
-            f"accumulation {self.accumulation}",
-            f"zero_grad {self.zero}",
-        }
-        found |= {f"reshard {unit.reshard}" for unit in self.units}
-        found |= {f"checkpoint {kind}" for kind in model.checkpoint}
-        found |= {f"set {name}" for name, _, _, _ in self.settings}
-        found |= {"a setting between forward and backward" for _, _, _, point in self.settings if point == "middle"}
-        found |= {f"{direction} prefetch" for direction, _, _ in self.prefetch}
-        found |= {f"{event.action} {event.point}" for event in self.events}
-        found |= {"list of modules" for unit in self.units if len(unit.names) > 1}
-        found |= {"nested units" for unit in self.units if unit.names[0].endswith("feed")}
-        named = {
-            "tied": model.tied,
-            "repeated block": model.repeated,
-            "skipped block": any(each is not None for each in model.skipped),
-            "used on some ranks": model.some_ranks,
-            "unused": model.unused,
-            "frozen": bool(model.frozen),
-            "output_dtype": self.output_dtype is not None,
-            "inputs not cast": not self.cast_inputs,
-            "offload": self.offload,
-            "ignored": self.ignored,
-            "two forwards": max(self.forwards) > 1,
-            "several passes": len(self.forwards) > 1,
-            "clip": self.clip,
-            "optimizer in backward": self.in_backward,
-            "root only": len(self.units) == 1,
-            "uneven": model.width % RANKS[self.mesh] != 0 or model.hidden % RANKS[self.mesh] != 0,
-            f"refused {self.refusal}": self.refusal is not None,
-        }
-        return found | {name for name, holds in named.items() if holds}
+    def dtypes_of(self, name: str) -> tuple[str | None, str | None]:
+        """What the parameter of this name is computed in, and its gradients reduced in; None: as they are."""
+        if not self.by_parameter:
+            return self.param_dtype, self.reduce_dtype
+        if "norm" in name:
+            return None, "float32"
+        other = "bfloat16" if self.reduce_dtype == "float32" else "float32"
+        return self.param_dtype, other if name.endswith("bias") else self.reduce_dtype
+
+
+def sharers(units: Sequence[UnitDraw], model: ModelDraw) -> set[int]:
+    """The units that use a weight which another, earlier one owns."""
+    tied = {"inp first": [("inp", "head")], "head first": [("inp", "head")], "root": [("inp", "head")]}
+    last = model.blocks - 1
+    norms = [("blocks.0.norm", f"blocks.{last}.norm")]
+    tied |= {"norms": norms, "blocks": [*norms, ("blocks.0.feed", f"blocks.{last}.feed")]}
+    found: set[int] = set()
+    for modules in tied.get(model.tied, []):
+        using = {_unit_of(units, module) for module in modules}
+        found |= using - {min(using)}
+    return found
+
+
+def _unit_of(units: Sequence[UnitDraw], module: str) -> int:
+    """The first unit that holds the module: calls go bottom-up."""
+    for index, unit in enumerate(units):
+        if any(name in ("", module) or module.startswith(f"{name}.") for name in unit.names):
+            return index
+    raise AssertionError(f"{module} is in no unit")
 
 
 def draw(mesh: str, seed: int) -> Program:
@@ -148,6 +143,7 @@ class _Drawing:
         self.seed = seed
         self.random = random.Random(f"{mesh}:{seed}")
         self.dims: dict[str, Any] = {}
+        self.is_dense = self.chance(0.5)  # many features in one program, which covers pairs of rare ones
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -176,7 +172,7 @@ class _Drawing:
         refusal = self._refusal() if self.chance(0.04) else None
         model = self._model()
         units = self._units(model, refusal)
-        bf16 = self.chance(0.25)
+        bf16 = self.chance(0.35)
         reduce_dtype = self.choose([None, "float32", "bfloat16"]) if bf16 else None
         forwards = self._forwards()
         accumulation = self._accumulation(len(forwards))
@@ -184,7 +180,9 @@ class _Drawing:
         in_backward = in_backward and not model.reduces_often(forwards)
         zeros = ["none", "none", "none", "zeros", "module", "module_zeros", "keep"]
         zero = "none" if in_backward else self.choose(zeros)
-        clip = not in_backward and not self.is_tensor_parallel and self.chance(0.2)
+        clip = "no"
+        if not in_backward and self.chance(0.35):  # torch's cannot clip over several meshes
+            clip = "fsdp2" if self.is_tensor_parallel else self.choose(["torch", "fsdp2"])
         return Program(
             seed=self.seed,
             mesh=self.mesh,
@@ -195,7 +193,9 @@ class _Drawing:
             param_dtype="bfloat16" if bf16 else None,
             reduce_dtype=reduce_dtype,
             output_dtype="float32" if bf16 and self.chance(0.5) else None,
-            cast_inputs=not (bf16 and self.chance(0.3)),
+            buffer_dtype="bfloat16" if self.chance(0.15) else None,
+            by_parameter=bf16 and self.chance(0.4),
+            cast=self.choose(["all", "all", "none", "named"]) if bf16 else "all",
             offload=self.chance(0.2),
             ignored=self.mesh != "dims" and not in_backward and self.chance(0.2),
             forwards=forwards,
@@ -204,8 +204,8 @@ class _Drawing:
             clip=clip,
             in_backward=in_backward,
             prefetch=self._prefetch(len(units)),
-            settings=self._settings(len(units)),
-            events=self._events(len(units), model, forwards, zero),
+            settings=self._settings(units, model),
+            events=self._events(len(units), model, forwards, zero, in_backward),
             refusal=refusal,
         )
 
@@ -228,7 +228,10 @@ class _Drawing:
             width=8 if self.is_tensor_parallel else self.choose([3, 5, 8]),
             hidden=self.choose([8, 12] if self.is_tensor_parallel else [5, 7, 12]),
             blocks=blocks,
-            tied=self.mesh != "dims" and self.chance(0.2),
+            tied=self._tied(blocks),
+            gain=self.chance(0.35),
+            strided=("sum" if self.mesh == "dims" else "conv") if self.chance(0.35) else "no",
+            codes=self.chance(0.35),
             repeated=self.chance(0.2),
             skipped=skipped,
             some_ranks=self.chance(0.3),
@@ -236,6 +239,12 @@ class _Drawing:
             frozen=frozen,
             checkpoint=checkpoint,
         )
+
+    def _tied(self, blocks: int) -> str:
+        if not self.chance(0.4):
+            return "no"
+        shared = "norms" if self.mesh == "tp" else "blocks"  # `parallelize_module` unties what it cuts
+        return self.choose(["root", "inp first", "head first", *([shared] * 2 if blocks > 1 else [])])
 
     def _units(self, model: ModelDraw, refusal: str | None) -> tuple[UnitDraw, ...]:
         """Bottom-up, the root last."""
@@ -251,15 +260,20 @@ class _Drawing:
             calls += [(name,) for name in names if self.chance(0.5)]
         elif style != "root":
             calls += [(name,) for name in names]
+        if style != "nested" and self.chance(0.3):
+            calls.reverse()  # of blocks that share a weight, the last owns it
         if style != "root" and self.chance(0.4):
             calls.append(("shift",))
+        if model.tied in ("inp first", "head first"):
+            first, last = ("inp",), ("head",)
+            calls = [first, *calls, last] if model.tied == "inp first" else [last, *calls, first]
         calls.append(("",))
         uniform = self.chance(0.5)
         options: list[bool | int | None] = [None, True, False]
         if self.mesh != "dims":  # the number of shards, or half of it
             options += [2, 2] if self.mesh == "1d_4" else [2]
-        first = self.choose(options)
-        units = [UnitDraw(call, first if uniform else self.choose(options)) for call in calls]
+        every = self.choose(options)
+        units = [UnitDraw(call, every if uniform else self.choose(options)) for call in calls]
         if refusal == "int_with_dims":
             units[0] = UnitDraw(units[0].names, 2)
         return tuple(units)
@@ -283,10 +297,11 @@ class _Drawing:
             lists.append((self.choose(["forward", "backward"]), self.random.randrange(units), upcoming))
         return tuple(lists)
 
-    def _settings(self, units: int) -> tuple[tuple[str, Any, int, str], ...]:
+    def _settings(self, units: tuple[UnitDraw, ...], model: ModelDraw) -> tuple[tuple[str, Any, int, str], ...]:
         """Each is made at the start of a step, or between forward and backward of its first pass."""
         chosen: list[tuple[str, Any]] = []
-        one = self.random.randrange(units)
+        sharing = sharers(units, model)
+        one = self.choose([index for index in range(len(units)) if index not in sharing])
         possible: list[tuple[str, Any]] = [
             ("divide_factor", (one, self.choose([1.0, 2.0, 3.0]))),
             ("force_sum", one),
@@ -305,7 +320,7 @@ class _Drawing:
             ("refreeze", self.choose([True, False])),
         ]
         for name, value in possible:
-            if self.chance(0.1):
+            if self.chance(0.25 if self.is_dense else 0.08):
                 chosen.append((name, value))
         names = {name for name, _ in chosen}
         if names & {"custom_all_gather", "custom_reduce_scatter"}:  # exclude each other
@@ -313,24 +328,45 @@ class _Drawing:
         # What these change is defined for whole passes only.
         of_passes = ("divide_factor", "all_reduce_hook", "refreeze")
         points = ["start", "start", "middle"]
-        return tuple(
+        settings = [
             (name, value, self.choose([0, 0, 1, 2]), "start" if name in of_passes else self.choose(points))
             for name, value in chosen
-        )
+        ]
+        if self.chance(0.4):
+            reductions = self.random.sample(["mean", "sum", 3.0, ("tensor", 5.0)], self.choose([1, 2, 3]))
+            steps = sorted(self.random.sample(range(STEPS), len(reductions)))
+            settings += [("reduction", each, step, "start") for each, step in zip(reductions, steps, strict=True)]
+        return tuple(settings)
 
-    def _events(self, units: int, model: ModelDraw, forwards: tuple[int, ...], zero: str) -> tuple[Event, ...]:
+    def _events(
+        self, units: int, model: ModelDraw, forwards: tuple[int, ...], zero: str, in_backward: bool
+    ) -> tuple[Event, ...]:
         events = []
-        for _ in range(self.choose([0, 0, 1, 2, 4, 6])):
+        for _ in range(self.choose([4, 6, 8] if self.is_dense else [0, 0, 1, 2])):
             step, number = self.random.randrange(STEPS), self.random.randrange(len(forwards))
             point = self.choose(["before forward", "before backward", "after backward", "before step", "after step"])
-            action = self.choose(["unshard", "unshard_async", "unshard_wait", "reshard", "eval", "inference", "save"])
+            actions = ["unshard", "unshard_async", "unshard_wait", "reshard", "eval", "inference", "save", "again"]
+            action = self.choose(actions)
             if point in ("before step", "after step"):
                 number = -1
                 if self.chance(0.4):
                     assigns = zero == "none" and point == "after step"
                     action = self.choose(["load", "load_full", *(["load_assign"] if assigns else [])])
-            elif number == 0 and zero == "none" and point == "before forward" and self.chance(0.3):
-                action = self.choose(["fail_forward", "fail_backward"])
+                elif self.chance(0.5):
+                    action = self._replacement(point, zero, in_backward)
+            elif number == 0 and zero == "none" and point == "before forward" and self.chance(0.5):
+                action = self.choose(["fail_forward", *([] if in_backward else ["fail_backward"])])
             target = self.random.randrange(model.blocks if action.startswith("fail") else units)
+            if action.startswith("unshard") and model.tied != "no" and point in ("before forward", "after step"):
+                target = units - 1  # a unit that shares a weight needs a root, which forms in the first forward
             events.append(Event(step, number, point, action, target))
         return tuple(events)
+
+    def _replacement(self, point: str, zero: str, in_backward: bool) -> str:
+        """An event that replaces the sharded model, or makes another."""
+        actions = ["copy_aside"]
+        if not in_backward:  # hooks of users refer to the optimizers that they were made with, also in a copy
+            actions.append("copy_on")
+        if point == "after step" and zero in ("none", "module"):  # `fully_shard` takes no gradients along
+            actions.append("unwrap")
+        return self.choose(actions)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tests.multi_rank.drawing import Program
 from tests.multi_rank.drawn_model import OWN, build, inputs
 
-LEARNING_RATE = 0.05
 MAX_NORM = 0.5
 
 Gradients = dict[str, Tensor | None]
@@ -46,12 +45,13 @@ class Plain:
         self.unit_of, self.modules_of = unit_of, modules_of
         self.model = build(program)
         self.worker = copy.deepcopy(self.model)
-        if program.param_dtype:
-            dtype = getattr(torch, program.param_dtype)
-            for name, parameter in self.worker.named_parameters():
-                if name != OWN:
-                    parameter.data = parameter.data.to(dtype)
-        self.optimizer = make_optimizer(list(self.model.parameters()))
+        for name, parameter in self.worker.named_parameters():
+            dtype, _ = program.dtypes_of(name)
+            if dtype and name != OWN and parameter.is_floating_point():
+                parameter.data = parameter.data.to(getattr(torch, dtype))
+        if program.buffer_dtype:
+            self.worker.turn = self.worker.turn.to(getattr(torch, program.buffer_dtype))
+        self.optimizer = make_optimizer(program, list(self.model.parameters()))
         self.factors: dict[int, float] = {}
         self.hooked: set[int] = set()
         self.zeros_for_unused = False
@@ -62,6 +62,9 @@ class Plain:
                 continue
             if name == "divide_factor":
                 self.factors[value[0]] = value[1]
+            elif name == "reduction":
+                number = {"mean": self.size, "sum": 1.0}.get(value, value[1] if isinstance(value, tuple) else value)
+                self.factors = dict.fromkeys(range(len(self.program.units)), number)
             elif name == "all_reduce_hook":
                 self.hooked.add(value)
             elif name == "unused_params":
@@ -89,13 +92,14 @@ class Plain:
             per_pass.append(per_rank)
         together = program.accumulation in ("no_sync", "manual_no_sync", "partial", "mixed")
         for passes in [per_pass] if together else [[each] for each in per_pass]:
-            self._reduce([_sum(list(of_rank), self._sum_dtype()) for of_rank in zip(*passes, strict=True)])
+            self._reduce([_sum(list(of_rank), self._sum_dtypes()) for of_rank in zip(*passes, strict=True)])
         if self.zeros_for_unused:
             self._fill(step)
         return losses
 
-    def _sum_dtype(self) -> torch.dtype:
-        return getattr(torch, self.program.reduce_dtype or "float32")  # type: ignore[no-any-return]
+    def _sum_dtypes(self) -> dict[str, torch.dtype]:
+        names = dict(self.model.named_parameters())
+        return {name: getattr(torch, self.program.dtypes_of(name)[1] or "float32") for name in names}
 
     def _loss(self, step: int, number: int, rank: int) -> Tensor:
         total: Any = 0.0
@@ -108,7 +112,7 @@ class Plain:
         return total  # type: ignore[no-any-return]
 
     def _reduce(self, per_rank: list[Gradients]) -> None:
-        total = _sum(per_rank, torch.float32)
+        total = _sum(per_rank, dict.fromkeys(per_rank[0], torch.float32))
         for name, parameter in self.model.named_parameters():
             gradient = total[name]
             if gradient is not None:
@@ -125,14 +129,19 @@ class Plain:
             if parameter.requires_grad and parameter.grad is None and name != OWN and not inactive:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def optimize(self) -> None:
-        if self.program.clip:
-            nn.utils.clip_grad_norm_([p for n, p in self.model.named_parameters() if n != OWN], MAX_NORM)
+    def optimize(self) -> Tensor | None:
+        """Clip, step, clear. Returns the norm of the gradients before, where they are clipped."""
+        norm = None
+        if self.program.clip != "no":
+            with_own = self.program.clip == "fsdp2"
+            clipped = [p for n, p in self.model.named_parameters() if n != OWN or with_own]
+            norm = nn.utils.clip_grad_norm_(clipped, MAX_NORM)
         self.optimizer.step()
         if self.program.zero in ("zeros", "module_zeros"):
             self.optimizer.zero_grad(set_to_none=False)
         elif self.program.zero != "keep":
             self.optimizer.zero_grad()
+        return norm
 
     def parameters(self) -> Gradients:
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
@@ -141,16 +150,23 @@ class Plain:
         return {name: parameter.grad for name, parameter in self.model.named_parameters()}
 
 
-def _sum(terms: list[Gradients], dtype: torch.dtype) -> Gradients:
+def _sum(terms: list[Gradients], dtypes: Mapping[str, torch.dtype]) -> Gradients:
     total: Gradients = dict.fromkeys(terms[0])
     for term in terms:
         for name, gradient in term.items():
             before = total[name]
             if gradient is not None:
-                total[name] = gradient.to(dtype) if before is None else before + gradient.to(dtype)
+                gradient = gradient.to(dtypes[name])
+                total[name] = gradient if before is None else before + gradient
     return total
 
 
-def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(program: Program, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Momentum makes every earlier gradient count."""
     # Parameters of several meshes do not meet in one foreach call.
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.5, foreach=False)
+    return torch.optim.SGD(parameters, lr=learning_rate(program), momentum=0.5, foreach=False)
+
+
+def learning_rate(program: Program) -> float:
+    """Small in bf16, where large steps would amplify differences in rounding from step to step."""
+    return 0.005 if program.param_dtype else 0.05

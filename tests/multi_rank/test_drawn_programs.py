@@ -1,88 +1,124 @@
 """Programs drawn from seeds, each trained beside the plain model: whatever may be combined is, somewhere.
 
+The short tests run the seeds of `drawn_seeds`, whose programs have every two features together that may be so;
+`python -m tests.multi_rank.drawn_features 2000 210` searches them anew where drawing has changed.
+
 `FSDP2_DRAWN=5000 python -m pytest tests/multi_rank/test_drawn_programs.py -k many` runs that many of each mesh;
 `FSDP2_DRAWN_FROM` is the first seed. A failure says its mesh and seed: `run(draw(mesh, seed))` is that program.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from tests.harness import multi_rank
 from tests.multi_rank.drawing import MESHES, REFUSALS, draw
+from tests.multi_rank.drawn_features import covered, excluded, features, known
+from tests.multi_rank.drawn_seeds import SEEDS
 from tests.multi_rank.drawn_training import run
 
 BATCH = 6
-BATCHES = {"1d_2": 3, "1d_4": 2, "hsdp": 2, "tp": 2, "dims": 2}
 MANY = int(os.environ.get("FSDP2_DRAWN", "60"))
 FIRST = int(os.environ.get("FSDP2_DRAWN_FROM", "1000"))
 
-SHORT = [(mesh, batch * BATCH) for mesh in MESHES for batch in range(BATCHES[mesh])]
-LONG = [(mesh, FIRST + start) for mesh in MESHES for start in range(0, MANY, BATCH)]
+Batch = tuple[str, tuple[int, ...]]
 
 
-def run_batch(mesh: str, first: int) -> None:
-    """`BATCH` programs; the first that fails ends it, as the ranks may be out of step afterwards."""
+def batches(mesh: str, seeds: Sequence[int]) -> list[Batch]:
+    return [(mesh, tuple(seeds[start : start + BATCH])) for start in range(0, len(seeds), BATCH)]
+
+
+SHORT = [batch for mesh in MESHES for batch in batches(mesh, SEEDS[mesh])]
+LONG = [batch for mesh in MESHES for batch in batches(mesh, range(FIRST, FIRST + MANY))]
+
+
+def run_batch(mesh: str, seeds: tuple[int, ...]) -> None:
+    """Some programs; the first that fails ends it, as the ranks may be out of step afterwards."""
     outcomes: Counter[str] = Counter()
-    for seed in range(first, first + BATCH):
+    for seed in seeds:
         program = draw(mesh, seed)
+        reason = known(program)
+        if reason is not None:
+            outcomes[f"known: {reason}"] += 1
+            continue
         try:
-            outcomes[run(program) or "trained"] += 1
+            refusal = run(program)
         except Exception as error:
             where = f"mesh {mesh!r}, seed {seed}, after {dict(outcomes)}"
             raise AssertionError(f"drawn program of {where}: {error}\n{program}") from error
-    print(f"mesh {mesh}, seeds {first} to {first + BATCH - 1}: {dict(outcomes)}")
-    assert outcomes.total() == BATCH
+        outcomes[f"refused: {refusal}" if refusal else "trained"] += 1
+    print(f"mesh {mesh}, seeds {seeds}: {dict(outcomes)}")
+    assert outcomes.total() == len(seeds)
 
 
 def ids(value: object) -> str:
-    return str(value)
+    return str(value[0]) if isinstance(value, tuple) else str(value)
 
 
 @multi_rank(2)
-@pytest.mark.parametrize(("mesh", "first"), [each for each in SHORT if each[0] == "1d_2"], ids=ids)
-def test_drawn_programs_train_like_the_plain_model_on_two_ranks(mesh: str, first: int) -> None:
-    run_batch(mesh, first)
+@pytest.mark.parametrize(("mesh", "seeds"), [each for each in SHORT if each[0] == "1d_2"], ids=ids)
+def test_drawn_programs_train_like_the_plain_model_on_two_ranks(mesh: str, seeds: tuple[int, ...]) -> None:
+    run_batch(mesh, seeds)
 
 
 @multi_rank(4)
-@pytest.mark.parametrize(("mesh", "first"), [each for each in SHORT if each[0] != "1d_2"], ids=ids)
-def test_drawn_programs_train_like_the_plain_model_on_four_ranks(mesh: str, first: int) -> None:
-    run_batch(mesh, first)
+@pytest.mark.parametrize(("mesh", "seeds"), [each for each in SHORT if each[0] != "1d_2"], ids=ids)
+def test_drawn_programs_train_like_the_plain_model_on_four_ranks(mesh: str, seeds: tuple[int, ...]) -> None:
+    run_batch(mesh, seeds)
 
 
 # Ten minutes for the default number.
 @pytest.mark.full
 @multi_rank(2)
-@pytest.mark.parametrize(("mesh", "first"), [each for each in LONG if each[0] == "1d_2"], ids=ids)
-def test_many_drawn_programs_on_two_ranks(mesh: str, first: int) -> None:
-    run_batch(mesh, first)
+@pytest.mark.parametrize(("mesh", "seeds"), [each for each in LONG if each[0] == "1d_2"], ids=ids)
+def test_many_drawn_programs_on_two_ranks(mesh: str, seeds: tuple[int, ...]) -> None:
+    run_batch(mesh, seeds)
 
 
 @pytest.mark.full
 @multi_rank(4)
-@pytest.mark.parametrize(("mesh", "first"), [each for each in LONG if each[0] != "1d_2"], ids=ids)
-def test_many_drawn_programs_on_four_ranks(mesh: str, first: int) -> None:
-    run_batch(mesh, first)
+@pytest.mark.parametrize(("mesh", "seeds"), [each for each in LONG if each[0] != "1d_2"], ids=ids)
+def test_many_drawn_programs_on_four_ranks(mesh: str, seeds: tuple[int, ...]) -> None:
+    run_batch(mesh, seeds)
 
 
 def test_every_feature_is_drawn() -> None:
-    """What the short programs cover, printed with ``-s``; the long ones cover every feature many times."""
-    covered = {"short": SHORT, "long": LONG}
-    counts: dict[str, Counter[str]] = {name: Counter() for name in covered}
-    for name, batches in covered.items():
-        for mesh, first in batches:
-            for seed in range(first, first + BATCH):
-                counts[name].update(draw(mesh, seed).features())
-    for feature in sorted(counts["short"] | counts["long"]):
-        print(f"{counts['short'][feature]:5} {counts['long'][feature]:5}  {feature}")
-    assert {f"refused {reason}" for reason in REFUSALS} <= set(counts["long"])
-    of_settings = {feature for feature in counts["long"] if feature.startswith("set ")}
-    assert len(of_settings) == 15
-    assert of_settings <= set(counts["short"]), "a setting that `make test` never makes"
+    """What the short programs cover, printed with ``-s``: every two features together that are not excluded."""
+    counts: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    for mesh in MESHES:
+        for seed in SEEDS[mesh]:
+            program = draw(mesh, seed)
+            reason = known(program)
+            if reason is None:
+                counts.update(features(program))
+            else:
+                skipped[reason] += 1
+    together, found = covered(SEEDS)
+    assert together == set(counts)
+    possible = [pair for pair in itertools.combinations(sorted(together), 2) if not excluded(pair)]
+    missing = sorted(set(possible) - found)
+    for feature in sorted(counts):
+        alone = sum(feature in pair for pair in missing)
+        print(f"{counts[feature]:5} programs, {alone:3} pairs missing  {feature}")
+    total = sum(map(len, SEEDS.values()))
+    print(f"{total} programs, not run: {dict(skipped)}; {len(possible) - len(missing)} of {len(possible)} pairs")
+    assert not missing
+    assert total >= 200
+    assert {f"refused {reason}" for reason in REFUSALS} <= set(counts)
+    assert len({feature for feature in counts if feature.startswith("set ")}) == 15
+
+
+def test_what_is_excluded_is_never_drawn() -> None:
+    """And every feature of many programs is one of the short ones."""
+    together, found = covered({mesh: range(FIRST, FIRST + 300) for mesh in MESHES})
+    assert not sorted(pair for pair in found if excluded(pair))
+    assert together <= covered(SEEDS)[0]
 
 
 def test_programs_are_functions_of_their_seeds() -> None:
