@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,72 +32,18 @@ from tests.harness.compare import (
     assert_same,
     assert_sharded_same,
     full_parameters,
-    gradients_of,
-    parameters_of,
     tolerance_for,
 )
-from tests.harness.models import FROZEN, MLP, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.harness.reference import Accumulation, Reference, adamw
+from tests.harness.models import FROZEN, MLP, TRANSFORMER, UNEVEN_MLP
+from tests.harness.reference import Accumulation, adamw
+from tests.multi_rank.staged import HOW, SHARDING, STRATEGIES, reference_for, run_microbatches, shard, train
 from tests.multi_rank.training import loss_on, trainable
 from tests.parity.trace import Trace, trace_of
 
-STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
-SHARDING = STRATEGIES[1:]
-HOW = {
-    "one": (1, Accumulation.REDUCE_EACH),
-    "no_sync": (3, Accumulation.REDUCE_LAST),
-    "each": (3, Accumulation.REDUCE_EACH),
-}
 ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 GROUPS = 3
 """Of `UNEVEN_MLP`: its units hold all parameters."""
-
-
-def shard(case: ModelCase, strategy: str | None, model: Any = None, **options: Any) -> Any:
-    model = case.build() if model is None else model
-    for unit in case.units(model):
-        fully_shard(unit, strategy=strategy, **options)  # type: ignore[arg-type]
-    return model
-
-
-def run_microbatches(case: ModelCase, model: Any, how: str, step: int, rank: int) -> None:
-    count, accumulation = HOW[how]
-    for micro in range(count):
-        model.set_requires_gradient_sync(accumulation is Accumulation.REDUCE_EACH or micro == count - 1)
-        loss_on(case, model, step, rank, micro).backward()
-
-
-def reference_for(case: ModelCase, world_size: int, how: str, **options: Any) -> Reference:
-    count, accumulation = HOW[how]
-    return Reference(case, world_size=world_size, microbatches=count, accumulation=accumulation, **options)
-
-
-def train(
-    reference: Reference,
-    model: Any,
-    *,
-    how: str,
-    optimizer: torch.optim.Optimizer | None = None,
-    steps: int = 3,
-    tolerance: Tolerance | None = None,
-    rank: int | None = None,
-    before: Callable[[int], None] = lambda step: None,
-) -> torch.optim.Optimizer:
-    """Train ``model`` beside ``reference``, and compare gradients and parameters in every step."""
-    optimizer = adamw(trainable(model)) if optimizer is None else optimizer
-    rank = dist.get_rank() if rank is None else rank
-    for _ in range(steps):
-        record = reference.step()
-        before(record.step)
-        run_microbatches(reference.case, model, how, record.step, rank)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        at = f"in step {record.step}"
-        assert_sharded_same(f"gradients {at}", gradients_of(model), record.gradients, tolerance=tolerance)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_sharded_same(f"parameters {at}", parameters_of(model), record.parameters, tolerance=tolerance)
-    return optimizer
 
 
 def is_whole(parameter: Any) -> bool:
