@@ -429,10 +429,17 @@ def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     explicit, dtype = _torch.grad_dtype_policy(predecessor)
     if explicit:
         successor.grad_dtype = dtype
-    for hook in (_torch.post_accumulate_grad_hooks(predecessor) or {}).values():
+    hooks = (_torch.post_accumulate_grad_hooks(predecessor) or {}).values()
+    tensor_hooks = (_torch.tensor_hooks(predecessor) or {}).values()
+    if not hooks and not tensor_hooks:
+        return
+    requires_grad = successor.requires_grad
+    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
+    for hook in hooks:
         successor.register_post_accumulate_grad_hook(hook)
-    for tensor_hook in (_torch.tensor_hooks(predecessor) or {}).values():
+    for tensor_hook in tensor_hooks:
         successor.register_hook(tensor_hook)
+    successor.requires_grad_(requires_grad)
 
 
 _OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_")

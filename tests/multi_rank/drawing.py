@@ -17,7 +17,7 @@ MESHES = ("1d_2", "1d_4", "hsdp", "tp", "dims")
 RANKS = {"1d_2": 2, "1d_4": 4, "hsdp": 4, "tp": 4, "dims": 4}
 STEPS = 3
 
-REFUSALS = {"int_with_dims": "dp_mesh_dims"}
+REFUSALS: dict[str, str] = {}
 """The only reasons for which a drawn program may be refused with `FSDPNotImplementedError`, and a part of the text."""
 
 
@@ -169,9 +169,8 @@ class _Drawing:
                     {"replicate": ("a", "b")},
                 ]
             )
-        refusal = self._refusal() if self.chance(0.04) else None
         model = self._model()
-        units = self._units(model, refusal)
+        units = self._units(model)
         bf16 = self.chance(0.35)
         reduce_dtype = self.choose([None, "float32", "bfloat16"]) if bf16 else None
         forwards = self._forwards()
@@ -206,11 +205,7 @@ class _Drawing:
             prefetch=self._prefetch(len(units)),
             settings=self._settings(units, model),
             events=self._events(len(units), model, forwards, zero, in_backward),
-            refusal=refusal,
         )
-
-    def _refusal(self) -> str | None:
-        return "int_with_dims" if self.mesh == "dims" and "shard" in self.dims else None
 
     def _model(self) -> ModelDraw:
         blocks = self.choose([1, 2, 2, 3])
@@ -246,7 +241,7 @@ class _Drawing:
         shared = "norms" if self.mesh == "tp" else "blocks"  # `parallelize_module` unties what it cuts
         return self.choose(["root", "inp first", "head first", *([shared] * 2 if blocks > 1 else [])])
 
-    def _units(self, model: ModelDraw, refusal: str | None) -> tuple[UnitDraw, ...]:
+    def _units(self, model: ModelDraw) -> tuple[UnitDraw, ...]:
         """Bottom-up, the root last."""
         calls: list[tuple[str, ...]] = []
         names = [f"blocks.{index}" for index in range(model.blocks)]
@@ -269,13 +264,10 @@ class _Drawing:
             calls = [first, *calls, last] if model.tied == "inp first" else [last, *calls, first]
         calls.append(("",))
         uniform = self.chance(0.5)
-        options: list[bool | int | None] = [None, True, False]
-        if self.mesh != "dims":  # the number of shards, or half of it
-            options += [2, 2] if self.mesh == "1d_4" else [2]
+        # The number of shards, or half of it.
+        options: list[bool | int | None] = [None, True, False, *([2, 2] if self.mesh == "1d_4" else [2])]
         every = self.choose(options)
         units = [UnitDraw(call, every if uniform else self.choose(options)) for call in calls]
-        if refusal == "int_with_dims":
-            units[0] = UnitDraw(units[0].names, 2)
         return tuple(units)
 
     def _forwards(self) -> tuple[int, ...]:
