@@ -139,6 +139,12 @@ def device_for(device: torch.device) -> Device:
     return HostDevice() if device.type == "cpu" else StreamDevice(device)
 
 
+def finish_current_stream(device: torch.device) -> None:
+    """Block the host until the current stream has done what it was given. Not for the engine: it never does this."""
+    through = device_for(device)
+    through.block_host(through.record(through.current_stream()))
+
+
 @dataclass(slots=True)
 class Ticket:
     """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
-from fsdp2.comm_context import device_for
+from fsdp2.comm_context import finish_current_stream
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.param import owner_of
 
@@ -208,7 +208,7 @@ class OptimizerStateOffload:
                 for key, value in state.items():
                     if _is_moved(value) and not self._is_at_rest(value):
                         state[key] = _on_host(value, None, pin_memory=self._pin_memory)
-        self._wait(optimizer)
+        self._finish_copies(optimizer)
 
     def _states(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -236,15 +236,14 @@ class OptimizerStateOffload:
         if isinstance(state, _StateOnLoan):
             state.take_back(also_held=True)
             optimizer.state = state.kept
-            self._wait(optimizer)
+            self._finish_copies(optimizer)
 
     @staticmethod
-    def _wait(optimizer: Optimizer) -> None:
+    def _finish_copies(optimizer: Optimizer) -> None:
         """Block the host until it has what was copied to it."""
         devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         for each in devices:
-            device = device_for(each)
-            device.block_host(device.record(device.current_stream()))
+            finish_current_stream(each)
 
 
 _OFFLOADED: weakref.WeakKeyDictionary[Optimizer, OptimizerStateOffload] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -346,12 +346,14 @@ class _Drawing:
                     action = self.choose(["load", "load_full", *(["load_assign"] if assigns else [])])
                 elif self.chance(0.5):
                     action = self._replacement(point, zero, in_backward)
-            elif number == 0 and zero == "none" and point == "before forward" and self.chance(0.5):
-                action = self.choose(["fail_forward", *([] if in_backward else ["fail_backward"])])
+            elif number == 0 and zero == "none" and point == "before forward" and not in_backward and self.chance(0.5):
+                action = self.choose(["fail_forward", "fail_backward"])
             target = self.random.randrange(model.blocks if action.startswith("fail") else units)
-            if action.startswith("unshard") and model.tied != "no" and point in ("before forward", "after step"):
-                target = units - 1  # a unit that shares a weight needs a root, which forms in the first forward
             events.append(Event(step, number, point, action, target))
+        if any(
+            event.action in ("copy_on", "fail_backward") for event in events
+        ):  # its optimizer must know the new ones
+            events = [replace(each, action="load") if each.action == "load_assign" else each for each in events]
         return tuple(events)
 
     def _replacement(self, point: str, zero: str, in_backward: bool) -> str:
