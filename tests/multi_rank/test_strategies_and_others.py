@@ -21,6 +21,8 @@ from tests.multi_rank.test_odd_parameters import ODD
 from tests.multi_rank.training import loss_on, trainable
 from tests.parity.test_extensions import FiveArguments
 
+pytestmark = pytest.mark.full  # 98 tests, about a minute on two cores
+
 
 class Repeated(nn.Module):
     """One block, called three times in a forward."""
