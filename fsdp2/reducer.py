@@ -76,7 +76,9 @@ class GradientReducer:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.is_last = True
-        self._adds_up = False  # on the host, or on the way there
+        # What has been issued and not been delivered; it may still be on its way.
+        self._awaits_all_reduce = False
+        self._adds_up = False  # on the host
         self.accumulated = False
         self.divide_factor: float | None = None
         self.denominator: float | torch.Tensor | None = None
@@ -197,13 +199,13 @@ class GradientReducer:
 
     def is_due(self) -> bool:
         """Whether the end of a backward has something to do, though the group took no part in it."""
-        waits = self.awaits_all_reduce() or (self.is_last and self._adds_up)
+        waits = self._awaits_all_reduce or (self.is_last and self._adds_up)
         goes_on = waits and self.requires_gradient_sync and self.requires_all_reduce
         return self.accumulated or self.has_gradients() or goes_on
 
     def awaits_all_reduce(self) -> bool:
-        """Whether gradients were reduced over shards and not over replicas."""
-        return any(one.partial is not None for one in self.dtypes)
+        """Whether gradients were reduced over shards and not over replicas. Decided when a reduction is issued."""
+        return self._awaits_all_reduce
 
     def awaits_last(self) -> bool:
         """Whether gradients add up on the host."""
@@ -255,7 +257,8 @@ class GradientReducer:
             comm.compute_follows_reduces(self.all_reduce_hook_stream)  # which may be reading what is freed now
             raise
         self._enter(GradPhase.REDUCING)
-        if self.requires_all_reduce or self._mesh.replicate_group is None:
+        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.requires_all_reduce
+        if not self._awaits_all_reduce:
             self._adds_up = self._home.sums_on_host and not self.is_last
         comm.add_pending(pending)
         self.accumulated = False
@@ -380,7 +383,7 @@ class GradientReducer:
             Whether gradients of earlier microbatches were lost.
         """
         lost = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
-        self.accumulated = self._adds_up = False
+        self.accumulated = self._adds_up = self._awaits_all_reduce = False
         self._phase = GradPhase.IDLE  # whatever the interrupted one was
         for one in self.dtypes:
             one.drop()

@@ -476,7 +476,7 @@ class FSDPState(CopyableState):
         for state in self._states:
             if not state._in_backward:
                 continue
-            if any(group.reducer.requires_gradient_sync for group in state.unit):
+            if any(group.reducer.requires_gradient_sync for group in state._own):
                 state._in_backward, state._awaits_finalization = False, True
             else:
                 state.end_module_backward(reduces=True)
