@@ -24,7 +24,6 @@ from fsdp2.placement import Sharding, ShardPlacementFn, check_policy_callable, r
 from fsdp2.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
-    ModulePolicy,
     OffloadPolicy,
     PolicyFunction,
     module_policy,
@@ -167,19 +166,11 @@ def fully_shard(
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         check_tied(tied, wrapping, policy.of_parameters[len(found) :], name)
-        unit = _shard(found, managed, wrapping, policy, name)
+        unit = _shard(found, managed, wrapping, policy.of_parameters[: len(found)], policy.buffer_dtype, name)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
-    state = FSDPState(
-        modules,
-        unit,
-        data_parallel,
-        reshard_after_forward=resharding,
-        policy=policy,
-        ignored_params=ignored,
-        wrapping=wrapping,
-    )
+    state = FSDPState(modules, unit, policy, wrapping, ignored)
     if strategy is not None:
         state.reshard_after_forward, state.reshard_after_backward = residence_of(strategy)
     for each_module in modules:
@@ -305,7 +296,6 @@ def _is_repetition(modules: Sequence[nn.Module], wrapping: Wrapping) -> bool:
             f"fully_shard was already called on this {name}, with another argument 'module': on ({names}). The modules "
             "of one call form a group; call it once more on exactly those, or undo it with fsdp2.unwrap() first."
         )
-    assert before.wrapping is not None, "fully_shard sets it"
     argument = before.wrapping.difference(wrapping)
     if argument is not None:
         first, second = getattr(before.wrapping, argument, None), getattr(wrapping, argument, None)
@@ -333,10 +323,11 @@ def _shard(
     found: dict[nn.Parameter, list[Use]],
     managed: Sequence[nn.Module],
     wrapping: Wrapping,
-    policy: ModulePolicy,
+    policies: Sequence[MixedPrecisionPolicy],
+    buffer_dtype: torch.dtype | None,
     name: str,
 ) -> Unit:
-    """Shard the parameters, and group them by their meshes."""
+    """Shard the parameters, each by its policy, and group them by their meshes."""
     mesh = wrapping.mesh
     neighbours = wrapping.reshard_after_forward[1]
     shardings = [
@@ -347,10 +338,10 @@ def _shard(
         for sharding, uses in zip(shardings, found.values(), strict=True):
             _check_neighbours(sharding, neighbours, uses[0][2], name)
     home = wrapping.home
-    _move_to_device(managed, found, mesh.device, policy.buffer_dtype)
+    _move_to_device(managed, found, mesh.device, buffer_dtype)
     freshness = Freshness()
     by_mesh: dict[Any, list[FSDPParam]] = {}
-    for (original, uses), sharding, each in zip(found.items(), shardings, policy.of_parameters, strict=False):
+    for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
         param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
         by_mesh.setdefault(sharding.mesh.key, []).append(param)
     unit: Unit = tuple(

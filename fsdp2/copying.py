@@ -371,7 +371,7 @@ class CopyableState(ABC):
     forward_prefetch: Prefetch
     backward_prefetch: Prefetch
     ignored_params: frozenset[nn.Parameter]
-    wrapping: Wrapping | None
+    wrapping: Wrapping
     policy: ModulePolicy
     attachment: Attachment
     _recipe: Recipe | None = None
@@ -394,11 +394,9 @@ class CopyableState(ABC):
         self,
         modules: Sequence[nn.Module],
         unit: Unit,
-        mesh: DataParallelMesh,
-        reshard_after_forward: bool | None,
         policy: ModulePolicy,
+        wrapping: Wrapping,
         ignored_params: frozenset[nn.Parameter],
-        wrapping: Wrapping | None,
     ) -> None:
         """Set all attributes."""
 
@@ -423,7 +421,6 @@ class CopyableState(ABC):
 
     def __getstate__(self) -> Recipe:
         """What travels with copies and pickles of the modules."""
-        assert self.wrapping is not None, "fully_shard sets it"
         if self._recipe is not None:
             return self._recipe
         facts = Facts(
@@ -439,8 +436,7 @@ class CopyableState(ABC):
 
     def __setstate__(self, recipe: Recipe) -> None:
         """A copy, to be completed when its modules have been copied."""
-        wrapping = recipe.facts.wrapping
-        self._begin(recipe.modules, (), wrapping.mesh, None, recipe.facts.policy, frozenset(), wrapping)
+        self._begin(recipe.modules, (), recipe.facts.policy, recipe.facts.wrapping, frozenset())
         self._recipe = recipe
         _INCOMPLETE.add(self)
 

@@ -28,7 +28,6 @@ from fsdp2.hooks import (
     on_real_parameters,
     tensors_in,
 )
-from fsdp2.mesh import DataParallelMesh
 from fsdp2.policies import ModulePolicy
 from fsdp2.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.root_checks import (
@@ -90,14 +89,11 @@ class FSDPState(CopyableState):
         self,
         modules: Sequence[nn.Module],
         unit: Unit,
-        mesh: DataParallelMesh,
-        *,
-        reshard_after_forward: bool | None,
         policy: ModulePolicy,
+        wrapping: Wrapping,
         ignored_params: frozenset[nn.Parameter],
-        wrapping: Wrapping | None = None,
     ) -> None:
-        self._begin(modules, unit, mesh, reshard_after_forward, policy, ignored_params, wrapping)
+        self._begin(modules, unit, policy, wrapping, ignored_params)
         for module in self.modules:
             module.__dict__[STATE] = self
             self.attachment.handles += [
@@ -109,23 +105,21 @@ class FSDPState(CopyableState):
         self,
         modules: Sequence[nn.Module],
         unit: Unit,
-        mesh: DataParallelMesh,
-        reshard_after_forward: bool | None,
         policy: ModulePolicy,
+        wrapping: Wrapping,
         ignored_params: frozenset[nn.Parameter],
-        wrapping: Wrapping | None,
     ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
-        self.mesh = mesh
+        self.mesh = wrapping.mesh
         self.policy = policy
         self.root: FSDPRoot | None = None
         self.roots: list[FSDPRoot] = []
         self.own_root: FSDPRoot | None = None
         self.is_root = False
         self.settings = RootSettings()
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward = wrapping.reshard_after_forward[0]
         self.reshard_after_backward: bool | None = True
         self.forward_prefetch: Prefetch = None
         self.backward_prefetch: Prefetch = None
@@ -168,7 +162,6 @@ class FSDPState(CopyableState):
             for name, each in module.named_modules():
                 state = state_of(each)
                 if state is not None:
-                    state.complete()
                     names.setdefault(state, name)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
