@@ -95,6 +95,9 @@ def fully_shard(
         >>> fully_shard(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
 
+    A parameter that modules of several calls hold (tied weights) belongs to the first call; its group is gathered for
+    the others too, and reduced once, at the end of the backward.
+
     A parameter that is a DTensor of tensor or expert parallelism keeps its placements, and is sharded over the
     data-parallel mesh as well. Every rank must make the same calls. The first forward of the outermost module makes it
     the root and compares the plans of all ranks.
