@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
+from fsdp2 import _torch, peers
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.gather import Member
+from fsdp2.primitives import Form, form_on_host
 
-Works = list[dist.Work] | None
+Works = list[Any] | None
 """Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
 
 Group = dist.ProcessGroup | None
@@ -54,6 +55,10 @@ def all_gather(
         for output, input in members:
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=custom_async))
         return
+    if works is not None and form_on_host(group) is Form.PEERS:
+        for output, input in members:
+            peers.all_gather(output, input, group, works)
+        return
     with _one_launch(members, group, works):
         for output, input in members:
             _add(works, _torch.all_gather_single(output, input, group, works is not None))
@@ -70,6 +75,10 @@ def reduce_scatter(
     if custom is not None:
         for output, input in members:
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, op=op))
+        return
+    if works is not None and peers.can_reduce(op) and form_on_host(group) is Form.PEERS:
+        for output, input in members:
+            peers.reduce_scatter(output, input, op, group, works)
         return
     with _one_launch(members, group, works):
         for output, input in members:

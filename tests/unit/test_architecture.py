@@ -30,7 +30,7 @@ LAYERS = (
         "gradients",
         "wrapping",
     ),
-    ("comm_context", "collectives", "whole"),
+    ("comm_context", "primitives", "peers", "collectives", "whole"),
     ("reducer", "param_group"),
     ("schedule", "hooks", "attachment", "root", "root_checks", "claiming", "copying", "state"),
     (

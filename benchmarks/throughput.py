@@ -1,0 +1,202 @@
+"""`python -m benchmarks.throughput`: whole training steps on real gloo ranks, implementations interleaved.
+
+    python -m benchmarks.throughput                                      unsharded, torch, fsdp2; 2 ranks, fp32
+    python -m benchmarks.throughput --impl torch,torch-again             how far torch differs from itself (A/A)
+    python -m benchmarks.throughput --param-dtype bfloat16 --ranks 4
+
+Every rank is a process of one thread. A repetition runs one step (forward, backward, AdamW) of each implementation,
+in an order that rotates; all ranks start it together. Two figures of it, summed or taken over the ranks:
+
+* CPU time of all threads of all ranks, those of the communication library included: waiting does not count, so that
+  it bears a loaded machine. This one decides.
+* wall time of the slowest rank. Worth something on a quiet machine only: `--impl torch,torch-again,fsdp2` shows the
+  ratio of torch to itself beside it, and wall times are called inconclusive where its interval leaves [0.93, 1.07].
+
+The ratio is that of medians, with the 95 % interval of a bootstrap over repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.implementations import AGAIN, IMPLEMENTATIONS, UNSHARDED, ShardingOptions, build_contender
+from benchmarks.models import ModelSpec
+from benchmarks.results import Environment
+from benchmarks.tables import Table
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ABOUT_30M = ModelSpec(
+    name="30M parameters", blocks=7, params_per_block=12, dim=512, hidden_dim=1376, bias=True, batch_rows=128
+)
+WARM_UP_STEPS = 3
+REFERENCE = "torch"
+QUIET = (0.93, 1.07)
+"""Where the wall time of an implementation over its own second instance must lie for wall times to say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Seconds of each repetition: CPU of all ranks together, and wall of the slowest."""
+
+    cpu: tuple[float, ...]
+    wall: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A ratio of medians, and where 95 % of the bootstrap's lie."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, mine: Sequence[float], other: Sequence[float], *, draws: int = 2000) -> Interval:
+        """Ratio of ``mine`` to ``other``, paired by repetition."""
+        generator = random.Random(0)
+        indices = range(len(mine))
+        ratios = []
+        for _ in range(draws):
+            drawn = generator.choices(indices, k=len(mine))
+            above, below = (statistics.median(each[index] for index in drawn) for each in (mine, other))
+            ratios.append(above / below)
+        ratios.sort()
+        ratio = statistics.median(mine) / statistics.median(other)
+        return cls(ratio, ratios[int(0.025 * draws)], ratios[int(0.975 * draws) - 1])
+
+    @property
+    def is_quiet(self) -> bool:
+        """Of an implementation over itself: whether the measurement hardly scatters."""
+        return QUIET[0] <= self.low and self.high <= QUIET[1]
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def _step_of(name: str, options: ShardingOptions, mesh: Any) -> Callable[[], None]:
+    model, inputs = build_contender(name, ABOUT_30M, mesh=mesh, options=options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
+
+    def step() -> None:
+        model(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _run_rank(rank: int, names: Sequence[str], repetitions: int, options: ShardingOptions, path: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{path}/store", options.world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.world_size)
+    mesh = init_device_mesh("cpu", (options.world_size,))
+    steps = {name: _step_of(name, options, mesh) for name in names}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(WARM_UP_STEPS):
+        for step in steps.values():
+            step()
+    gc.disable()
+    for repetition in range(repetitions):
+        first = repetition % len(names)
+        for name in (*names[first:], *names[:first]):
+            gc.collect()
+            dist.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            steps[name]()
+            seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+    gathered: list[Any] = [None] * options.world_size
+    dist.all_gather_object(gathered, seconds)
+    if rank == 0:
+        Path(path, "seconds.json").write_text(json.dumps(gathered))
+    dist.destroy_process_group()
+
+
+def measure(names: Sequence[str], *, repetitions: int, options: ShardingOptions) -> dict[str, Samples]:
+    """Runs ``options.world_size`` processes; the samples by implementation."""
+    with tempfile.TemporaryDirectory() as path:
+        arguments = (tuple(names), repetitions, options, path)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=options.world_size)  # type: ignore[no-untyped-call]
+        by_rank = json.loads(Path(path, "seconds.json").read_text())
+    return {
+        name: Samples(
+            cpu=tuple(sum(cpu for cpu, _ in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)),
+            wall=tuple(max(wall for _, wall in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)),
+        )
+        for name in names
+    }
+
+
+def _table(samples: dict[str, Samples], options: ShardingOptions, repetitions: int) -> Table:
+    notes = ["CPU of all threads of all ranks; wall of the slowest rank; ratios with the 95 % interval of a bootstrap"]
+    for name in samples:
+        base = name.removesuffix(AGAIN)
+        if name != base and base in samples:
+            itself = Interval.of(samples[name].wall, samples[base].wall)
+            verdict = "quiet" if itself.is_quiet else "the machine is not quiet: wall times are inconclusive"
+            notes.append(f"{name} is a second {base}: {verdict}")
+    table = Table(
+        f"Training step, {ABOUT_30M.name}, {options.world_size} gloo ranks, "
+        f"{str(options.param_dtype).removeprefix('torch.')}: medians of {repetitions} interleaved steps",
+        ["", "CPU ms", f"CPU / {REFERENCE}", "wall ms", f"wall / {REFERENCE}"],
+        notes=notes,
+    )
+    for name, mine in samples.items():
+        cells = []
+        for which in ("cpu", "wall"):
+            values = getattr(mine, which)
+            cells.append(f"{1e3 * statistics.median(values):.0f}")
+            other = samples.get(REFERENCE)
+            cells.append("" if other is None or name == REFERENCE else str(Interval.of(values, getattr(other, which))))
+        table.add(name, *cells)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with command line `arguments` (default: the process's own)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--impl",
+        type=lambda text: text.split(","),
+        default=[UNSHARDED, "torch", "torch-again", "fsdp2"],
+        metavar="NAMES",
+        help=f"comma-separated: {', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}'",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--repetitions", type=int, default=40, help="interleaved timed steps (default: 40)")
+    parser.add_argument("--param-dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--no-reshard", action="store_true", help="reshard_after_forward=False everywhere")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+    given = parser.parse_args(arguments)
+    options = ShardingOptions(
+        world_size=given.ranks,
+        reshard_after_forward=False if given.no_reshard else None,
+        param_dtype=DTYPES[given.param_dtype],
+    )
+    samples = measure(given.impl, repetitions=given.repetitions, options=options)
+    machine = Environment.current()
+    load = " ".join(f"{value:.1f}" for value in machine.load_average)
+    print(f"torch {machine.torch}, {machine.cpu}, {machine.cores} cores, load average {load}")
+    print(f"malloc: {os.environ.get('MALLOC_MMAP_MAX_', 'default')}; $ {' '.join(sys.orig_argv)}\n")
+    print(_table(samples, options, given.repetitions).render())
+    if given.json is not None:
+        given.json.write_text(json.dumps({name: {"cpu": each.cpu, "wall": each.wall} for name, each in samples.items()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Which form of a collective each backend gets: one table, from measurements (``python -m benchmarks.primitives``).
+
+``FSDP2_COMM=native`` in the environment of every rank selects torch.distributed's own collectives everywhere.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPValueError
+
+
+class Form(enum.Enum):
+    """How an all-gather and a reduce-scatter travel, and in which order terms are summed."""
+
+    NATIVE = "native"
+    """torch.distributed's own; the order of summation is the backend's."""
+
+    PEERS = "peers"
+    """Sends and receives between all pairs of ranks; terms are added in rank order, in the dtype that travels."""
+
+
+FORMS = {
+    # 2 and 4 ranks, 64 KiB to 64 MiB: 0.4 to 0.75 of the CPU time of gloo's own all-gather, 0.2 to 0.7 of its
+    # reduce-scatter, and no clone of the gradients.
+    "gloo": Form.PEERS,
+}
+"""By backend; all others: `Form.NATIVE`."""
+
+MAX_PEERS = 8
+"""Beyond, the messages to every peer cost more host time than they save."""
+
+VARIABLE = "FSDP2_COMM"
+_HOST = torch.device("cpu")
+
+
+def _chosen() -> Form | None:
+    text = os.environ.get(VARIABLE, "")
+    if text not in ("", Form.NATIVE.value):
+        raise FSDPValueError(f"{VARIABLE} must be '{Form.NATIVE.value}' or unset, got '{text}'.")
+    return Form.NATIVE if text else None
+
+
+_FORCED = _chosen()
+
+
+def form_on_host(group: dist.ProcessGroup) -> Form:
+    """The form of collectives over ``group`` between tensors in host memory."""
+    if _FORCED is not None or group.size() > MAX_PEERS:
+        return Form.NATIVE
+    name = group.name()
+    if name not in ("fake", "gloo", "nccl"):  # a group of several backends has a name of its own
+        name = _torch.backend_name(group, _HOST)
+    return FORMS.get(name, Form.NATIVE)
