@@ -30,20 +30,60 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
+# The functions as torch defines them, and the methods of process groups that they end in.
+_ORIGINALS = (getattr(dist, _ALL_GATHER), getattr(dist, _REDUCE_SCATTER))
+_ALL_GATHER_METHOD = "all_gather_single" if _ALL_GATHER == "all_gather_single" else "_allgather_base"
+_REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _REDUCE_SCATTER == "reduce_scatter_single" else "_reduce_scatter_base"
+
+
+def _gather_options(async_op: bool) -> Any:
+    options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.asyncOp = async_op
+    return options
+
+
+def _reduce_options(op: Any, async_op: bool) -> Any:
+    options = dist.distributed_c10d.ReduceScatterOptions()  # type: ignore[attr-defined]
+    options.reduceOp, options.asyncOp = op, async_op
+    return options
+
+
+_GATHER_OPTIONS = (_gather_options(False), _gather_options(True)) 
+_MEAN_OPTIONS = tuple(_reduce_options(dist.ReduceOp.AVG, is_async) for is_async in (False, True))
+_SUM_OPTIONS = tuple(_reduce_options(dist.ReduceOp.SUM, is_async) for is_async in (False, True))
+
+
 def all_gather_single(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool, *, batched: bool = False
 ) -> dist.Work | None:
-    """Gather ``input`` (n,) of every rank into ``output`` (world_size * n,) in rank order."""
-    work: dist.Work | None = getattr(dist, _ALL_GATHER)(output, input, group=group, async_op=async_op)
-    return work
+    """Gather ``input`` (n,) of every rank into ``output`` (world_size * n,) in rank order; ``batched``: in `coalescing`.
+
+    Straight through the process group's method, which saves 2 us (8 on 2.15), unless a program has put something else
+    in the place of the function.
+    """
+    function = getattr(dist, _ALL_GATHER)
+    if batched or function is not _ORIGINALS[0] or output.is_complex():
+        return function(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
+    return _waited(getattr(group, _ALL_GATHER_METHOD)(output, input, _GATHER_OPTIONS[async_op]), async_op)
 
 
 def reduce_scatter_single(
-    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool, *, batched: bool = False
 ) -> dist.Work | None:
-    """Reduce ``input`` (world_size * n,) over the ranks; ``output`` (n,) is this rank's part."""
-    work: dist.Work | None = getattr(dist, _REDUCE_SCATTER)(output, input, op=op, group=group, async_op=async_op)
-    return work
+    """Reduce ``input`` (world_size * n,) over the ranks; ``output`` (n,) is this rank's part. See `all_gather_single`."""
+    function = getattr(dist, _REDUCE_SCATTER)
+    if batched or function is not _ORIGINALS[1] or output.is_complex():
+        return function(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+    known = _MEAN_OPTIONS if op is dist.ReduceOp.AVG else _SUM_OPTIONS if op is dist.ReduceOp.SUM else None
+    options = _reduce_options(op, async_op) if known is None else known[async_op]
+    return _waited(getattr(group, _REDUCE_SCATTER_METHOD)(output, input, options), async_op)
+
+
+def _waited(work: dist.Work | None, async_op: bool) -> dist.Work | None:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 def send(tensor: torch.Tensor, target: int, group: dist.ProcessGroup, tag: int) -> dist.Work:

@@ -97,19 +97,24 @@ class DtypeBuffers:
             param.lie_on(storage_slice(self.shard, slot.shard_offset, shape, slot.cut.stride(shape)))
         self.unsharded = Resizable(self.shard.new_empty(0))
         self.keeps_memory = False
-        self._expected: list[tuple[nn.Parameter, torch.Tensor, int, int]] = []
+        self._unsharded_params: list[FSDPParam] = []
+        self._locals: list[torch.Tensor] = []
+        self._offsets: list[int] = []
+        self._versions: list[int] = []
 
     def prepare(self, device: torch.device) -> None:
         """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed."""
         unsharded = torch.empty(self.layout.unsharded_numel, dtype=self.param_dtype, device=device)
         start = unsharded.data_ptr()
-        self._expected = []
+        self._unsharded_params, self._locals = [], []
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             alias = storage_alias(unsharded, slot.unsharded_offset, param.shape, slot.cut.stride(param.shape))
             param.take_unsharded(alias)
             if param.unsharded is not None and alias.numel():
-                local = param.unsharded if param.sharding.unsharded_spec is None else alias
-                self._expected.append((param.unsharded, local, local.data_ptr() - start, local._version))
+                self._unsharded_params.append(param)
+                self._locals.append(param.unsharded if param.sharding.unsharded_spec is None else alias)
+        self._offsets = [local.data_ptr() - start for local in self._locals]
+        self._versions = list(map(_torch.version_of, self._locals))
         self.unsharded = Resizable(unsharded)
 
     @property
@@ -134,10 +139,12 @@ class DtypeBuffers:
         any parameter's version.
         """
         start = self.unsharded.flat.data_ptr()
-        for parameter, local, offset, version in self._expected:
-            if local.data_ptr() - start != offset or local._version != version:
-                return next(param for param in self.params if param.unsharded is parameter)
-        return None
+        offsets = [pointer - start for pointer in map(torch.Tensor.data_ptr, self._locals)]
+        versions = list(map(_torch.version_of, self._locals))
+        if offsets == self._offsets and versions == self._versions:
+            return None
+        found = zip(self._unsharded_params, zip(offsets, versions), zip(self._offsets, self._versions), strict=True)
+        return next(param for param, now, expected in found if now != expected)
 
 
 class Home:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,16 @@ import torch.distributed as dist
 from fsdp2 import _torch, peers
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.gather import Member
-from fsdp2.primitives import Form, form_on_host
+from fsdp2.primitives import Form
 
 Works = list[Any] | None
 """Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
 
 Group = dist.ProcessGroup | None
 """Who communicates; None, or a group of one rank: nobody, and values are copied."""
+
+
+_NOTHING = nullcontext()
 
 
 def is_alone(group: Group) -> bool:
@@ -39,6 +42,7 @@ def all_gather(
     works: Works,
     custom: AllGather | None = None,
     custom_async: bool = False,
+    form: Form = Form.NATIVE,
 ) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).
 
@@ -55,17 +59,23 @@ def all_gather(
         for output, input in members:
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=custom_async))
         return
-    if works is not None and form_on_host(group) is Form.PEERS:
+    if form is Form.PEERS and works is not None:
         for output, input in members:
             peers.all_gather(output, input, group, works)
         return
-    with _one_launch(members, group, works):
+    batched = works is None and len(members) > 1
+    with _torch.coalescing(group) if batched else _NOTHING:
         for output, input in members:
-            _add(works, _torch.all_gather_single(output, input, group, works is not None))
+            _add(works, _torch.all_gather_single(output, input, group, works is not None, batched=batched))
 
 
 def reduce_scatter(
-    members: Sequence[Member], group: Group, op: Any, works: Works, custom: ReduceScatter | None = None
+    members: Sequence[Member],
+    group: Group,
+    op: Any,
+    works: Works,
+    custom: ReduceScatter | None = None,
+    form: Form = Form.NATIVE,
 ) -> None:
     """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
     if group is None or is_alone(group):
@@ -76,13 +86,14 @@ def reduce_scatter(
         for output, input in members:
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, op=op))
         return
-    if works is not None and peers.can_reduce(op) and form_on_host(group) is Form.PEERS:
+    if form is Form.PEERS and works is not None and peers.can_reduce(op):
         for output, input in members:
             peers.reduce_scatter(output, input, op, group, works)
         return
-    with _one_launch(members, group, works):
+    batched = works is None and len(members) > 1
+    with _torch.coalescing(group) if batched else _NOTHING:
         for output, input in members:
-            _add(works, _torch.reduce_scatter_single(output, input, op, group, works is not None))
+            _add(works, _torch.reduce_scatter_single(output, input, op, group, works is not None, batched=batched))
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, works: Works) -> None:
@@ -144,10 +155,6 @@ def _add(works: Works, work: dist.Work | None) -> None:
         work.wait()  # a custom collective was asynchronous all the same: the current stream follows it
     else:
         works.append(work)
-
-
-def _one_launch(members: Sequence[Member], group: dist.ProcessGroup, works: Works) -> AbstractContextManager[Any]:
-    return nullcontext() if works is not None or len(members) < 2 else _torch.coalescing(group)
 
 
 def disagreement(fingerprint: int, description: str, group: Group, device: torch.device) -> str | None:

@@ -49,6 +49,8 @@ class ParamPhase(enum.Enum):
     ==================== ============================ =====================================
     """
 
+    __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function
+
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
@@ -60,6 +62,8 @@ class GradPhase(enum.Enum):
 
     A group can be unsharded again while its gradients are still being reduced.
     """
+
+    __hash__ = object.__hash__
 
     IDLE = "idle"
     REDUCING = "reducing"

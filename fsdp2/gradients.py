@@ -47,12 +47,10 @@ class _GradientBuffer:
 
     def _counts(self) -> list[int]:
         """Holders of the storage, then of each gradient and of its local tensor."""
-        count, local_of = sys.getrefcount, _torch.local_of
-        counts = [count(self._storage), _torch.storage_use_count(self._storage)]
-        for gradient in self.gradients:
-            counts.append(count(gradient))
-            counts.append(count(local_of(gradient)))
-        return counts
+        count = sys.getrefcount
+        locals_ = map(_torch.local_of, self.gradients)
+        own = (count(self._storage), _torch.storage_use_count(self._storage))
+        return [*own, *map(count, self.gradients), *map(count, locals_)]
 
     def is_free(self) -> bool:
         """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""

@@ -22,9 +22,10 @@ from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import Freshness, FSDPParam, succeed
 from fsdp2.plan import GradientsPlan, GroupPlan
+from fsdp2.primitives import Form, form_of
 from fsdp2.reducer import GradientReducer
 from fsdp2.storage import GroupStorage
-from fsdp2.swaps import Swap, hold_post_forward, hold_sharded
+from fsdp2.swaps import Swaps
 
 
 class FSDPParamGroup:
@@ -70,8 +71,8 @@ class FSDPParamGroup:
         self._by_hand = False
         self._sharded = tuple(param.sharded for param in self.params)
         self._gathered_version = 0
-        self._swaps: tuple[Swap, ...] = ()
-        self._find_swaps()
+        self._swaps = Swaps(self.params)
+        self._form = Form.NATIVE
         for param in self.params:
             param.group = self
         self._lay_out()
@@ -86,14 +87,11 @@ class FSDPParamGroup:
 
     # -- what the group is made of
 
-    def _find_swaps(self) -> None:
-        self._swaps = tuple((mapping, name, param) for param in self.params for mapping, name in param.registrations)
-
     def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
         """Let modules outside of this group's own hold ``param`` as well."""
         self.reshard()
         param.tie(uses)
-        self._find_swaps()
+        self._swaps = Swaps(self.params)
         self.unshards_in_backward = True
 
     @property
@@ -117,10 +115,11 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
+        self._form = form_of(self.mesh.group)
         self.reducer.lay_out(self.params)
         buffers, extended = self.storage.plans()
         gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
-        self.plan = GroupPlan(self.name, str(self.mesh), buffers, gradients, extended)
+        self.plan = GroupPlan(self.name, f"{self.mesh}{self._form}", buffers, gradients, extended)
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
@@ -208,7 +207,7 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._phase is not ParamPhase.SHARDED or hold_sharded(self._swaps) or self._adopt_in_place():
+        if self._phase is not ParamPhase.SHARDED or self._swaps.hold_sharded() or self._adopt_in_place():
             return
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
@@ -286,7 +285,7 @@ class FSDPParamGroup:
             self.reshard()
         if for_backward and self._is_stale():
             self._refuse_backward()
-        if not hold_sharded(self._swaps):
+        if not self._swaps.hold_sharded():
             if for_backward and not self._adopt_in_place():
                 self._refuse_backward()
             self.adopt_replaced()
@@ -298,7 +297,7 @@ class FSDPParamGroup:
         """Whether what is registered after forward is what was, neither written nor frozen."""
         post_forward = self.storage.post_forward
         assert post_forward is not None, "the parameters rest there"
-        return post_forward.changed() is None and hold_post_forward(self._swaps)
+        return post_forward.changed() is None and self._swaps.hold_post_forward()
 
     def _refuse_backward(self) -> NoReturn:
         raise FSDPRuntimeError(
@@ -322,7 +321,7 @@ class FSDPParamGroup:
     def _issue_all_gather(self) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
         device, storage = self.comm.device, self.storage
-        group = self.mesh.group
+        group, form = self.mesh.group, self._form
         if self._resumes and storage.post_forward is not None:
             group = storage.post_forward.mesh.group
         as_works = not device.has_streams or self.gathers_on_compute
@@ -336,7 +335,7 @@ class FSDPParamGroup:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._ticket.works if as_works else None
             is_async = self._by_hand or self.gathers_on_compute
-            collectives.all_gather(members, group, works, storage.custom, is_async)
+            collectives.all_gather(members, group, works, storage.custom, is_async, form)
             self._issuing = False
             if not as_works:
                 self._copy_out()
@@ -354,8 +353,7 @@ class FSDPParamGroup:
         if self._phase is not ParamPhase.UNSHARDING:
             return
         self._finish_all_gather()
-        for mapping, name, param in self._swaps:
-            mapping[name] = param.unsharded
+        self._swaps.register_unsharded()
         if self.storage.post_forward is not None:
             self.storage.post_forward.free()
         self._enter(ParamPhase.UNSHARDED)
@@ -376,8 +374,7 @@ class FSDPParamGroup:
             self.reshard()
             return
         post_forward.take()
-        for mapping, name, param in self._swaps:
-            mapping[name] = param.post_forward
+        self._swaps.register_post_forward()
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
         self._free_unsharded()
 
@@ -402,15 +399,10 @@ class FSDPParamGroup:
             replaced = self.storage.changed()
         elif self._phase is ParamPhase.SHARDED_POST_FORWARD and self.storage.post_forward is not None:
             replaced = self.storage.post_forward.changed()
-        for mapping, name, param in self._swaps:
-            found: nn.Parameter | None = mapping.get(name)
-            if found is not None and (found is param.unsharded or found is param.post_forward):
-                if found.requires_grad is not param.requires_grad:
-                    param.sharded.requires_grad_(found.requires_grad)
-                mapping[name] = param.sharded
-            elif found is not param.sharded:
-                replaced = param
-                mapping[name] = param.sharded
+        if self._swaps.hold_unsharded():
+            self._swaps.register_sharded()
+        else:
+            replaced = self._swaps.restore_sharded() or replaced
         if self._issuing:
             # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
             # leave it the buffers, and lay out others.

@@ -49,11 +49,8 @@ def _chosen() -> Form | None:
 _FORCED = _chosen()
 
 
-def form_on_host(group: dist.ProcessGroup) -> Form:
-    """The form of collectives over ``group`` between tensors in host memory."""
-    if _FORCED is not None or group.size() > MAX_PEERS:
+def form_of(group: dist.ProcessGroup | None) -> Form:
+    """The form of collectives over ``group`` between tensors in host memory; None: nobody communicates."""
+    if _FORCED is not None or group is None or not 1 < group.size() <= MAX_PEERS:
         return Form.NATIVE
-    name = group.name()
-    if name not in ("fake", "gloo", "nccl"):  # a group of several backends has a name of its own
-        name = _torch.backend_name(group, _HOST)
-    return FORMS.get(name, Form.NATIVE)
+    return FORMS.get(_torch.backend_name(group, _HOST), Form.NATIVE)

@@ -24,6 +24,7 @@ from fsdp2.gradients import DtypeGradients, PackedGradients
 from fsdp2.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam
+from fsdp2.primitives import Form, form_of
 
 _LARGE_DIVISOR = 1024.0
 AllReduceHook = Callable[[torch.Tensor], None]
@@ -97,6 +98,7 @@ class GradientReducer:
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
+        self._form = Form.NATIVE
 
     # -- what is reduced
 
@@ -130,6 +132,7 @@ class GradientReducer:
         self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
         self._refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
+        self._form = form_of(self._group)
         for one, scaling in zip(self.dtypes, self._scalings, strict=True):
             one.expect_divisor(_LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after)
 
@@ -291,7 +294,7 @@ class GradientReducer:
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, self._group, op, works, self.custom)
+                collectives.reduce_scatter(members, self._group, op, works, self.custom, self._form)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
