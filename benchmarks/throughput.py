@@ -135,8 +135,12 @@ def measure(names: Sequence[str], *, repetitions: int, options: ShardingOptions)
         by_rank = json.loads(Path(path, "seconds.json").read_text())
     return {
         name: Samples(
-            cpu=tuple(sum(cpu for cpu, _ in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)),
-            wall=tuple(max(wall for _, wall in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)),
+            cpu=tuple(
+                sum(cpu for cpu, _ in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)
+            ),
+            wall=tuple(
+                max(wall for _, wall in of_ranks) for of_ranks in zip(*(each[name] for each in by_rank), strict=True)
+            ),
         )
         for name in names
     }
@@ -195,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"malloc: {os.environ.get('MALLOC_MMAP_MAX_', 'default')}; $ {' '.join(sys.orig_argv)}\n")
     print(_table(samples, options, given.repetitions).render())
     if given.json is not None:
-        given.json.write_text(json.dumps({name: {"cpu": each.cpu, "wall": each.wall} for name, each in samples.items()}))
+        given.json.write_text(
+            json.dumps({name: {"cpu": each.cpu, "wall": each.wall} for name, each in samples.items()})
+        )
 
 
 if __name__ == "__main__":

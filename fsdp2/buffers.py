@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.layout import BufferLayout, Cut
@@ -57,21 +56,25 @@ def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
 class Resizable:
     """A flat buffer that has memory only while it is needed. Made with it, to be viewed; then `free`."""
 
-    __slots__ = ("flat", "nbytes", "storage")
+    __slots__ = ("_has_memory", "flat", "nbytes", "storage")
 
     def __init__(self, flat: torch.Tensor) -> None:
         self.flat = flat
         self.storage = flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
+        self._has_memory = True
 
     def allocate(self) -> None:
         """Give it memory, of undefined contents unless it had some."""
-        if self.storage.nbytes() != self.nbytes:  # resizing always moves
+        if not self._has_memory:  # resizing always moves
+            self._has_memory = True
             self.storage.resize_(self.nbytes)
 
     def free(self) -> None:
         """Take its memory."""
-        self.storage.resize_(0)
+        if self._has_memory:
+            self._has_memory = False
+            self.storage.resize_(0)
 
 
 class DtypeBuffers:
@@ -143,8 +146,10 @@ class DtypeBuffers:
         versions = list(map(_torch.version_of, self._locals))
         if offsets == self._offsets and versions == self._versions:
             return None
-        found = zip(self._unsharded_params, zip(offsets, versions), zip(self._offsets, self._versions), strict=True)
-        return next(param for param, now, expected in found if now != expected)
+        for index, param in enumerate(self._unsharded_params):
+            if (offsets[index], versions[index]) != (self._offsets[index], self._versions[index]):
+                return param
+        return None
 
 
 class Home:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +18,13 @@ import torch.distributed as dist
 from fsdp2 import _torch, peers
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.gather import Member
-from fsdp2.primitives import Form
+from fsdp2.primitives import Form, form_of
 
 Works = list[Any] | None
 """Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
 
 Group = dist.ProcessGroup | None
 """Who communicates; None, or a group of one rank: nobody, and values are copied."""
-
-
-_NOTHING = nullcontext()
 
 
 def is_alone(group: Group) -> bool:
@@ -42,15 +38,17 @@ def all_gather(
     works: Works,
     custom: AllGather | None = None,
     custom_async: bool = False,
-    form: Form = Form.NATIVE,
+    form: Form | None = None,
 ) -> None:
     """Gather the input (n,) of every member into its output (world_size * n,).
 
-    Asynchronous (CPU): one work per member, all in flight together; on gloo that beats its coalesced form, which
-    flattens inside. Otherwise on the current stream, coalesced into one launch if there are several members. A
-    ``custom`` one is asynchronous only where ``custom_async`` says that the user asked for it.
+    Asynchronous (CPU): one work per member, or one per message, all in flight together; on gloo that beats its
+    coalesced form, which flattens inside. Otherwise on the current stream, coalesced into one launch if there are
+    several members. A ``custom`` one is asynchronous only where ``custom_async`` says that the user asked for it.
+    ``form``: `form_of` the group, if that is known already.
     """
-    if group is None or is_alone(group):
+    form = form or form_of(group)
+    if group is None or form is Form.ALONE:
         for output, input in members:
             if output.data_ptr() != input.data_ptr():
                 output.copy_(input)
@@ -63,10 +61,15 @@ def all_gather(
         for output, input in members:
             peers.all_gather(output, input, group, works)
         return
-    batched = works is None and len(members) > 1
-    with _torch.coalescing(group) if batched else _NOTHING:
-        for output, input in members:
-            _add(works, _torch.all_gather_single(output, input, group, works is not None, batched=batched))
+    if works is None and len(members) > 1:
+        with _torch.coalescing(group):
+            for output, input in members:
+                _torch.all_gather_batched(output, input, group)
+        return
+    for output, input in members:
+        work = _torch.all_gather_single(output, input, group, works is not None)
+        if works is not None and work is not None:
+            works.append(work)
 
 
 def reduce_scatter(
@@ -75,10 +78,11 @@ def reduce_scatter(
     op: Any,
     works: Works,
     custom: ReduceScatter | None = None,
-    form: Form = Form.NATIVE,
+    form: Form | None = None,
 ) -> None:
     """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
-    if group is None or is_alone(group):
+    form = form or form_of(group)
+    if group is None or form is Form.ALONE:
         for output, input in members:
             output.copy_(input)
         return
@@ -90,10 +94,15 @@ def reduce_scatter(
         for output, input in members:
             peers.reduce_scatter(output, input, op, group, works)
         return
-    batched = works is None and len(members) > 1
-    with _torch.coalescing(group) if batched else _NOTHING:
-        for output, input in members:
-            _add(works, _torch.reduce_scatter_single(output, input, op, group, works is not None, batched=batched))
+    if works is None and len(members) > 1:
+        with _torch.coalescing(group):
+            for output, input in members:
+                _torch.reduce_scatter_batched(output, input, op, group)
+        return
+    for output, input in members:
+        work = _torch.reduce_scatter_single(output, input, op, group, works is not None)
+        if works is not None and work is not None:
+            works.append(work)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, works: Works) -> None:

@@ -76,6 +76,9 @@ class Device(Protocol):
         """Block the host until ``event``: what was copied to host memory is read by the host."""
 
 
+_NOTHING = nullcontext()
+
+
 class HostDevice:
     """CPU: works instead of streams."""
 
@@ -89,7 +92,7 @@ class HostDevice:
 
     def use(self, stream: None) -> AbstractContextManager[None]:
         """Nothing to switch."""
-        return nullcontext()
+        return _NOTHING
 
     def record(self, stream: None) -> None:
         """Nothing to record."""
@@ -246,7 +249,10 @@ class FSDPCommContext:
 
     def compute_follows_gather(self, ticket: Ticket) -> None:
         """Let compute see the gathered parameters. Blocks the host on CPU."""
-        self._wait_for(ticket, Wait.GATHERED)
+        for work in ticket.works:
+            work.wait()
+        if ticket.event is not None:
+            self.device.wait(self.device.current_stream(), ticket.event, Wait.GATHERED)
 
     def compute_follows_gathers(self) -> None:
         """Let compute free what an interrupted all-gather may still be reading or writing."""
@@ -255,13 +261,15 @@ class FSDPCommContext:
 
     def gathers_follow_readers(self) -> None:
         """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
-        event = self.device.record(self.device.current_stream())
-        self.device.wait(self.all_gather_stream, event, Wait.READ)
+        if self.device.has_streams:
+            event = self.device.record(self.device.current_stream())
+            self.device.wait(self.all_gather_stream, event, Wait.READ)
 
     def reduces_follow_compute(self) -> None:
         """Let the reduce-scatter stream see the gradients that compute has written so far."""
-        event = self.device.record(self.device.current_stream())
-        self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+        if self.device.has_streams:
+            event = self.device.record(self.device.current_stream())
+            self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
 
     def compute_follows_reduces(self, hook_stream: Any = None) -> None:
         """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""
@@ -304,7 +312,8 @@ class FSDPCommContext:
                 self._all_reducing.append(pending)
         if keep == 0:
             self._finish_all_reduces()
-            self._wait_on_host(self._to_host)
+            if self._to_host:
+                self._wait_on_host(self._to_host)
 
     def _wait_on_host(self, events: list[Any]) -> None:
         for event in events:
@@ -317,7 +326,8 @@ class FSDPCommContext:
 
     def let_host_write_shards(self) -> None:
         """Block the host until no copy reads the shards that it keeps. When control goes back to the user's code."""
-        self._wait_on_host(self._host_reads)
+        if self._host_reads:
+            self._wait_on_host(self._host_reads)
 
     def _finish_all_reduces(self) -> None:
         while self._all_reducing:

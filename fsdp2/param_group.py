@@ -119,7 +119,8 @@ class FSDPParamGroup:
         self.reducer.lay_out(self.params)
         buffers, extended = self.storage.plans()
         gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
-        self.plan = GroupPlan(self.name, f"{self.mesh}{self._form}", buffers, gradients, extended)
+        ranks = f"{self.mesh}, peer to peer" if self._form is Form.PEERS else str(self.mesh)
+        self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
@@ -182,11 +183,6 @@ class FSDPParamGroup:
         self.storage.keep_memory(keep)
         if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
             self._free_unsharded()
-
-    @property
-    def can_gather_ahead(self) -> bool:
-        """Whether a gather for a backward that is only expected would get the values of its forward."""
-        return not self._is_stale()
 
     def _version(self) -> int:
         """Changes with writes to the sharded parameters, alike on all ranks."""
@@ -263,11 +259,12 @@ class FSDPParamGroup:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
         self._phase = phase
 
-    def unshard(self, *, for_backward: bool = False, by_hand: bool = False) -> None:
+    def unshard(self, *, for_backward: bool = False, by_hand: bool = False, ahead: bool = False) -> None:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
         Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
-        ``by_hand``: the user waits for it, so a custom all-gather may be asynchronous.
+        ``by_hand``: the user waits for it, so a custom all-gather may be asynchronous. ``ahead``: of a backward that is
+        only expected: nothing is done if the values of its forward are gone.
 
         Raises:
             FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
@@ -275,6 +272,8 @@ class FSDPParamGroup:
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
         self._by_hand = by_hand
+        if for_backward and ahead and self._is_stale():
+            return
         if self._phase is not ParamPhase.SHARDED:
             if for_backward or not self._is_stale():
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
@@ -283,7 +282,7 @@ class FSDPParamGroup:
                     self._start()
                     return
             self.reshard()
-        if for_backward and self._is_stale():
+        if for_backward and not ahead and self._is_stale():
             self._refuse_backward()
         if not self._swaps.hold_sharded():
             if for_backward and not self._adopt_in_place():
@@ -324,13 +323,15 @@ class FSDPParamGroup:
         group, form = self.mesh.group, self._form
         if self._resumes and storage.post_forward is not None:
             group = storage.post_forward.mesh.group
+            form = form_of(group)
         as_works = not device.has_streams or self.gathers_on_compute
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
-            storage.allocate(resumes=self._resumes)
+            gather = storage.gather_from(resumes=self._resumes)
+            gather.allocate()
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
-            members = storage.copy_in(resumes=self._resumes)
+            members = storage.copy_in(gather)
             if storage.home.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._ticket.works if as_works else None

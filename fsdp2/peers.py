@@ -20,7 +20,7 @@ _SCATTER_TAG = 0x46534453
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> None:
-    """Begin to gather ``input`` (n,) of every rank into ``output`` (world_size * n,); ``works`` are to be waited for."""
+    """Begin to gather ``input`` (n,) of every rank into ``output`` (world_size * n,): done when ``works`` are."""
     rank, world_size, numel = group.rank(), group.size(), input.numel()
     if numel == 0:
         return

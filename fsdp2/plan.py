@@ -51,7 +51,7 @@ class GradientsPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group: the module it belongs to, the size of its mesh, its buffers and its reductions."""
+    """One group: the module it belongs to, its ranks and how they exchange, its buffers and its reductions."""
 
     name: str
     mesh: str

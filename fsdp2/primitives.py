@@ -18,6 +18,9 @@ from fsdp2.common import FSDPValueError
 class Form(enum.Enum):
     """How an all-gather and a reduce-scatter travel, and in which order terms are summed."""
 
+    ALONE = "alone"
+    """There is nobody to communicate with: values are copied."""
+
     NATIVE = "native"
     """torch.distributed's own; the order of summation is the backend's."""
 
@@ -50,7 +53,9 @@ _FORCED = _chosen()
 
 
 def form_of(group: dist.ProcessGroup | None) -> Form:
-    """The form of collectives over ``group`` between tensors in host memory; None: nobody communicates."""
-    if _FORCED is not None or group is None or not 1 < group.size() <= MAX_PEERS:
+    """The form of collectives over ``group``; on devices other than the CPU `Form.PEERS` counts as `Form.NATIVE`."""
+    if group is None or group.size() == 1:
+        return Form.ALONE
+    if _FORCED is not None or group.size() > MAX_PEERS:
         return Form.NATIVE
     return FORMS.get(_torch.backend_name(group, _HOST), Form.NATIVE)

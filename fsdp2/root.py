@@ -169,15 +169,16 @@ class FSDPRoot:
         ahead = self.iteration.ahead
         for group in unit:
             group.unshard(for_backward=for_backward)
-            ahead.discard(group)
+            if ahead:
+                ahead.discard(group)
         for group in unit:  # their staging buffers are gone before the next one is allocated
             group.wait_for_unshard()
 
     def _gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
         for unit in upcoming:
             for group in unit:
-                if not for_backward or (group.can_gather_ahead and group.unshards_in_backward):
-                    group.unshard(for_backward=for_backward)
+                if not for_backward or group.unshards_in_backward:
+                    group.unshard(for_backward=for_backward, ahead=True)
                     self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
@@ -219,10 +220,11 @@ class FSDPRoot:
         iteration = self.iteration
         if iteration.recomputed is unit:
             iteration.recomputed = None
-        if all(group.unshards_in_backward for group in unit):
-            self._gather(unit, for_backward=True)
-        else:
-            self._gather(tuple(group for group in unit if group.unshards_in_backward), for_backward=True)
+        needed = unit
+        for group in unit:
+            if not group.unshards_in_backward:
+                needed = tuple(each for each in unit if each.unshards_in_backward)
+        self._gather(needed, for_backward=True)
         expected = self._backward_order.advance(unit, depth=PREFETCH_DEPTH)
         self._gather_ahead(expected if then is None else then, for_backward=True)
 

@@ -319,7 +319,8 @@ class FSDPState(CopyableState):
     def _new_call(self) -> ForwardCall:
         call = ForwardCall(self._end_call)
         # A call lives as long as its graph, and is forgotten with it.
-        self._calls = [each for each in self._calls if each() is not None]
+        if self._calls:
+            self._calls = [each for each in self._calls if each() is not None]
         self._calls.append(weakref.ref(call))
         return call
 
@@ -337,7 +338,12 @@ class FSDPState(CopyableState):
 
         (Or, without gradients, until the next call.)
         """
-        return any(group.storage.lies_on_unsharded(tensor) for tensor in tensors_in(output) for group in self.unit)
+        tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        for tensor in tensors:
+            for group in self.unit:
+                if group.storage.lies_on_unsharded(tensor):
+                    return True
+        return False
 
     def _end_round_early(self) -> None:
         """The root's forward is over, and not all modules of the list were called in it."""
@@ -428,8 +434,12 @@ class FSDPState(CopyableState):
         """
         if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
             self.root.begin_backward()
-        calls = (reference() for reference in self._calls)
-        self.end_module_backward(reduces=not any(call is not None and call.is_pending() for call in calls))
+        reduces = True
+        for reference in self._calls:
+            call = reference()
+            if call is not None and call.is_pending():
+                reduces = False
+        on_real_parameters(self._end_module_backward, reduces)
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
@@ -457,10 +467,10 @@ class FSDPState(CopyableState):
         for state in self._states:
             if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
-            elif state.unit:
-                is_due = any(group.reducer.is_due() for group in state._own)
-                if is_due or any(group.phase is ParamPhase.UNSHARDED for group in state.unit):
-                    state.end_module_backward(reduces=is_due)
+                continue
+            is_due = any([group.reducer.is_due() for group in state._own])
+            if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
+                state.end_module_backward(reduces=is_due)
         assert self.root is not None, "a backward follows a forward"
         on_real_parameters(self.root.reduce_shared)
 

@@ -149,13 +149,14 @@ class GroupStorage:
 
     # -- one gather
 
-    def allocate(self, *, resumes: bool) -> None:
-        """Give memory to what a gather needs; ``resumes``: from where the parameters rest after forward."""
-        self._the_gather(resumes).allocate()
+    def gather_from(self, *, resumes: bool) -> Gather:
+        """The gather from the shards; ``resumes``: from where the parameters rest after forward."""
+        gather = self.post_forward.gather if resumes and self.post_forward is not None else self._gather
+        assert gather is not None, "prepared"
+        return gather
 
-    def copy_in(self, *, resumes: bool) -> Sequence[Member]:
+    def copy_in(self, gather: Gather) -> Sequence[Member]:
         """Prepare what is sent. Returns what the collective carries."""
-        gather = self._the_gather(resumes)
         gather.copy_in()
         if self._extensions is None:
             return gather.members
@@ -164,15 +165,10 @@ class GroupStorage:
 
     def copy_out(self, *, resumes: bool) -> None:
         """Move what has arrived to where the unsharded parameters lie."""
-        self._the_gather(resumes).copy_out()
+        self.gather_from(resumes=resumes).copy_out()
         if self._extensions is not None:
             with _torch.without_grad():
                 self._extensions.finish()
-
-    def _the_gather(self, resumes: bool) -> Gather:
-        gather = self.post_forward.gather if resumes and self.post_forward is not None else self._gather
-        assert gather is not None, "prepared"
-        return gather
 
     def free(self) -> None:
         """Free everything but the shards; every unsharded parameter loses its values with it."""

@@ -6,7 +6,7 @@ Loops run inside ``map``: a group of many parameters costs no Python call for ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 from torch import nn
@@ -28,43 +28,38 @@ class Swaps:
         places: a mapping of registered parameters, the name in it, and whose parameter belongs there.
     """
 
-    __slots__ = ("_params", "places")
+    __slots__ = ("_mappings", "_names", "_params", "places")
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self.places = tuple((mapping, name, param) for param in params for mapping, name in param.registrations)
+        self._mappings = tuple(mapping for mapping, _, _ in self.places)
+        self._names = tuple(name for _, name, _ in self.places)
         self._params = tuple(param for _, _, param in self.places)
 
     def hold_sharded(self) -> bool:
         """Whether the modules hold the sharded parameters, as they were when the plan was made."""
-        found = self._found()
-        return (
-            self._hold(found, _SHARDED)
-            and all(map(is_, map(_torch.local_of, found), map(_LOCAL, self._params)))
-            and self._require_alike(found)
+        return self._hold(_SHARDED) and all(
+            map(is_, map(_torch.local_of, map(getitem, self._mappings, self._names)), map(_LOCAL, self._params))
         )
 
     def hold_post_forward(self) -> bool:
         """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
-        found = self._found()
-        return self._hold(found, _POST_FORWARD) and self._require_alike(found)
+        return self._hold(_POST_FORWARD)
 
     def hold_unsharded(self) -> bool:
         """Whether they hold the unsharded parameters, neither frozen nor unfrozen."""
-        found = self._found()
-        return self._hold(found, _UNSHARDED) and self._require_alike(found)
+        return self._hold(_UNSHARDED)
 
-    def _found(self) -> list[nn.Parameter]:
+    def _hold(self, form: Callable[[FSDPParam], Any]) -> bool:
+        """Whether they hold the parameters in this ``form``, neither frozen nor unfrozen."""
         try:
-            return [mapping[name] for mapping, name, _ in self.places]
+            found = list(map(getitem, self._mappings, self._names))
         except KeyError:
-            return []
-
-    def _hold(self, found: list[nn.Parameter], form: Callable[[FSDPParam], Any]) -> bool:
-        """Whether ``found`` are the parameters in this ``form``."""
-        return len(found) == len(self._params) and all(map(is_, found, map(form, self._params)))
-
-    def _require_alike(self, found: list[nn.Parameter]) -> bool:
-        return all(map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, self._params)))
+            return False
+        expected = self._params
+        return all(map(is_, found, map(form, expected))) and all(
+            map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, expected))
+        )
 
     def register_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
