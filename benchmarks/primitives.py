@@ -1,0 +1,127 @@
+"""`python -m benchmarks.primitives`: the forms of all-gather and reduce-scatter on gloo, by size and number of ranks.
+
+    python -m benchmarks.primitives --ranks 4
+
+What `fsdp2/primitives.py` chooses by. Every rank is a process of one thread; repetitions of all forms are interleaved.
+Printed for rank 0, per form: CPU milliseconds of all its threads / wall milliseconds, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.tables import Table
+from fsdp2 import collectives
+from fsdp2.primitives import Form
+
+KIB = 1 << 10
+SIZES = (16 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB, 65536 * KIB)
+MOVED_BYTES = 1 << 28
+
+Exchange = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
+"""Of the whole (world_size * n,) and this rank's part (n,)."""
+
+
+def _gather(form: Form) -> Exchange:
+    def gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        works: list[dist.Work] = []
+        collectives.all_gather([(whole, part)], group, works, form=form)
+        for work in works:
+            work.wait()
+
+    return gather
+
+
+def _scatter(form: Form) -> Exchange:
+    def scatter(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+        works: list[dist.Work] = []
+        collectives.reduce_scatter([(part, whole)], group, dist.ReduceOp.AVG, works, form=form)
+        for work in works:
+            work.wait()
+
+    return scatter
+
+
+def _gather_by_broadcasts(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    parts = whole.split(part.numel())
+    parts[group.rank()].copy_(part)
+    works = [dist.broadcast(each, group_src=rank, group=group, async_op=True) for rank, each in enumerate(parts)]
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _scatter_by_all_reduce(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(whole, op=dist.ReduceOp.AVG, group=group)
+    part.copy_(whole.split(part.numel())[group.rank()])
+
+
+def _scatter_by_all_to_all(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    arrived = torch.empty_like(whole)
+    dist.all_to_all_single(arrived, whole, group=group)
+    torch.mean(arrived.view(group.size(), -1), 0, out=part)
+
+
+FORMS: dict[str, Exchange] = {
+    "gather: native": _gather(Form.NATIVE),
+    "gather: peers": _gather(Form.PEERS),
+    "gather: broadcasts": _gather_by_broadcasts,
+    "scatter: native": _scatter(Form.NATIVE),
+    "scatter: peers": _scatter(Form.PEERS),
+    "scatter: all-reduce": _scatter_by_all_reduce,
+    "scatter: all-to-all": _scatter_by_all_to_all,
+}
+
+
+def _run_rank(rank: int, world_size: int, path: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", world_size), rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None, "initialized"
+    medians: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
+    for nbytes in SIZES:
+        whole = torch.full((nbytes // 4,), 0.5)
+        part = torch.ones(nbytes // 4 // world_size)
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
+        for _ in range(max(5, min(40, MOVED_BYTES // nbytes))):
+            for name, exchange in FORMS.items():
+                dist.barrier()
+                cpu, wall = time.process_time(), time.perf_counter()
+                exchange(whole, part, group)
+                samples[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+        for name, pairs in samples.items():
+            cpus, walls = zip(*pairs, strict=True)
+            medians[name].append((statistics.median(cpus), statistics.median(walls)))
+    if rank == 0:
+        Path(path, "medians.json").write_text(json.dumps(medians))
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with command line `arguments` (default: the process's own)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.primitives", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    ranks = parser.parse_args(arguments).ranks
+    with tempfile.TemporaryDirectory() as path:
+        torch.multiprocessing.spawn(_run_rank, (ranks, path), nprocs=ranks)  # type: ignore[no-untyped-call]
+        medians = json.loads(Path(path, "medians.json").read_text())
+    table = Table(
+        f"torch {torch.__version__}, gloo, {ranks} ranks: CPU ms of one rank / wall ms, by bytes of the whole",
+        ["", *(f"{nbytes // KIB} KiB" for nbytes in SIZES)],
+    )
+    for name, pairs in medians.items():
+        table.add(name, *(f"{1e3 * cpu:.2f} / {1e3 * wall:.2f}" for cpu, wall in pairs))
+    print(table.render())
+
+
+if __name__ == "__main__":
+    main()
