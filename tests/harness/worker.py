@@ -71,6 +71,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
 def _run_body(job: Job, setup: WorkerSetup, store: dist.Store) -> bytes:
     """Makes the default process group of this job, runs the body; returns the pickled result."""
     body = _find_body(job)
+    os.environ.update(_environment_of(job))
     args, kwargs = pickle.loads(job.arguments)
     seed_everything(job.seed)
     dist.init_process_group(
@@ -91,6 +92,13 @@ def _tear_down(state: ProcessState) -> bytes:
     forget_meshes()
     state.restore()
     return b""
+
+
+def _environment_of(job: Job) -> dict[str, str]:
+    """What the tests of a package want: its `ENVIRONMENT`, if it has one."""
+    package = importlib.import_module(job.module.rpartition(".")[0])
+    environment: dict[str, str] = getattr(package, "ENVIRONMENT", {})
+    return environment
 
 
 def _find_body(job: Job) -> Callable[..., Any]:

@@ -1,0 +1,140 @@
+"""Collectives as sends and receives between peers: on gloo, the form that every other test of this folder runs on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard, peers
+from fsdp2.primitives import VARIABLE, Form, form_of
+from tests.harness import multi_rank
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def content(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator).mul(7).to(dtype)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 70_001])
+@multi_rank(2, 4)
+def test_a_gather_moves_every_byte(numel: int, world_size: int) -> None:
+    for dtype in (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64):
+        works: list[dist.Work] = []
+        output = torch.zeros(world_size * numel, dtype=dtype)
+        peers.all_gather(output, content(dist.get_rank(), numel, dtype), world(), works)
+        for work in works:
+            work.wait()
+        expected = torch.cat([content(rank, numel, dtype) for rank in range(world_size)])
+        assert torch.equal(output, expected), dtype
+
+
+@multi_rank(2, 4)
+def test_a_gather_from_its_own_place_in_the_output(world_size: int) -> None:
+    output, rank, works = torch.zeros(3 * world_size), dist.get_rank(), []
+    part = output.split(3)[rank]
+    part.copy_(content(rank, 3, torch.float32))
+    peers.all_gather(output, part, world(), works)
+    for work in works:
+        work.wait()
+    assert torch.equal(output, torch.cat([content(each, 3, torch.float32) for each in range(world_size)]))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("numel", [0, 1, 5, 70_001])
+@multi_rank(2, 4)
+def test_terms_are_added_in_rank_order(numel: int, mean: bool, world_size: int) -> None:
+    rank = dist.get_rank()
+    for dtype in FLOATS:
+        works: list[dist.Work] = []
+        input = content(rank, world_size * numel, dtype)
+        output = torch.full((numel,), float("nan"), dtype=dtype)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        peers.reduce_scatter(output, input, op, world(), works)
+        for _ in range(2):  # waiting again changes nothing
+            for work in works:
+                work.wait()
+        terms = [
+            content(each, world_size * numel, dtype)[rank * numel : (rank + 1) * numel] for each in range(world_size)
+        ]
+        expected = terms[0]
+        for term in terms[1:]:
+            expected = expected + term
+        assert torch.equal(output, expected / world_size if mean else expected), dtype
+        assert torch.equal(input, content(rank, world_size * numel, dtype)), "gradients are only read"
+
+
+@multi_rank(2, 4)
+def test_many_are_in_flight_beside_messages_of_the_user(world_size: int) -> None:
+    rank, numel = dist.get_rank(), 1000
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    works: list[list[dist.Work]] = []
+    gathered, reduced = [], []
+    for index in range(6):
+        gathered.append(torch.zeros(world_size * numel))
+        reduced.append(torch.zeros(numel))
+        works += [[], []]
+        peers.all_gather(gathered[-1], content(rank + 10 * index, numel, torch.float32), world(), works[-2])
+        mine = torch.zeros(numel)
+        messages = [dist.isend(torch.full((numel,), float(rank)), right), dist.irecv(mine, left)]
+        input = content(rank + 10 * index, world_size * numel, torch.float32)
+        peers.reduce_scatter(reduced[-1], input, dist.ReduceOp.SUM, world(), works[-1])
+        for message in messages:
+            assert message is not None
+            message.wait()
+        assert mine.eq(left).all()
+    for each in reversed(works):
+        for work in each:
+            work.wait()
+    for index in range(6):
+        everyone = [content(other + 10 * index, world_size * numel, torch.float32) for other in range(world_size)]
+        torch.testing.assert_close(reduced[index], sum(each.split(numel)[rank] for each in everyone))
+        parts = [content(other + 10 * index, numel, torch.float32) for other in range(world_size)]
+        assert torch.equal(gathered[index], torch.cat(parts))
+
+
+def plan_of(model: nn.Module) -> str:
+    return str(model._get_fsdp_state().unit[0].plan)  # type: ignore[operator]
+
+
+@multi_rank(2)
+def test_the_environment_selects_the_form_and_the_plan_says_which() -> None:
+    losses = []
+    for value, is_said in (("", True), ("native", False)):
+        os.environ[VARIABLE] = value
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(5, 3))
+        output = model(torch.ones(2, 5) * (dist.get_rank() + 1)).square().sum()
+        output.backward()
+        losses.append([output.detach(), *(parameter.grad.to_local() for parameter in model.parameters())])
+        assert ("peer to peer" in plan_of(model)) is is_said
+    assert all(torch.equal(mine, other) for mine, other in zip(*losses, strict=True))
+    assert form_of(world()) is Form.NATIVE and form_of(None) is Form.ALONE
+
+
+@multi_rank(2)
+def test_ranks_that_chose_different_forms_are_told() -> None:
+    if dist.get_rank() == 0:
+        os.environ[VARIABLE] = "native"
+    model = fully_shard(nn.Linear(5, 3))
+    with pytest.raises(FSDPRuntimeError, match="peer to peer"):
+        model(torch.ones(2, 5))
+
+
+@multi_rank(2)
+def test_an_unknown_form_is_refused() -> None:
+    os.environ[VARIABLE] = "fast"
+    model = fully_shard(nn.Linear(5, 3))
+    with pytest.raises(FSDPValueError, match="FSDP2_COMM must be 'native' or unset, got 'fast'"):
+        model(torch.ones(2, 5))
