@@ -213,6 +213,31 @@ class FSDPModule:
         # The groups of a module are needed in reverse in backward.
         self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
 
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """How many bytes of unsharded parameters may be gathered ahead of the module that computes, in both directions.
+
+        Units are gathered ahead in the order of the last iteration as long as all of them together stay within
+        ``nbytes``: 0 gathers nothing ahead (where communication blocks, that saves a unit's memory and costs nothing),
+        and two to three units' bytes keep a slow network busy behind modules of uneven cost. None, the default: one
+        unit, whatever its size. Modules with a list of their own (`set_modules_to_forward_prefetch`) are not affected.
+        Set it on the root, the same on all ranks, outside of forward and backward.
+
+        Raises:
+            FSDPValueError: neither None nor an int >= 0.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+            raise FSDPValueError(f"the prefetch budget must be a number of bytes >= 0 or None, got {nbytes!r}.")
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is not None and not state.is_root:
+            raise FSDPRuntimeError(
+                f"set_prefetch_budget() must be called on the root, {root.name}, not on '{state.name}'."
+            )
+        if root is not None and root.is_running():
+            raise FSDPRuntimeError("set_prefetch_budget() must be called outside of forward and backward.")
+        state.settings.prefetch_bytes = nbytes
+
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

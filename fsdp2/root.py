@@ -19,7 +19,10 @@ from fsdp2.param_group import FSDPParamGroup
 from fsdp2.schedule import ExecutionOrder
 
 PREFETCH_DEPTH = 1
-"""How many units are gathered ahead of the one that computes."""
+"""How many units are gathered ahead of the one that computes, unless the user has set a budget."""
+
+MAX_PREFETCH_DEPTH = 16
+"""How many at most within a budget."""
 
 Unit = tuple[FSDPParamGroup, ...]
 """The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
@@ -31,17 +34,25 @@ class RootSettings:
     Attributes:
         is_last_backward: whether the end of the next backward waits for all reductions.
         finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
+        prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: `PREFETCH_DEPTH` units.
         post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
         comm: the communication context, if it is shared with other roots.
     """
 
-    __slots__ = ("comm", "finalizes_manually", "is_last_backward", "post_optim_event")
+    __slots__ = ("comm", "finalizes_manually", "is_last_backward", "post_optim_event", "prefetch_bytes")
 
     def __init__(self) -> None:
         self.is_last_backward = True
         self.finalizes_manually = False
+        self.prefetch_bytes: int | None = None
         self.post_optim_event: Any = None
         self.comm: SharedComm | None = None
+
+    def setter_called(self) -> str | None:
+        """The method, for roots only, that was called here, if any was."""
+        if self.finalizes_manually:
+            return "set_manual_backward_finalization"
+        return None if self.prefetch_bytes is None else "set_prefetch_budget"
 
 
 class SharedComm:
@@ -162,8 +173,21 @@ class FSDPRoot:
         iteration = self.iteration
         self._gather(unit)
         if iteration.in_forward and iteration.order is not None:
-            expected = iteration.order.advance(unit, depth=PREFETCH_DEPTH)
+            expected = self._advance(iteration.order, unit)
             self._gather_ahead(expected if then is None else then)
+
+    def _advance(self, order: ExecutionOrder[Unit], unit: Unit) -> Sequence[Unit]:
+        """Note that ``unit`` is needed now; returns what is to be gathered ahead if the user says nothing."""
+        budget = self.settings.prefetch_bytes
+        if budget is None:
+            return order.advance(unit, depth=PREFETCH_DEPTH)
+        within: list[Unit] = []
+        for upcoming in order.advance(unit, depth=MAX_PREFETCH_DEPTH):
+            budget -= sum(group.storage.unsharded_bytes for group in upcoming)
+            if budget < 0:
+                break
+            within.append(upcoming)
+        return within
 
     def _gather(self, unit: Unit, *, for_backward: bool = False) -> None:
         ahead = self.iteration.ahead
@@ -225,7 +249,7 @@ class FSDPRoot:
             if not group.unshards_in_backward:
                 needed = tuple(each for each in unit if each.unshards_in_backward)
         self._gather(needed, for_backward=True)
-        expected = self._backward_order.advance(unit, depth=PREFETCH_DEPTH)
+        expected = self._advance(self._backward_order, unit)
         self._gather_ahead(expected if then is None else then, for_backward=True)
 
     def gather_for_recompute(self, unit: Unit) -> None:

@@ -213,10 +213,11 @@ class FSDPState(CopyableState):
 
     def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
-            if state is not self and state.settings.finalizes_manually:
+            setter = None if state is self else state.settings.setter_called()
+            if setter is not None:
                 raise FSDPRuntimeError(
-                    f"set_manual_backward_finalization was called on '{name}' ({state.class_name}), which is not the "
-                    f"root; call it on the root, {self.class_name}."
+                    f"{setter} was called on '{name}' ({state.class_name}), which is not the root; call it on the "
+                    f"root, {self.class_name}."
                 )
 
     def _refuse_unowned(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import collectives, fully_shard
+from fsdp2 import FSDPRuntimeError, FSDPValueError, collectives, fully_shard
 from fsdp2.layout import DIRECT_ALIGNMENT_BYTES
 from fsdp2.state import state_of, states_below
 from tests.harness import fake_world
@@ -237,6 +237,67 @@ def test_the_next_gather_is_issued_before_the_current_compute(monkeypatch: pytes
         "reduce",
         "reduce",
     ]
+
+
+@pytest.mark.parametrize(("blocks_ahead", "gathers"), [(0, 0), (1, 1), (2, 2), (2.9, 2), (100, 5)])
+def test_a_budget_of_bytes_says_how_far_ahead_is_gathered(
+    blocks_ahead: float, gathers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many gathers have been issued beyond the block that computes, at its forward and its backward."""
+    with fake_world(4):
+        model = stack(6)
+        step(model)
+        block = unsharded_bytes(groups_of(model)[1])
+        model.set_prefetch_budget(int(blocks_ahead * block))
+        with launches(model, monkeypatch) as trace:
+            step(model)
+        order = [str(index) for index in range(6)]
+        for compute, names in (("forward", order), ("backward", order[::-1])):
+            passes = trace[: trace.index("backward 5")] if compute == "forward" else trace[trace.index("forward 5") :]
+            for position, name in enumerate(names):
+                issued = passes[: passes.index(f"{compute} {name}")]
+                ahead = [other for other in names[position + 1 :] if f"gather {other}" in issued]
+                assert ahead == names[position + 1 : position + 1 + gathers], (compute, name)
+        model.set_prefetch_budget(None)
+        with launches(model, monkeypatch) as trace:
+            step(model)
+        assert trace.index("gather 2") > trace.index("forward 0"), "one unit again"
+
+
+@pytest.mark.parametrize("blocks_ahead", [0, 2])
+def test_a_budget_bounds_the_peak(blocks_ahead: int) -> None:
+    with fake_world(4):
+        model = stack(8, width=512, layers=1)  # gathered in place: no staging buffers
+        step(model, 512)
+        root, block, *_ = map(unsharded_bytes, groups_of(model))
+        model.set_prefetch_budget(blocks_ahead * block)
+        with PeakMeter(model) as meter:
+            step(model, 512)
+        assert (
+            root + (1 + blocks_ahead) * block
+            <= meter.peak
+            <= root + (1 + blocks_ahead) * block + DIRECT_ALIGNMENT_BYTES
+        )
+
+
+def test_a_wrong_budget_is_refused() -> None:
+    with fake_world(4):
+        model = stack(2)
+        for wrong in (-1, 1.5, True, "2GB"):
+            with pytest.raises(FSDPValueError, match="number of bytes"):
+                model.set_prefetch_budget(wrong)  # type: ignore[arg-type]
+        model[0].set_prefetch_budget(5)
+        with pytest.raises(FSDPRuntimeError, match=r"set_prefetch_budget was called on '0' .* call it on the root"):
+            step(model)
+        model[0].set_prefetch_budget(None)
+        step(model)
+        with pytest.raises(FSDPRuntimeError, match="must be called on the root, Sequential, not on '0'"):
+            model[0].set_prefetch_budget(5)
+        handle = model[0].register_forward_hook(lambda *_: model.set_prefetch_budget(5))
+        with pytest.raises(FSDPRuntimeError, match="outside of forward and backward"):
+            step(model)
+        handle.remove()
+        step(model)
 
 
 # ---- copies and storage operations ---------------------------------------------------------------------
