@@ -1,0 +1,53 @@
+"""What a step costs that does not depend on load: Python calls, garbage, copies. `docs/performance.md` quotes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.counts import StepCounts, count_step
+from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_group
+from benchmarks.models import LARGE_PARAMETERS, ModelSpec, small_parameters
+from benchmarks.step import Phase, Trainer
+
+CALLS_PER_GROUP = 335
+WORLD_SIZE = 8
+
+
+def counts_of(name: str, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> StepCounts:
+    options = ShardingOptions(world_size=WORLD_SIZE, param_dtype=dtype)
+    with fake_process_group(WORLD_SIZE) as mesh:
+        trainer = Trainer(name, spec, mesh=mesh, options=options)
+        trainer.warm_up(2)
+        return count_step(trainer)
+
+
+def calls(counts: StepCounts) -> float:
+    return float(counts.calls[Phase.FORWARD] + counts.calls[Phase.BACKWARD])
+
+
+@pytest.mark.parametrize("params", [1, 12, 36])
+def test_calls_per_group_do_not_grow_with_its_parameters(params: int) -> None:
+    """Forward and backward, built-in functions included, beyond what the unsharded model calls."""
+    spec = small_parameters(blocks=8, params_per_block=params)
+    sharded = counts_of("fsdp2", spec)
+    over = calls(sharded) - calls(counts_of(UNSHARDED, spec))
+    assert 0 < over / spec.groups <= CALLS_PER_GROUP
+    assert sharded.garbage_objects == 0
+
+
+def test_even_large_parameters_are_not_copied() -> None:
+    counts = counts_of("fsdp2", replace(LARGE_PARAMETERS, blocks=2))
+    large = 2 * LARGE_PARAMETERS.params_per_block * LARGE_PARAMETERS.dim * LARGE_PARAMETERS.hidden_dim * 4
+    assert counts.copied_bytes().total() < large / 10, "those of the root alone, which are small"
+
+
+def test_mixed_precision_casts_shards_and_gradients_once() -> None:
+    counts = counts_of("fsdp2", replace(LARGE_PARAMETERS, blocks=2), torch.bfloat16)
+    spec = LARGE_PARAMETERS
+    numel = 2 * spec.params_per_block * spec.dim * spec.hidden_dim + 2 * spec.dim * spec.dim
+    cast_shards = 2 * 2 * numel / WORLD_SIZE  # in forward and in backward, to two bytes
+    packed_gradients = 4 * numel
+    assert counts.copied_bytes().total() <= 1.1 * (cast_shards + packed_gradients)
