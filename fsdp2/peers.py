@@ -1,22 +1,99 @@
 """All-gather and reduce-scatter as sends and receives between all pairs of ranks, without a thread or a copy between.
 
 For backends whose own collectives do more than that: gloo's reduce-scatter sends twice what it must (it is an
-all-reduce) and clones its input, its all-gather goes through an output of its own. Messages of one kind between two
-ranks are matched in the order in which they are issued, as collectives are; the tags keep the kinds apart, and apart
-from what users send.
+all-reduce) and clones its input, its all-gather goes through an output of its own.
+
+[Note: tags and what is abandoned]
+Every exchange over a process group has the next tag, the same on all ranks, for they issue the same exchanges in the
+same order: messages of two exchanges, or of the user's own, are never mistaken for one another. An exchange that an exception
+has abandoned (nobody will wait for it) must not be forgotten while messages are under way into its buffers: it is kept
+until a later one over the same group is done, for messages between two ranks arrive in order.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
 
-_GATHER_TAG = 0x46534447
-_SCATTER_TAG = 0x46534453
+_FIRST_TAG = 0x46000000
+_TAGS = 1 << 24
+
+
+class _Line:
+    """The exchanges over one process group: how many there were, and those that are not known to be done, by number."""
+
+    __slots__ = ("begun", "kept")
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.kept: dict[int, _Exchange] = {}
+
+
+_LINES: WeakKeyDictionary[dist.ProcessGroup, _Line] = WeakKeyDictionary()
+
+
+class _Exchange:
+    """One all-gather or reduce-scatter under way: a work, to be waited for."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        line = _LINES.get(group)
+        if line is None:
+            line = _LINES[group] = _Line()
+        self.group = group
+        self.tag = _FIRST_TAG + line.begun % _TAGS
+        self._line = line
+        self._number = line.begun
+        self._messages: list[dist.Work] = []
+        line.kept[line.begun] = self
+        line.begun += 1
+
+    def receive(self, part: torch.Tensor, source: int) -> None:
+        """Begin to receive ``part`` from the rank ``source``. Before anything is sent, on every rank."""
+        self._messages.append(_torch.receive(part, source, self.group, self.tag))
+
+    def send(self, part: torch.Tensor, target: int) -> None:
+        """Begin to send ``part`` to the rank ``target``."""
+        self._messages.append(_torch.send(part, target, self.group, self.tag))
+
+    def wait(self) -> bool:
+        """Block the host until all has arrived; nothing to do the second time."""
+        for message in self._messages:
+            message.wait()
+        self._messages = []
+        kept = self._line.kept
+        for number in [each for each in kept if each <= self._number]:
+            del kept[number]
+        return True
+
+
+class _Sum(_Exchange):
+    """A reduce-scatter: what has arrived is added up.
+
+    Attributes:
+        terms: one for each rank, until they are added.
+    """
+
+    terms: list[torch.Tensor]
+    output: torch.Tensor
+    is_mean: bool
+
+    def wait(self) -> bool:
+        """Block the host until ``output`` holds the result."""
+        super().wait()
+        if self.terms:
+            with _torch.without_grad():
+                torch.add(self.terms[0], self.terms[1], out=self.output)
+                for term in self.terms[2:]:
+                    self.output.add_(term)
+                if self.is_mean:
+                    self.output.div_(len(self.terms))
+        self.terms = []
+        return True
 
 
 def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> None:
@@ -25,11 +102,12 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
     if numel == 0:
         return
     parts = output.split(numel)
+    exchange = _Exchange(group)
+    works.append(exchange)
     for step in range(1, world_size):
-        source = (rank - step) % world_size
-        works.append(_torch.receive(parts[source], source, group, _GATHER_TAG))
+        exchange.receive(parts[(rank - step) % world_size], (rank - step) % world_size)
     for step in range(1, world_size):
-        works.append(_torch.send(input, (rank + step) % world_size, group, _GATHER_TAG))
+        exchange.send(input, (rank + step) % world_size)
     if parts[rank].data_ptr() != input.data_ptr():
         parts[rank].copy_(input)
 
@@ -47,42 +125,16 @@ def reduce_scatter(
         return
     parts = input.split(numel)
     arrived = list(input.new_empty((world_size - 1) * numel).split(numel))
-    terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
-    exchange: list[dist.Work] = []
+    exchange = _Sum(group)
+    exchange.output, exchange.is_mean = output, op == dist.ReduceOp.AVG
+    exchange.terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
+    works.append(exchange)
     for step in range(1, world_size):
-        source = (rank - step) % world_size
-        exchange.append(_torch.receive(terms[source], source, group, _SCATTER_TAG))
+        exchange.receive(exchange.terms[(rank - step) % world_size], (rank - step) % world_size)
     for step in range(1, world_size):
-        target = (rank + step) % world_size
-        exchange.append(_torch.send(parts[target], target, group, _SCATTER_TAG))
-    works.append(_Sum(exchange, terms, output, is_mean=op == dist.ReduceOp.AVG))
+        exchange.send(parts[(rank + step) % world_size], (rank + step) % world_size)
 
 
 def can_reduce(op: Any) -> bool:
     """Whether `reduce_scatter` knows ``op``."""
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # type: ignore[comparison-overlap]
-
-
-class _Sum:
-    """The end of a reduce-scatter: waits for what the others send, and adds it up."""
-
-    __slots__ = ("_exchange", "_is_mean", "_output", "_terms")
-
-    def __init__(
-        self, exchange: list[dist.Work], terms: list[torch.Tensor], output: torch.Tensor, *, is_mean: bool
-    ) -> None:
-        self._exchange, self._terms, self._output, self._is_mean = exchange, terms, output, is_mean
-
-    def wait(self) -> bool:
-        """Block the host until ``output`` holds the result; nothing to do the second time."""
-        for work in self._exchange:
-            work.wait()
-        if self._terms:
-            with _torch.without_grad():
-                torch.add(self._terms[0], self._terms[1], out=self._output)
-                for term in self._terms[2:]:
-                    self._output.add_(term)
-                if self._is_mean:
-                    self._output.div_(len(self._terms))
-        self._exchange, self._terms = [], []
-        return True

@@ -19,6 +19,9 @@ class _SetattrSlots:
     def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
         setattr(self._module, name, parameter)
 
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return self._module._parameters[name]
+
     def get(self, name: str) -> nn.Parameter | None:
         """The registered parameter, or None."""
         return self._module._parameters.get(name)

@@ -104,6 +104,28 @@ def test_many_are_in_flight_beside_messages_of_the_user(world_size: int) -> None
         assert torch.equal(gathered[index], torch.cat(parts))
 
 
+@multi_rank(2, 4)
+def test_what_was_abandoned_is_mistaken_for_nothing(world_size: int) -> None:
+    """Exchanges that nobody waits for, on every rank, as after an exception; alike in size to what follows."""
+    rank, numel = dist.get_rank(), 50_000
+    for step in range(20):
+        abandoned: list[dist.Work] = []
+        peers.all_gather(torch.zeros(world_size * numel), torch.full((numel,), -1.0), world(), abandoned)
+        peers.reduce_scatter(
+            torch.zeros(numel), torch.full((world_size * numel,), -1.0), dist.ReduceOp.SUM, world(), abandoned
+        )
+        del abandoned
+        works: list[dist.Work] = []
+        output, total = torch.zeros(world_size * numel), torch.zeros(numel)
+        peers.all_gather(output, content(rank + step, numel, torch.float32), world(), works)
+        peers.reduce_scatter(total, torch.ones(world_size * numel), dist.ReduceOp.SUM, world(), works)
+        for work in works:
+            work.wait()
+        parts = [content(other + step, numel, torch.float32) for other in range(world_size)]
+        assert torch.equal(output, torch.cat(parts)) and total.eq(world_size).all()
+        assert not peers._LINES[world()].kept, "nothing stays once later exchanges are done"
+
+
 def plan_of(model: nn.Module) -> str:
     return str(model._get_fsdp_state().unit[0].plan)  # type: ignore[operator]
 
