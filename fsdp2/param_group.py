@@ -377,7 +377,7 @@ class FSDPParamGroup:
             return
         post_forward.take()
         for mapping, name, param in self._swaps:
-            mapping[name] = param.post_forward
+            mapping[name] = param.resting
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
         self._free_unsharded()
 
@@ -418,8 +418,7 @@ class FSDPParamGroup:
             self._issuing = self._awaits_copy_out = False
             self.plan = None
         else:
-            if self.storage.post_forward is not None:
-                self.storage.post_forward.free()
+            self.storage.free_rests()
             self._free_unsharded()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:

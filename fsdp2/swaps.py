@@ -32,6 +32,6 @@ def hold_post_forward(swaps: Sequence[Swap]) -> bool:
     """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
     for mapping, name, param in swaps:
         found: nn.Parameter | None = mapping.get(name)
-        if found is None or found is not param.post_forward or found.requires_grad is not param.requires_grad:
+        if found is None or found is not param.resting or found.requires_grad is not param.requires_grad:
             return False
     return True
