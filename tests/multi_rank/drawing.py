@@ -194,13 +194,15 @@ class _Drawing:
             is_one_mesh = not self.is_tensor_parallel and len(set(replicates)) == 1
             clip = self.choose(["torch", "fsdp2"]) if is_one_mesh else "fsdp2"
         placements = ["default", "default", "default", "zero", "one", "mixed", "uneven"]
+        # Where units of tied weights may be of both kinds, which are asked for placements or not.
+        is_asked = not all(replicates) and (self._has_shards or not any(replicates))
         return Program(
             seed=self.seed,
             mesh=self.mesh,
             dims=self.dims,
             model=model,
             units=units,
-            placement="default" if all(replicates) else self.choose(placements),
+            placement=self.choose(placements) if is_asked else "default",
             param_dtype="bfloat16" if bf16 else None,
             reduce_dtype=reduce_dtype,
             output_dtype="float32" if bf16 and self.chance(0.5) else None,

@@ -161,7 +161,23 @@ def ties_units(program: Program) -> bool:
     return bool(sharers(program.units, program.model))
 
 
-KNOWN: dict[str, Callable[[Program], bool]] = {}
+def _copies_a_stale_optimizer(program: Program) -> bool:
+    """Whether the optimizer is copied after `unwrap` and `fully_shard`, and before it has stepped."""
+    for index, event in enumerate(program.events):
+        at_once = [(each.step, each.point) for each in program.events[index + 1 :] if each.action == "copy_on"]
+        later = [(each.step, each.point) for each in program.events if each.action == "copy_on"]
+        if event.action == "unwrap" and (
+            (event.step, "after step") in at_once or (event.step + 1, "before step") in later
+        ):
+            return True
+    return False
+
+
+KNOWN: dict[str, Callable[[Program], bool]] = {
+    "a copied optimizer that has not stepped since it was sharded does not find the copied parameters": (
+        _copies_a_stale_optimizer
+    ),
+}
 """Programs that fsdp2 is known to train wrongly: counted, and not run. Take an entry out when it is repaired."""
 
 
