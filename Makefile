@@ -19,7 +19,7 @@ help:
 	@echo "make test-full    the suite with its slow part"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make bench        host time, calls, copies, collectives and memory beside torch's fully_shard"
-	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it"
+	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +57,7 @@ bench: $(STAMP)
 
 torch-gaps: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_gaps $(ARGS)
+	$(BIN)/python -m benchmarks.torch_gaps --implementation fsdp2 $(ARGS)
 
 clean:
 	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache

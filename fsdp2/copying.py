@@ -239,6 +239,7 @@ class Recipe:
         attachment: what hangs on the modules.
         ignored: ignored parameters below the modules.
         identities: of the groups.
+        owns: whether the state's own `fully_shard` call made the group; else its weights are tied to those of another.
         forward_prefetch: see `Inherited`.
         backward_prefetch: the same in backward.
         facts: the rest.
@@ -248,6 +249,7 @@ class Recipe:
         self,
         modules: tuple[nn.Module, ...],
         unit: Unit,
+        owns: list[bool],
         attachment: Attachment,
         ignored: Iterable[nn.Parameter],
         prefetch: tuple[Prefetch, Prefetch],
@@ -259,6 +261,7 @@ class Recipe:
         self.attachment = attachment
         self.ignored = [parameter for parameter in ignored if parameter in below]
         self.identities = [group.identity for group in unit]
+        self.owns = owns
         self.forward_prefetch, self.backward_prefetch = map(inherit, prefetch)
         self.facts = facts
 
@@ -432,7 +435,8 @@ class CopyableState(ABC):
             tuple(map(GroupFacts.of, self.unit)),
         )
         prefetch = (self.forward_prefetch, self.backward_prefetch)
-        return Recipe(self.modules, self.unit, self.attachment, self.ignored_params, prefetch, facts)
+        owns = [group.sharers[0] is self for group in self.unit]
+        return Recipe(self.modules, self.unit, owns, self.attachment, self.ignored_params, prefetch, facts)
 
     def __setstate__(self, recipe: Recipe) -> None:
         """A copy, to be completed when its modules have been copied."""
@@ -455,7 +459,7 @@ class CopyableState(ABC):
             setattr(self, name, recipe.facts.settings[name])
         for name in _COPIED_OF_ROOTS:
             setattr(self.settings, name, recipe.facts.settings[name])
-        for group in self.unit:
-            group.sharers.append(self)
+        for group, owns in zip(self.unit, recipe.owns, strict=True):
+            group.sharers.insert(0 if owns else len(group.sharers), self)  # whose settings count comes first
         self.attachment.attach(self)
         return True

@@ -11,6 +11,10 @@ of the sharded parameter at lazy initialization::
 Every rank must send inputs of the same sizes: those of short ranks are padded by the extension. The first time
 ``out`` is None, and the inner tensors are what the unsharded tensor needs to stay alive; their memory is freed and
 given back around each use. From then on ``out`` is that unsharded tensor, to be filled in place.
+
+Where a group reshards to fewer ranks after forward, each of them keeps a slice of what has arrived (a "rest") and the
+metadata. Before backward the rests are gathered among these ranks, and the second method is called again; the first
+is not, so that backward computes with what the forward computed with, whatever was written in between.
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ class _Extended:
         inner: what the extension says its unsharded tensor lies on.
         metadata: what it passes from before to after the gather.
         is_made: the unsharded tensor exists.
+        rests: of each output, the slice of this rank among its neighbours; freed when the group is sharded again.
+        rest_metadata: what goes with them.
         releases: the extension needs the outputs no more once it has made the unsharded tensor.
     """
 
@@ -96,7 +102,48 @@ class _Extended:
     inner: list[Resizable] = field(default_factory=list)
     metadata: Any = None
     is_made: bool = False
+    rests: list[Resizable] = field(default_factory=list)
+    rest_metadata: Any = None
     releases: bool = False
+
+
+class _Staged:
+    """Tensors of any dtypes in one buffer: what one member of a collective carries. Allocates, and copies them there.
+
+    Attributes:
+        members: none if there is nothing to send.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, custom: AllGather | None) -> None:
+        self._places, offset = [], 0
+        for tensor in tensors:
+            offset = align(offset, PACKED_ALIGNMENT_BYTES)
+            nbytes = tensor.numel() * tensor.element_size()
+            self._places.append((offset, nbytes))
+            offset += nbytes
+        dtypes = {tensor.dtype for tensor in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        world_size, numel = mesh.world_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
+        if custom is not None:
+            staging = custom.allocate((world_size * numel,), dtype=dtype, device=mesh.device)
+            send = staging[mesh.rank * numel : (mesh.rank + 1) * numel]
+        else:
+            staging = torch.empty(world_size * numel, dtype=dtype, device=mesh.device)
+            send = torch.empty(numel, dtype=dtype, device=mesh.device)
+        send_bytes = send.view(torch.uint8)
+        for tensor, (start, nbytes) in zip(tensors, self._places, strict=True):
+            if nbytes:
+                send_bytes[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        self._arrived = staging.view(torch.uint8).view(world_size, -1)
+        self.members: list[Member] = [(on_the_wire(staging), on_the_wire(send))] if numel else []
+
+    def copy_out(self, outputs: Sequence[torch.Tensor], outers: Sequence[int]) -> None:
+        """Move what has arrived to the flat ``outputs``: ranks alternate ``outer`` times, where a later dim is cut."""
+        world_size = self._arrived.shape[0]
+        for output, outer, (start, nbytes) in zip(outputs, outers, self._places, strict=True):
+            if nbytes:
+                piece = self._arrived[:, start : start + nbytes].view(output.dtype)
+                output.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
 
 
 def _take_as_it_is(
@@ -121,9 +168,7 @@ class ExtensionGather:
         self._mesh = mesh
         self.custom = custom
         self._extended = [_Extended(param) for param in params]
-        self._staging: torch.Tensor | None = None
-        self._send: torch.Tensor | None = None
-        self._pieces: list[tuple[_Extended, int, int, int]] = []
+        self._staged: _Staged | None = None
         for each in self._extended:
             where = f"parameter '{each.param.path}'"
             check_extension(each.param.local, each.param.sharding.cut, mesh.world_size, where)
@@ -136,32 +181,25 @@ class ExtensionGather:
         Raises:
             FSDPRuntimeError: on every rank, if the ranks would send different sizes.
         """
-        world_size, rank = self._mesh.world_size, self._mesh.rank
         inputs = [self._inputs_of(each) for each in self._extended]
         self._refuse_other_sizes(inputs)
-        self._pieces, offset = [], 0
-        for each, tensors in zip(self._extended, inputs, strict=True):
-            for index, tensor in enumerate(tensors):
-                offset = align(offset, PACKED_ALIGNMENT_BYTES)
-                self._pieces.append((each, index, offset, tensor.numel() * tensor.element_size()))
-                offset += tensor.numel() * tensor.element_size()
-        offset = align(offset, PACKED_ALIGNMENT_BYTES)
-        flat = [tensor for tensors in inputs for tensor in tensors]
-        dtypes = {tensor.dtype for tensor in flat}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        numel = offset // dtype.itemsize
-        if self.custom is not None:
-            staging = self.custom.allocate((world_size * numel,), dtype=dtype, device=self._mesh.device)
-            send = staging[rank * numel : (rank + 1) * numel]
-        else:
-            staging = torch.empty(world_size * numel, dtype=dtype, device=self._mesh.device)
-            send = torch.empty(numel, dtype=dtype, device=self._mesh.device)
-        send_bytes = send.view(torch.uint8)
-        for tensor, (_, _, start, nbytes) in zip(flat, self._pieces, strict=True):
-            if nbytes:
-                send_bytes[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-        self._staging, self._send = staging, send
-        return [(on_the_wire(staging), on_the_wire(send))] if numel else []
+        self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.custom)
+        return self._staged.members
+
+    def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Member]:
+        """Give the outputs memory, into which the rests are gathered as they lie: nothing is asked for, or copied."""
+        for each in self._extended:
+            for output in each.outputs:
+                output.allocate()
+        rests = [rest.flat for each in self._extended for rest in each.rests]
+        if self.custom is not None:  # which gathers in memory of its own
+            self._staged = _Staged(rests, neighbours, self.custom)
+            return self._staged.members
+        pairs = zip(self._aliases(), rests, strict=True)
+        return [(on_the_wire(alias), on_the_wire(rest)) for alias, rest in pairs if rest.numel()]
+
+    def _aliases(self) -> list[torch.Tensor]:
+        return [alias for each in self._extended for alias in each.aliases]
 
     def _inputs_of(self, each: _Extended) -> list[torch.Tensor]:
         param, mesh = each.param, self._mesh
@@ -194,15 +232,14 @@ class ExtensionGather:
         known = [each.sizes for each in self._extended]
         if all(before is None for before in known):
             self._refuse_disagreement(inputs)
-        for each, before, now in zip(self._extended, known, sizes, strict=True):
-            if before is not None and before != now:
+        for each, tensors, before, now in zip(self._extended, inputs, known, sizes, strict=True):
+            dtypes = [tensor.dtype for tensor in tensors]
+            if before is not None and (before, each.dtypes) != (now, dtypes):
                 raise FSDPRuntimeError(
-                    f"{_PRE} of parameter '{each.param.path}' returned sizes {list(map(tuple, now))}, the first time "
-                    f"{list(map(tuple, before))}; they must stay the same."
+                    f"{_PRE} of parameter '{each.param.path}' returned sizes {list(map(tuple, now))} in {dtypes}, the "
+                    f"first time {list(map(tuple, before))} in {each.dtypes}; they must stay the same."
                 )
-            each.sizes = now
-        for each, tensors in zip(self._extended, inputs, strict=True):
-            each.dtypes = [tensor.dtype for tensor in tensors]
+            each.sizes, each.dtypes = now, dtypes
 
     def _refuse_disagreement(self, inputs: list[list[torch.Tensor]]) -> None:
         group = self._mesh.group
@@ -223,23 +260,48 @@ class ExtensionGather:
                     f"rank 0, ceil({each.param.shape[0]} / {group.size()}) rows."
                 )
 
-    def finish(self) -> None:
-        """Give the extensions what has arrived, to make or fill their unsharded tensors."""
-        assert self._staging is not None, "a gather is under way"
-        staged = self._staging.view(torch.uint8).view(self._mesh.world_size, -1)
+    def finish(self, neighbours: DataParallelMesh | None) -> None:
+        """Give the extensions what has arrived, to make or fill their unsharded tensors.
+
+        Among ``neighbours`` this rank keeps its part of it before: extensions may write into it, or let it be freed.
+        """
+        assert self._staged is not None, "a gather is under way"
         for each in self._extended:
             self._allocate(each)
-        for each, index, start, nbytes in self._pieces:
-            if nbytes:
-                alias, world_size = each.aliases[index], self._mesh.world_size
-                assert each.sizes is not None, "inputs were asked for"
-                outer = math.prod(each.sizes[index][: _cut_dim(each.param)])
-                piece = staged[:, start : start + nbytes].view(alias.dtype)
-                # In dim 0 rank order is the order of the output; else ranks alternate.
-                alias.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
-        self._staging = self._send = None
+        outers = [math.prod(size[: _cut_dim(each.param)]) for each in self._extended for size in each.sizes or ()]
+        self._staged.copy_out(self._aliases(), outers)
+        self._staged = None
         for each in self._extended:
-            self._make_unsharded(each)
+            if neighbours is not None:
+                self._keep_rests(each, neighbours)
+            metadata, each.metadata = each.metadata, None
+            self._make_unsharded(each, metadata)
+
+    def finish_from_rests(self) -> None:
+        """Let the extensions fill their unsharded tensors once more, as they did before."""
+        for each in self._extended:
+            self._allocate(each)
+        if self._staged is not None:
+            aliases = self._aliases()
+            self._staged.copy_out(aliases, [1] * len(aliases))
+            self._staged = None
+        for each in self._extended:
+            self._make_unsharded(each, each.rest_metadata)
+
+    def _keep_rests(self, each: _Extended, neighbours: DataParallelMesh) -> None:
+        if not each.rests:
+            each.rests = [Resizable(alias.new_empty(alias.numel() // neighbours.world_size)) for alias in each.aliases]
+        for rest, alias in zip(each.rests, each.aliases, strict=True):
+            rest.allocate()
+            rest.flat.copy_(alias.view(neighbours.world_size, -1)[neighbours.rank])
+        each.rest_metadata = each.metadata
+
+    def free_rests(self) -> None:
+        """Free what was kept for a gather among neighbours."""
+        for each in self._extended:
+            each.rest_metadata = None
+            for rest in each.rests:
+                rest.free()
 
     def _allocate(self, each: _Extended) -> None:
         if not each.outputs:
@@ -253,7 +315,7 @@ class ExtensionGather:
         for buffer in (*each.outputs, *each.inner):
             buffer.allocate()
 
-    def _make_unsharded(self, each: _Extended) -> None:
+    def _make_unsharded(self, each: _Extended, metadata: Any) -> None:
         param, local = each.param, each.param.local
         assert each.sizes is not None, "inputs were asked for"
         dim, world_size = _cut_dim(param), self._mesh.world_size
@@ -262,7 +324,6 @@ class ExtensionGather:
             for output, size in zip(each.outputs, each.sizes, strict=True)
         )
         after: Any = getattr(local, _POST, _take_as_it_is)
-        metadata, each.metadata = each.metadata, None
         if each.is_made:
             after(outputs, metadata, param.param_dtype, out=param.unsharded)
         else:
@@ -283,7 +344,7 @@ class ExtensionGather:
 
     def free(self) -> None:
         """Free the unsharded tensors' memory."""
-        self._staging = self._send = None
+        self._staged = None
         if self.keeps_memory:
             return
         for each in self._extended:

@@ -82,7 +82,8 @@ class FSDPParam:
         local: the local tensor of ``sharded`` when it was last looked at, to notice when it is replaced.
         unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer (a DTensor under tensor
             parallelism); None before lazy initialization.
-        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks.
+        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks; None if that
+            is ``sharded``, as of a tensor that gathers itself.
         requires_grad: what the plan was made for.
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
         arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
@@ -193,6 +194,11 @@ class FSDPParam:
         for other in (self.unsharded, self.post_forward):
             if other is not None and other.requires_grad is not self.requires_grad:
                 other.requires_grad_(self.requires_grad)
+
+    @property
+    def resting(self) -> nn.Parameter:
+        """The parameter that is registered while the group is resharded to fewer ranks."""
+        return self.sharded if self.post_forward is None else self.post_forward
 
     @property
     def path(self) -> str:

@@ -331,7 +331,7 @@ class FSDPParamGroup:
             gather.allocate()
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
-            members = storage.copy_in(gather)
+            members = storage.copy_in(gather, resumes=self._resumes)
             if storage.home.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._ticket.works if as_works else None
@@ -411,8 +411,7 @@ class FSDPParamGroup:
             self._issuing = self._awaits_copy_out = False
             self.plan = None
         else:
-            if self.storage.post_forward is not None:
-                self.storage.post_forward.free()
+            self.storage.free_rests()
             self._free_unsharded()
         self._enter(ParamPhase.SHARDED)
         if replaced is not None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Resizable, in_memory_order, storage_alias
+from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, succeed
@@ -30,14 +31,15 @@ class PostForward:
     def __init__(self, mesh: DataParallelMesh) -> None:
         self.mesh = mesh
         self.gather: Gather
+        self._sources: list[Source] = []
         self._parts: list[Resizable] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._params: list[FSDPParam] = []
         self._versions: list[tuple[int, int]] = []
 
-    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device) -> None:
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, custom: AllGather | None) -> None:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
-        self._parts, self._copies, self._params, sources = [], [], [], []
+        self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
             layout = each.layout.over(self.mesh.world_size, each.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
@@ -50,11 +52,22 @@ class PostForward:
                 self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
                 param.post_forward = self._parameter(local, param)
-            sources.append(Source(each, part.flat, layout))
+            self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
-        self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, None)
-        self.gather.free()
+        self.set_custom(custom, device)
         self.free()
+
+    def set_custom(self, custom: AllGather | None, device: torch.device) -> None:
+        """Gather with ``custom`` from now on. The unsharded buffers have memory."""
+        sources, empty = self._sources, [part for part in self._parts if not part.storage.nbytes()]
+        if custom is not None:
+            sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
+        for part in empty:
+            part.allocate()
+        self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, custom)
+        self.gather.free()
+        for part in empty:
+            part.free()
 
     def _parameter(self, local: torch.Tensor, param: FSDPParam) -> nn.Parameter:
         sharded = param.sharded
@@ -72,6 +85,8 @@ class PostForward:
         """
         for part in self._parts:
             part.allocate()
+        if not self._copies:
+            return
         with _torch.without_grad():
             _torch.foreach_copy([local for local, _ in self._copies], [whole for _, whole in self._copies])
         self._versions = self._current_versions()

@@ -174,6 +174,8 @@ class FSDPState(CopyableState):
         supersede(names)
         for state, name in names.items():
             for group in state.unit:
+                if group.sharers[0] is not state and group.sharers[0] in names:
+                    continue  # it is called as its owner calls it
                 group.rename(name or self.class_name, f"{name}." if name else "")
         self._refuse_unowned()
         refuse_meta_buffers(self.modules, self.class_name)

@@ -12,7 +12,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Home
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
+from fsdp2.common import FSDPRuntimeError
 from fsdp2.custom_comm import AllGather
 from fsdp2.extensions import ExtensionGather, is_extended
 from fsdp2.gather import Gather, Member, Source
@@ -96,29 +96,22 @@ class GroupStorage:
                 )
 
     def prepare(self) -> None:
-        """Build the unsharded parameters and the gathers, all left without memory.
-
-        Raises:
-            FSDPNotImplementedError: an extension, and resharding to fewer ranks.
-        """
+        """Build the unsharded parameters and the gathers, all left without memory."""
         if self._extended != self._find_extended():
             self.lay_out()  # extensions may be given to local tensors until now
-        if self._extended and self.post_forward is not None:
-            raise FSDPNotImplementedError(
-                f"parameter '{self._extended[0].path}' has an all-gather extension, which reshard_after_forward as an "
-                "int does not support; pass True or False."
-            )
         mesh = self._mesh
         for buffers in self._buffers:
             buffers.prepare(mesh.device)
             buffers.keeps_memory = self._keeps_memory
         self._gather = self._make_gather()
         if self.post_forward is not None:
-            self.post_forward.prepare(self._buffers, mesh.device)
+            self.post_forward.prepare(self._buffers, mesh.device, self.custom)
         self._gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
         self._extensions = ExtensionGather(self._extended, mesh, self.custom) if self._extended else None
+        for param in self._extended:
+            param.post_forward = None
         if self._extensions is not None:
             self._extensions.keeps_memory = self._keeps_memory
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
@@ -142,6 +135,8 @@ class GroupStorage:
             buffers.unsharded.allocate()
         self._gather = self._make_gather()
         self._gather.free()
+        if self.post_forward is not None:
+            self.post_forward.set_custom(comm, self._mesh.device)
         for buffers in empty:
             buffers.free()
         if self._extensions is not None:
@@ -155,20 +150,26 @@ class GroupStorage:
         assert gather is not None, "prepared"
         return gather
 
-    def copy_in(self, gather: Gather) -> Sequence[Member]:
+    def copy_in(self, gather: Gather, *, resumes: bool) -> Sequence[Member]:
         """Prepare what is sent. Returns what the collective carries."""
         gather.copy_in()
         if self._extensions is None:
             return gather.members
-        with _torch.without_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what they make is used in training as well
+            if resumes and self.post_forward is not None:
+                return [*gather.members, *self._extensions.begin_from_rests(self.post_forward.mesh)]
             return [*gather.members, *self._extensions.begin()]
 
     def copy_out(self, *, resumes: bool) -> None:
         """Move what has arrived to where the unsharded parameters lie."""
         self.gather_from(resumes=resumes).copy_out()
-        if self._extensions is not None:
-            with _torch.without_grad():
-                self._extensions.finish()
+        if self._extensions is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if resumes:
+                self._extensions.finish_from_rests()
+            else:
+                self._extensions.finish(None if self.post_forward is None else self.post_forward.mesh)
 
     def free(self) -> None:
         """Free everything but the shards; every unsharded parameter loses its values with it."""
@@ -178,6 +179,13 @@ class GroupStorage:
             buffers.free()
         if self._extensions is not None:
             self._extensions.free()
+
+    def free_rests(self) -> None:
+        """Free what was kept for a gather in backward; the sharded parameters are all there is then."""
+        if self.post_forward is not None:
+            self.post_forward.free()
+        if self._extensions is not None:
+            self._extensions.free_rests()
 
     def keep_memory(self, keep: bool) -> None:
         """Whether `free` leaves the unsharded parameters their memory."""

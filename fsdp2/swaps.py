@@ -16,7 +16,7 @@ from fsdp2.param import FSDPParam
 
 _SHARDED: Callable[[FSDPParam], Any] = attrgetter("sharded")
 _UNSHARDED: Callable[[FSDPParam], Any] = attrgetter("unsharded")
-_POST_FORWARD: Callable[[FSDPParam], Any] = attrgetter("post_forward")
+_RESTING: Callable[[FSDPParam], Any] = attrgetter("resting")
 _LOCAL: Callable[[FSDPParam], Any] = attrgetter("local")
 _REQUIRES_GRAD: Callable[[Any], bool] = attrgetter("requires_grad")
 
@@ -44,7 +44,7 @@ class Swaps:
 
     def hold_post_forward(self) -> bool:
         """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
-        return self._hold(_POST_FORWARD)
+        return self._hold(_RESTING)
 
     def hold_unsharded(self) -> bool:
         """Whether they hold the unsharded parameters, neither frozen nor unfrozen."""
@@ -91,4 +91,4 @@ class Swaps:
     def register_post_forward(self) -> None:
         """Let the modules hold what the parameters rest as after forward."""
         for mapping, name, param in self.places:
-            mapping[name] = param.post_forward
+            mapping[name] = param.resting

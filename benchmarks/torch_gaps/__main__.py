@@ -1,4 +1,4 @@
-"""``python -m benchmarks.torch_gaps``: run the cases, print the outcomes, record torch's."""
+"""``python -m benchmarks.torch_gaps``: run the cases, print the outcomes, record them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def main() -> None:
     for name, case in chosen.items():
         outcome = run(case, arguments.implementation)
         print(f"{name}: {outcome}", flush=True)
-        if arguments.implementation == "torch" and not arguments.dry:
-            record.write(record.merged(record.read(), cases, version, {name: outcome}), cases)
+        if not arguments.dry:
+            key = record.key_of(arguments.implementation, version)
+            record.write(record.merged(record.read(), cases, key, {name: outcome}), cases)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="names of cases; all if none")
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="torch", help="only torch's are recorded")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="torch", help="whose fully_shard runs")
     parser.add_argument("--dry", action="store_true", help="print only")
     return parser.parse_args()
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "torch-gaps.json"
 DOCUMENT = ROOT / "docs" / "beyond.md"
 BEGIN, END = "<!-- torch-gaps: begin -->", "<!-- torch-gaps: end -->"
-# Case -> torch version -> outcome.
+OURS = "fsdp2 on "
+# Case -> torch version, or `OURS` and a torch version -> outcome.
 Record = dict[str, dict[str, Outcome]]
 
 
@@ -28,8 +29,13 @@ def read() -> Record:
     }
 
 
+def key_of(implementation: str, version: str) -> str:
+    """Under what the outcomes of an implementation on torch ``version`` are recorded."""
+    return version if implementation == "torch" else f"{OURS}{version}"
+
+
 def merged(record: Record, cases: dict[str, Case], version: str, outcomes: dict[str, Outcome]) -> Record:
-    """``record`` with ``outcomes`` as those of torch ``version``; cases that no longer exist are dropped."""
+    """``record`` with ``outcomes`` as those of ``version``, see `key_of`; cases that no longer exist are dropped."""
     result: Record = {}
     for name in cases:
         found = dict(record.get(name, {}))
@@ -63,15 +69,21 @@ def shown() -> str:
 
 
 def render(record: Record, cases: dict[str, Case]) -> str:
-    """The table, a part for each area: a row per recorded case, a column per torch version."""
-    versions = sorted({version for outcomes in record.values() for version in outcomes}, key=_as_numbers)
-    lines = [_summary(record, versions)]
+    """The table, a part for each area: a row per recorded case, a column per torch version, and one for fsdp2."""
+    keys = {key for outcomes in record.values() for key in outcomes}
+    versions = sorted((key for key in keys if not key.startswith(OURS)), key=_as_numbers)
+    ours = sorted((key for key in keys if key.startswith(OURS)), key=_as_numbers)
+    lines = [_summary(record, versions + ours)]
+    titles = [*(f"torch {version}" for version in versions), *(["fsdp2"] if ours else [])]
     for area in dict.fromkeys(case.area for case in cases.values()):
         rows = [case for case in cases.values() if case.area == area and case.name in record]
         lines += ["", f"### {area}", ""]
-        lines += [_row(["a user wants", *(f"torch {version}" for version in versions), "related issues"])]
-        lines += [_row(["---"] * (len(versions) + 2))]
-        lines += [_row([case.title, *_cells(record[case.name], versions), " ".join(case.asked)]) for case in rows]
+        lines += [_row(["a user wants", *titles, "related issues"])]
+        lines += [_row(["---"] * (len(titles) + 2))]
+        for case in rows:
+            outcomes = record[case.name]
+            cells = [*_cells(outcomes, versions), *([_cell_of_ours(outcomes, ours)] if ours else [])]
+            lines += [_row([case.title, *cells, " ".join(case.asked)])]
     return "\n".join(lines)
 
 
@@ -80,12 +92,21 @@ def _summary(record: Record, versions: list[str]) -> str:
     for version in versions:
         kinds = [outcomes[version].kind for outcomes in record.values() if version in outcomes]
         each = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(sorted(kinds, key=kinds.count)))
-        counts.append(f"torch {version}, {len(kinds)} cases: {each}.")
+        name = f"fsdp2 on torch {version.removeprefix(OURS)}" if version.startswith(OURS) else f"torch {version}"
+        counts.append(f"{name}, {len(kinds)} cases: {each}.")
     return "\n".join(f"- {line}" for line in counts)
 
 
 def _cells(outcomes: dict[str, Outcome], versions: list[str]) -> Iterable[str]:
     return [_cell(outcomes[version]) if version in outcomes else "not run" for version in versions]
+
+
+def _cell_of_ours(outcomes: dict[str, Outcome], keys: list[str]) -> str:
+    """One cell for all torch versions where they agree in kind, that of the newest."""
+    found = {key: outcomes[key] for key in keys if key in outcomes}
+    if len({each.kind for each in found.values()}) > 1:
+        return "; ".join(f"{_cell(each)} (torch {key.removeprefix(OURS)})" for key, each in found.items())
+    return _cell(list(found.values())[-1]) if found else "not run"
 
 
 def _cell(outcome: Outcome) -> str:
@@ -104,7 +125,7 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _as_numbers(version: str) -> list[int]:
-    return [int(part) for part in version.split(".")]
+    return [int(part) for part in version.removeprefix(OURS).split(".")]
 
 
 def _around_the_table() -> tuple[str, str]:

@@ -65,6 +65,7 @@ def test_overlap_is_seen_to_be_lost() -> None:
 UNBOUNDED = {
     "accumulated_without_reshard",
     "block_called_alone",
+    "extensions_on_neighbours",
     "gathered_by_extensions",
     "gathered_far_ahead",
     "neighbours_fail",
@@ -75,7 +76,8 @@ UNBOUNDED = {
     "storage_kept_by_neighbours",
     "two_roots",
     "unsharded_by_hand",
-    "custom_collectives",  # by hand too, as is the next
+    "custom_collectives",  # by hand too, as are the next
+    "custom_collectives_on_neighbours",
     "memory_of_the_process_group",
 }
 """In these, the user, the policy or the structure of the model keeps more groups unsharded."""

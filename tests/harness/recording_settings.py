@@ -205,9 +205,9 @@ def gathered_far_ahead(recorder: Recorder) -> None:
     training.steps()
 
 
-def gathered_by_extensions(recorder: Recorder) -> None:
+def gathered_by_extensions(recorder: Recorder, **options: Any) -> None:
     """Some parameters gather themselves: sent in half, and unsharded in memory of their own or where they arrived."""
-    training = train(recorder)
+    training = train(recorder, **options)
     for index, block in enumerate(training.model.blocks):
         _extend(block.down.weight, rows=8, widens=index != 1)
     training.steps()
@@ -259,9 +259,9 @@ class _Cached:
         return self._collective(output_tensor, input_tensor, **kwargs)
 
 
-def custom_collectives(recorder: Recorder) -> None:
+def custom_collectives(recorder: Recorder, **options: Any) -> None:
     """Set on some blocks, after an optimizer step that the next gathers need not wait for but for the event."""
-    training = train(recorder)
+    training = train(recorder, **options)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     for again in (False, True):
@@ -414,5 +414,7 @@ SETTINGS = {
     "hooked_on_its_own_stream": partial(hooked, own_stream=True, mp_policy=HALF),
     "hooked_accumulating": partial(hooked, own_stream=True, accumulates=True),
     "hooked_replicas": lambda recorder: hooked(recorder, mesh=replicate_and_shard()),
+    "extensions_on_neighbours": partial(gathered_by_extensions, reshard_after_forward=2),
+    "custom_collectives_on_neighbours": partial(custom_collectives, reshard_after_forward=2),
     "storage_kept_by_neighbours": partial(storage_kept, reshard_after_forward=2),
 }  # fmt: skip

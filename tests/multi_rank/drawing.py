@@ -51,6 +51,7 @@ class UnitDraw:
 
     names: tuple[str, ...]
     reshard: bool | int | None
+    strategy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Program:
     buffer_dtype: str | None
     by_parameter: bool  # the policy is a function: norms stay float32, biases are reduced in another dtype
     cast: str  # which inputs `fully_shard` casts: "all", "none", or those "named"
-    offload: bool
+    offload: str  # "no", "all", or of "gradients" and "state" one or "both"
     ignored: bool
     forwards: tuple[int, ...]  # how many forwards each pass (one backward) has
     accumulation: str
@@ -132,6 +133,14 @@ def _unit_of(units: Sequence[UnitDraw], module: str) -> int:
     raise AssertionError(f"{module} is in no unit")
 
 
+def _by_strategy(unit: UnitDraw, strategy: str | None) -> UnitDraw:
+    """The same call with this strategy, and without an argument that contradicts it."""
+    if strategy is None:
+        return unit
+    agrees = unit.reshard is None or bool(unit.reshard) == (strategy == "zero3")
+    return UnitDraw(unit.names, unit.reshard if agrees else None, strategy)
+
+
 def draw(mesh: str, seed: int) -> Program:
     """The program of this seed."""
     return _Drawing(mesh, seed).program()
@@ -170,7 +179,8 @@ class _Drawing:
                 ]
             )
         model = self._model()
-        units = self._units(model)
+        units = self._strategies(self._units(model), model)
+        replicates = [unit.strategy == "replicate" for unit in units]
         bf16 = self.chance(0.35)
         reduce_dtype = self.choose([None, "float32", "bfloat16"]) if bf16 else None
         forwards = self._forwards()
@@ -181,21 +191,25 @@ class _Drawing:
         zero = "none" if in_backward else self.choose(zeros)
         clip = "no"
         if not in_backward and self.chance(0.35):  # torch's cannot clip over several meshes
-            clip = "fsdp2" if self.is_tensor_parallel else self.choose(["torch", "fsdp2"])
+            is_one_mesh = not self.is_tensor_parallel and len(set(replicates)) == 1
+            clip = self.choose(["torch", "fsdp2"]) if is_one_mesh else "fsdp2"
+        placements = ["default", "default", "default", "zero", "one", "mixed", "uneven"]
+        # Where units of tied weights may be of both kinds, which are asked for placements or not.
+        is_asked = not all(replicates) and (self._has_shards or not any(replicates))
         return Program(
             seed=self.seed,
             mesh=self.mesh,
             dims=self.dims,
             model=model,
             units=units,
-            placement=self.choose(["default", "default", "default", "zero", "one", "mixed", "uneven"]),
+            placement=self.choose(placements) if is_asked else "default",
             param_dtype="bfloat16" if bf16 else None,
             reduce_dtype=reduce_dtype,
             output_dtype="float32" if bf16 and self.chance(0.5) else None,
             buffer_dtype="bfloat16" if self.chance(0.15) else None,
             by_parameter=bf16 and self.chance(0.4),
             cast=self.choose(["all", "all", "none", "named"]) if bf16 else "all",
-            offload=self.chance(0.2),
+            offload=self.choose(["all", "gradients", "state", "both"]) if self.chance(0.35) else "no",
             ignored=self.mesh != "dims" and not in_backward and self.chance(0.2),
             forwards=forwards,
             accumulation=accumulation,
@@ -203,7 +217,7 @@ class _Drawing:
             clip=clip,
             in_backward=in_backward,
             prefetch=self._prefetch(len(units)),
-            settings=self._settings(units, model),
+            settings=self._settings(units),
             events=self._events(len(units), model, forwards, zero, in_backward),
         )
 
@@ -270,6 +284,31 @@ class _Drawing:
         units = [UnitDraw(call, every if uniform else self.choose(options)) for call in calls]
         return tuple(units)
 
+    @property
+    def _has_shards(self) -> bool:
+        return not self.dims or "shard" in self.dims
+
+    def _strategies(self, units: tuple[UnitDraw, ...], model: ModelDraw) -> tuple[UnitDraw, ...]:
+        """The same calls, perhaps by strategy. Weights that are tied between units are sharded in both or in none."""
+        if not self.chance(0.4):
+            return units
+        options = ["zero1", "zero2", "zero3"] if self._has_shards else ["replicate"]
+        may_replicate = ["replicate"] if not self.dims else []
+        if self.chance(0.5):
+            every = self.choose([*options, *may_replicate])
+            return tuple(_by_strategy(unit, every) for unit in units)
+        mixed = [None, *options, *(may_replicate if not sharers(units, model) else [])]
+        return tuple(_by_strategy(unit, self.choose(mixed)) for unit in units)
+
+    def _switch(self, units: tuple[UnitDraw, ...]) -> tuple[int | None, str]:
+        """A unit, or None for all, and the strategy that it goes on with: nothing is laid out anew."""
+        replicated = [not self._has_shards or unit.strategy == "replicate" for unit in units]
+        one: int | None = self.random.randrange(len(units))
+        is_replicated = replicated[one]  # type: ignore[index]
+        if len(set(replicated)) == 1 and self.chance(0.5):
+            one = None
+        return one, "replicate" if is_replicated else self.choose(["zero1", "zero2", "zero3"])
+
     def _forwards(self) -> tuple[int, ...]:
         passes = self.choose([1, 1, 2, 3])
         return tuple(2 if self.chance(0.15) else 1 for _ in range(passes))
@@ -289,11 +328,10 @@ class _Drawing:
             lists.append((self.choose(["forward", "backward"]), self.random.randrange(units), upcoming))
         return tuple(lists)
 
-    def _settings(self, units: tuple[UnitDraw, ...], model: ModelDraw) -> tuple[tuple[str, Any, int, str], ...]:
+    def _settings(self, units: tuple[UnitDraw, ...]) -> tuple[tuple[str, Any, int, str], ...]:
         """Each is made at the start of a step, or between forward and backward of its first pass."""
         chosen: list[tuple[str, Any]] = []
-        sharing = sharers(units, model)
-        one = self.choose([index for index in range(len(units)) if index not in sharing])
+        one = self.random.randrange(len(units))
         possible: list[tuple[str, Any]] = [
             ("divide_factor", (one, self.choose([1.0, 2.0, 3.0]))),
             ("force_sum", one),
@@ -328,6 +366,9 @@ class _Drawing:
             reductions = self.random.sample(["mean", "sum", 3.0, ("tensor", 5.0)], self.choose([1, 2, 3]))
             steps = sorted(self.random.sample(range(STEPS), len(reductions)))
             settings += [("reduction", each, step, "start") for each, step in zip(reductions, steps, strict=True)]
+        if self.chance(0.25 if self.is_dense else 0.08):
+            for step in sorted(self.random.sample(range(STEPS), self.choose([1, 2, 3]))):
+                settings.append(("strategy", self._switch(units), step, "start"))
         return tuple(settings)
 
     def _events(

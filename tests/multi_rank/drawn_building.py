@@ -16,6 +16,14 @@ from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, 
 from tests.multi_rank.drawing import Program, UnitDraw
 from tests.multi_rank.drawn_model import OWN, Drawn
 
+_OFFLOADING = {
+    "no": OffloadPolicy(),
+    "all": CPUOffloadPolicy(),
+    "gradients": CPUOffloadPolicy(parameters=False, gradients=True),
+    "state": CPUOffloadPolicy(parameters=False, optimizer_state=True),
+    "both": CPUOffloadPolicy(parameters=False, gradients=True, optimizer_state=True),
+}
+
 
 class Builder:
     """Shards the model of a program, as often as it is asked to.
@@ -49,9 +57,10 @@ class Builder:
                 mesh=self._data_mesh,
                 dp_mesh_dims=self._dims,
                 reshard_after_forward=unit.reshard,
-                shard_placement_fn=self._placement,
+                shard_placement_fn=None if unit.strategy == "replicate" else self._placement,
                 mp_policy=self._policies[unit.names == ("",)],
-                offload_policy=CPUOffloadPolicy() if program.offload else OffloadPolicy(),
+                offload_policy=_OFFLOADING[program.offload],
+                strategy=unit.strategy,  # type: ignore[arg-type]
                 ignored_params={model.own} if model.own is not None else None,
             )
 

@@ -60,6 +60,10 @@ INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
     ("root only", "tied: inp first", "inp and head are units"),
     ("root only", "tied: head first", "the same"),
     ("list of modules", "nested units", "drawn one or the other"),
+    ("strategy replicate", "mesh: dims *shard*", "named dims say what is sharded"),
+    ("strategy zero?", "mesh: dims replicate", "the same"),
+    ("switch to replicate", "mesh: dims *shard*", "the same"),
+    ("switch to zero?", "mesh: dims replicate", "the same"),
     ("set custom_*", "set group_memory", "fsdp2 refuses both together"),
 )
 """Features that no program has together, as patterns, and why. A feature "axis: value" excludes others of its axis."""
@@ -105,6 +109,7 @@ def _of_model(program: Program) -> set[str]:
 def _of_calls(program: Program) -> set[str]:
     found = {f"mesh: {program.mesh}{'' if not program.dims else ' ' + '+'.join(sorted(program.dims))}"}
     found |= {f"reshard {unit.reshard}" for unit in program.units if unit.reshard is not None}
+    found |= {f"strategy {unit.strategy}" for unit in program.units if unit.strategy is not None}
     named = {
         f"placement: {program.placement}": program.placement != "default",
         f"precision: {'by parameter' if program.by_parameter else 'bf16'}": program.param_dtype is not None,
@@ -112,7 +117,7 @@ def _of_calls(program: Program) -> set[str]:
         f"cast: {program.cast}": program.cast != "all",
         "output_dtype": program.output_dtype is not None,
         "buffer_dtype": program.buffer_dtype is not None,
-        "offload": program.offload,
+        f"offload: {program.offload}": program.offload != "no",
         "ignored": program.ignored,
         "root only": len(program.units) == 1,
         "list of modules": any(len(unit.names) > 1 for unit in program.units),
@@ -126,6 +131,7 @@ def _of_training(program: Program) -> set[str]:
     reductions = {value for name, value, _, _ in program.settings if name == "reduction"}
     found = {f"set {name}" for name in settings}
     found |= {f"reduction {each}" if isinstance(each, str) else _kind_of_number(each) for each in reductions}
+    found |= {f"switch to {value[1]}" for name, value, _, _ in program.settings if name == "strategy"}
     found |= {"a setting in mid-pass" for _, _, _, point in program.settings if point == "middle"}
     found |= {f"{direction} prefetch" for direction, _, _ in program.prefetch}
     found |= {event.action for event in program.events}
@@ -155,7 +161,23 @@ def ties_units(program: Program) -> bool:
     return bool(sharers(program.units, program.model))
 
 
-KNOWN: dict[str, Callable[[Program], bool]] = {}
+def _copies_a_stale_optimizer(program: Program) -> bool:
+    """Whether the optimizer is copied after `unwrap` and `fully_shard`, and before it has stepped."""
+    for index, event in enumerate(program.events):
+        at_once = [(each.step, each.point) for each in program.events[index + 1 :] if each.action == "copy_on"]
+        later = [(each.step, each.point) for each in program.events if each.action == "copy_on"]
+        if event.action == "unwrap" and (
+            (event.step, "after step") in at_once or (event.step + 1, "before step") in later
+        ):
+            return True
+    return False
+
+
+KNOWN: dict[str, Callable[[Program], bool]] = {
+    "a copied optimizer that has not stepped since it was sharded does not find the copied parameters": (
+        _copies_a_stale_optimizer
+    ),
+}
 """Programs that fsdp2 is known to train wrongly: counted, and not run. Take an entry out when it is repaired."""
 
 

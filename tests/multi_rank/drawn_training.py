@@ -142,8 +142,9 @@ class Sharded:
             self.root.set_manual_backward_finalization(True)
 
     def _optimize_in_backward(self) -> None:
+        """Also with those that are frozen until a setting thaws them."""
         for parameter in self.handles.values():
-            if not parameter.requires_grad:
+            if not parameter.is_floating_point():
                 continue
             optimizer = make_optimizer(self.program, [parameter])
 
@@ -151,7 +152,9 @@ class Sharded:
                 optimizer.step()
                 optimizer.zero_grad()
 
-            parameter.register_post_accumulate_grad_hook(step)
+            requires_grad = parameter.requires_grad
+            parameter.requires_grad_().register_post_accumulate_grad_hook(step)
+            parameter.requires_grad_(requires_grad)
 
     def _set_prefetch(self) -> None:
         for direction, unit, upcoming in self.program.prefetch:
@@ -200,6 +203,11 @@ class Sharded:
             root.set_reshard_after_backward(value)
         elif name == "reshard_after_forward":
             root.set_reshard_after_forward(value)
+        elif name == "strategy" and value[0] is None:
+            root.set_strategy(value[1])
+        elif name == "strategy":
+            for module in self.units[value[0]]:
+                module.set_strategy(value[1], recurse=False)
         elif name == "async_unshard":
             root._set_unshard_async_op(True)
         elif name == "no_unshard_of_shift":

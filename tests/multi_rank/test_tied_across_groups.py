@@ -416,6 +416,19 @@ def test_an_embedding_whose_backward_needs_nothing(world_size: int) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("units", [units for units in UNITS if units != "lists"])
+def test_messages_name_them_as_their_owner_does(units: str) -> None:
+    model = shard(UNITS[units])
+    CASE.loss(model, CASE.batch(0, 0, dist.get_rank())).backward()
+    model.reshard()
+    for module in model.modules():
+        state = fully_shard.state(module)
+        for group in () if state is None else state.unit:
+            for param in group.params:
+                assert model.get_parameter(param.path) is param.sharded, param.path
+
+
+@multi_rank(2)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "after a step"])
 @pytest.mark.parametrize("units", UNITS)
 def test_copies_are_tied_like_the_original(units: str, how: str) -> None:
@@ -432,6 +445,8 @@ def test_copies_are_tied_like_the_original(units: str, how: str) -> None:
         if mine is not None:
             assert len(theirs.unit) == len(mine.unit)
             assert [len(group.sharers) for group in theirs.unit] == [len(group.sharers) for group in mine.unit]
+            owns = [[group.sharers[0] is state for group in state.unit] for state in (mine, theirs)]
+            assert owns[0] == owns[1]
     copied.set_gradient_reduction("mean")
     train(copied, tolerance=ALMOST)
     train(model, tolerance=ALMOST)

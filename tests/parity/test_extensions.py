@@ -175,14 +175,14 @@ def _vectors(generator: torch.Generator) -> Batch:
     return Batch(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator))
 
 
-def _plain(rows: int) -> ModelCase:
+def plain_case(rows: int) -> ModelCase:
     return ModelCase(f"rows{rows}", lambda: Net(None, rows), _vectors, ("first",), F.mse_loss)
 
 
 def sharded(kind: type[Wrapped], rows: int, **options: Any) -> Any:
     """The reference's model, its first weight wrapped, sharded in two units."""
     CALLS.clear()
-    case = _plain(rows)
+    case = plain_case(rows)
     model = case.build()
     model.first.weight = nn.Parameter(kind(model.first.weight.detach().clone()))
     return shard(case, model, **options)
@@ -190,7 +190,7 @@ def sharded(kind: type[Wrapped], rows: int, **options: Any) -> Any:
 
 def steps_like_the_reference(model: Any, rows: int, *, steps: int = 3, **reference: Any) -> None:
     """Gradients of every step and the losses; the wrapped parameter is updated through its local tensor."""
-    case = _plain(rows)
+    case = plain_case(rows)
     oracle = Reference(case, world_size=dist.get_world_size(), make_optimizer=_sgd, **reference)
     for _ in range(steps):
         record = oracle.step()
@@ -238,7 +238,7 @@ def test_under_hsdp_the_mesh_is_the_shard_axis() -> None:
 def test_the_extension_is_told_sizes_module_and_policy() -> None:
     policy = API.MixedPrecisionPolicy(reduce_dtype=torch.float32)
     model = sharded(FiveArguments, 13, mp_policy=policy)
-    loss_on(_plain(13), model)
+    loss_on(plain_case(13), model)
     name, call = CALLS[0]
     assert name == "pre" and call["mesh"].size() == 2
     assert call["size"] == torch.Size([13, 8]) and call["stride"] == (8, 1)
@@ -250,7 +250,7 @@ def test_the_extension_is_told_sizes_module_and_policy() -> None:
 def test_the_first_gather_makes_the_tensor_and_later_ones_write_into_it() -> None:
     model = sharded(FiveArguments, 16)
     for _ in range(2):
-        loss_on(_plain(16), model).backward()
+        loss_on(plain_case(16), model).backward()
     posts = [call for name, call in CALLS if name == "post"]
     assert [call["out"] for call in posts] == [False, True, True, True]
     assert all(call["dtype"] == torch.float32 and call["shapes"] == [torch.Size([16, 8])] for call in posts)
@@ -261,7 +261,7 @@ def test_param_dtype_is_handed_to_the_extension() -> None:
     """Which decides itself what to gather: here fp32, to compute in bfloat16."""
     model = sharded(FiveArguments, 16, mp_policy=API.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     with traced() as trace:
-        loss_on(_plain(16), model).backward()
+        loss_on(plain_case(16), model).backward()
     posts = [call for name, call in CALLS if name == "post"]
     assert {call["dtype"] for call in posts} == {torch.bfloat16}
     assert trace.of(GATHER)
@@ -315,7 +315,7 @@ def test_gathered_memory_is_released_early_where_the_extension_says_so() -> None
     model.first.register_forward_pre_hook(
         lambda module, args: sizes.extend(t.untyped_storage().size() for name, t in CALLS if name == "output")
     )
-    loss_on(_plain(16), model)
+    loss_on(plain_case(16), model)
     assert sizes == [0]
     steps_like_the_reference(sharded(Releasing, 13), 13)
 
@@ -340,13 +340,13 @@ class WrongArity(Wrapped):
 @pytest.mark.parametrize("kind", [OnlyPre, WrongArity], ids=lambda each: each.__name__)
 def test_incomplete_extensions_are_refused(kind: type[Wrapped]) -> None:
     with pytest.raises((AssertionError, TypeError, ValueError, RuntimeError), match="all_gather"):
-        loss_on(_plain(16), sharded(kind, 16))
+        loss_on(plain_case(16), sharded(kind, 16))
 
 
 @multi_rank(2)
 def test_extensions_may_be_given_to_plain_tensors_after_sharding() -> None:
     """Looked up until the first forward: on the local tensor, as torch's own tests patch them in."""
-    case = _plain(16)
+    case = plain_case(16)
     model = shard(case)
     local = model.first.weight.to_local()
     calls: list[str] = []

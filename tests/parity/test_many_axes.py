@@ -244,14 +244,14 @@ def test_an_extension_within_a_tensor_parallel_parameter(kind: type[Wrapped]) ->
         assert torch.allclose(gradient, record.gradients[name], rtol=1e-3, atol=1e-5), name
 
 
-def parallelized_with_extension(kind: type[Wrapped], mesh: DeviceMesh) -> Any:
+def parallelized_with_extension(kind: type[Wrapped], mesh: DeviceMesh, **options: Any) -> Any:
     model = tensor_parallel(EVEN.build(), mesh["tp"], sequence=True)
     for block in model.blocks:
         up = block.feed_forward.up
         wrapped = kind(up.weight.to_local().detach().clone())
         up.weight = nn.Parameter(DTensor.from_local(wrapped, mesh["tp"], [Shard(0)], run_check=False))
     for unit in EVEN.units(model):
-        API.fully_shard(unit, mesh=mesh["dp"])
+        API.fully_shard(unit, mesh=mesh["dp"], **options)
     return model
 
 

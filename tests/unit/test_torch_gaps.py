@@ -14,7 +14,7 @@ from benchmarks.torch_gaps.checks import Wrong, expect_same
 from benchmarks.torch_gaps.registry import Case, Trial, all_cases
 from benchmarks.torch_gaps.run import Outcome
 
-VERSIONS = {"2.13.0", "2.15.0"}
+VERSIONS = {"2.13.0", "2.15.0", record.key_of("fsdp2", "2.13.0")}
 KINDS = {"works", "raises", "hangs", "wrong", "crashes", "no such option"}
 
 
@@ -49,6 +49,22 @@ def test_a_run_of_one_version_keeps_the_other() -> None:
     assert list(after) == ["first"] and list(after["first"]) == ["2.13.0", "2.15.0"]
     table = record.render(after, {"first": case}).splitlines()
     assert table[-1] == "| a title | works | **raises** KeyError: a\\|b\\_c `d_e` |  |"
+
+
+def test_ours_is_one_column_that_tells_where_versions_differ() -> None:
+    case = Case("first", "Area", "a title", (), 2, lambda trial: None)
+    outcomes = {"2.15.0": Outcome("hangs")}
+    for version, kind in (("2.13.0", "works"), ("2.15.0", "works")):
+        outcomes[record.key_of("fsdp2", version)] = Outcome(kind)
+    table = record.render({"first": outcomes}, {"first": case}).splitlines()
+    assert table[1] == "- fsdp2 on torch 2.13.0, 1 cases: 1 works."
+    assert table[-3:] == ["| a user wants | torch 2.15.0 | fsdp2 | related issues |"] + [
+        "| --- | --- | --- | --- |",
+        "| a title | hangs | works |  |",
+    ]
+    outcomes[record.key_of("fsdp2", "2.15.0")] = Outcome("raises", "KeyError")
+    table = record.render({"first": outcomes}, {"first": case}).splitlines()
+    assert table[-1] == "| a title | hangs | works (torch 2.13.0); **raises** KeyError (torch 2.15.0) |  |"
 
 
 # ---- how outcomes are told apart -----------------------------------------------------------------
