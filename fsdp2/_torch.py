@@ -82,6 +82,11 @@ def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor], 
     torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
 
 
+def foreach_zero(tensors: list[torch.Tensor]) -> None:
+    """Fill each of ``tensors`` with zeros, one kernel on accelerators."""
+    torch._foreach_zero_(tensors)
+
+
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The norm () of each of ``tensors``, taken in ``dtype`` if given: a few kernels for all on accelerators."""
     return list(torch._foreach_norm(tensors, order, dtype=dtype))

@@ -15,7 +15,7 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh_records", "mesh", "strategies", "spread", "placement", "plan", "structure"),
+    ("policies", "ownership", "layout", "mesh_records", "mesh", "strategies", "spread", "placement", "plan", "structure"),
     (
         "registrations",
         "param",

@@ -18,7 +18,6 @@ from fsdp2.buffers import Resizable, in_memory_order
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
 from fsdp2.layout import BufferLayout, Cut
-from fsdp2.placement import local_shard
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -77,7 +76,8 @@ def sources_of(
             )
             shard = torch.zeros(layout.shard_numel, dtype=dtype)
             for param, slot in zip(params, layout.slots, strict=True):
-                local = local_shard(param, slot.cut.dim, slot.rows, rank)
+                start, stop = slot.cut.part(slot.rows, rank)
+                local = param if slot.cut.dim is None else param.narrow(slot.cut.dim, start, stop - start)
                 flat = in_memory_order(local, slot.cut).flatten()
                 shard[slot.shard_offset : slot.shard_offset + local.numel()] = flat
             unsharded = Resizable(torch.empty(layout.unsharded_numel, dtype=unsharded_dtype))
