@@ -15,6 +15,7 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
+from fsdp2.owners import Owned, balanced_owners
 from fsdp2.placement import ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.unwrapping import unwrap
@@ -38,9 +39,11 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerStateOffload",
+    "Owned",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "balanced_owners",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "disable_fsdp_module_new_init",

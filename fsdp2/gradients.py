@@ -268,8 +268,9 @@ class DtypeGradients:
         dtype = self.dtype if layout.region.direct else dtype
         flat = torch.empty(layout.region.cut.numel, dtype=dtype, device=self._device)
         pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
-        gaps, filled, sources = [], [], []
-        for (index, _), piece in zip(layout.filling, pieces, strict=True):
+        gaps, filled, sources, start = [], [], [], 0
+        for (index, numel), piece in zip(layout.filling, pieces, strict=True):
+            offset, start = start, start + numel
             gradient = None if index is None else gradients[index]
             if index is None or gradient is None:
                 gaps.append(piece)
@@ -277,7 +278,7 @@ class DtypeGradients:
             if gradient.is_sparse:
                 self._refuse_sparse(gradient, gradients)
             cut = layout.slots[index].cut
-            filled.append(storage_alias(flat, piece.storage_offset(), cut.shape, cut.stride(cut.shape)))
+            filled.append(storage_alias(flat, offset, cut.shape, cut.stride(cut.shape)))
             sources.append(gradient)
         if gaps:
             _torch.foreach_zero(gaps)  # padding, and what has no gradient on this rank

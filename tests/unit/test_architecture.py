@@ -15,7 +15,19 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "ownership", "layout", "mesh_records", "mesh", "strategies", "spread", "placement", "plan", "structure"),
+    (
+        "policies",
+        "ownership",
+        "layout",
+        "mesh_records",
+        "mesh",
+        "strategies",
+        "spread",
+        "owners",
+        "placement",
+        "plan",
+        "structure",
+    ),
     (
         "registrations",
         "param",
@@ -58,6 +70,7 @@ PUBLIC = {
     "functions",
     "policies",
     "placement",
+    "owners",
     "mesh",
     "custom_comm",
     "api",

@@ -57,8 +57,10 @@ def test_the_region_is_filled_without_gaps_or_overlaps(seed: int) -> None:
         position += numel
     assert position == world_size * region.capacity
     assert sorted(seen) == [index for index, owner in enumerate(owners) if owner is not None and numels[index]]
-    loads = [sum(-(-n // alignment) * alignment for o, n in zip(owners, numels, strict=True) if o == rank)
-             for rank in range(world_size)]
+    loads = [
+        sum(-(-n // alignment) * alignment for o, n in zip(owners, numels, strict=True) if o == rank)
+        for rank in range(world_size)
+    ]
     assert region.capacity == max(loads), "no more than the rank that owns most needs"
 
 
@@ -76,8 +78,7 @@ def test_gathering_brings_every_parameter_to_its_place(seed: int, custom: bool, 
     if custom:
         ranks = [[type(s)(s.buffers, s.shard, s.layout.all_packed()) for s in sources] for sources in ranks]
     gathers = [
-        Gather(sources, world_size, rank, CPU, FreshMemory() if custom else None)
-        for rank, sources in enumerate(ranks)
+        Gather(sources, world_size, rank, CPU, FreshMemory() if custom else None) for rank, sources in enumerate(ranks)
     ]
     for gather in gathers:
         gather.allocate()
@@ -130,9 +131,7 @@ def test_gradient_slots_lie_apart(seed: int, threshold: float) -> None:
     world_size = generator.choice([1, 2, 4, 64])
     cuts = drawn_cuts(generator, world_size)
     direct = [cut.outer == 1 and generator.random() < 0.5 for cut in cuts]
-    layout = GradientLayout.build(
-        cuts, direct, world_size=world_size, itemsize=4, region_threshold_bytes=threshold
-    )
+    layout = GradientLayout.build(cuts, direct, world_size=world_size, itemsize=4, region_threshold_bytes=threshold)
     assert layout.packed_numel == layout.presence_offset + len(cuts)
     for rank in range(world_size):
         end = 0
