@@ -17,6 +17,7 @@ from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fs
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.placement import ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.ragged import RaggedDTensor, RaggedShard
 from fsdp2.unwrapping import unwrap
 
 __all__ = [
@@ -38,6 +39,8 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerStateOffload",
+    "RaggedDTensor",
+    "RaggedShard",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",

@@ -15,7 +15,19 @@ MAX_LINES = 500
 # A module imports only from lower layers, or from its own layer in the order listed.
 LAYERS = (
     ("common", "_torch"),
-    ("policies", "layout", "mesh_records", "mesh", "strategies", "spread", "placement", "plan", "structure"),
+    (
+        "policies",
+        "layout",
+        "mesh_records",
+        "mesh",
+        "strategies",
+        "spread",
+        "ragged_operators",
+        "ragged",
+        "placement",
+        "plan",
+        "structure",
+    ),
     (
         "registrations",
         "param",
