@@ -18,6 +18,7 @@ from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_sta
 from fsdp2.owners import Owned, balanced_owners
 from fsdp2.placement import ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.ragged import RaggedDTensor, RaggedShard
 from fsdp2.unwrapping import unwrap
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "OffloadPolicy",
     "OptimizerStateOffload",
     "Owned",
+    "RaggedDTensor",
+    "RaggedShard",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",

@@ -24,6 +24,8 @@ LAYERS = (
         "strategies",
         "spread",
         "owners",
+        "ragged_operators",
+        "ragged",
         "placement",
         "plan",
         "structure",
