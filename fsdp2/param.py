@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.placement import Sharding, local_shard
 from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.ragged import dtensor_over
 from fsdp2.registrations import registration
 
 Target = TypeVar("Target")
@@ -322,8 +323,8 @@ class FSDPParam:
         if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
-        local = local_shard(whole, cut.dim, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
-        return _torch.make_dtensor(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
+        local = local_shard(whole, cut, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
+        return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.
@@ -408,12 +409,12 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     data, mesh, cut = local_data(original), sharding.mesh, sharding.cut
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
     placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
-    sharded = nn.Parameter(_torch.make_dtensor(placeholder, sharding.spec), requires_grad=original.requires_grad)
+    sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
         assert cut.dim is not None, "a subclass without dims is refused"
         local = _padded_shard(data, cut.dim, mesh.world_size, mesh.rank)
     else:
-        local = local_shard(data, cut.dim, cut.rows(mesh.world_size), mesh.rank)
+        local = local_shard(data, cut, cut.rows(mesh.world_size), mesh.rank)
         stride = cut.stride(local.shape)
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)

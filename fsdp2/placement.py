@@ -20,6 +20,8 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.layout import Cut, memory_order
 from fsdp2.mesh import DataParallelMesh
+from fsdp2.owners import Owned
+from fsdp2.ragged import RaggedShard
 
 
 @dataclass
@@ -27,15 +29,18 @@ class ShardPlacementResult:
     """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
 
     Attributes:
-        placement: ``Shard(i)``; None is ``Shard(0)``.
+        placement: ``Shard(i)`` or `Owned`; None is ``Shard(0)``.
         mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
     """
 
-    placement: Shard | None
+    placement: Shard | Owned | None
     mesh_info: Any
 
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | Owned | ShardPlacementResult | None]
+
+Dealing = int | Owned | None
+"""The dim that is cut; or which rank has the whole; or None: every rank has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,25 +62,28 @@ class Sharding:
 
 def requested_placement(
     shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
-) -> tuple[int | None, DataParallelMesh]:
-    """Ask ``shard_placement_fn`` (or nobody) for the dim to cut, not negative, and the mesh.
+) -> tuple[Dealing, DataParallelMesh]:
+    """Ask ``shard_placement_fn`` (or nobody) for the dim to cut, not negative, or the owner, and for the mesh.
 
     None for a parameter of no dims, of which every rank keeps the whole.
 
     Raises:
-        FSDPValueError: the answer is none of Shard, ShardPlacementResult and None, or a dim that there is not.
+        FSDPValueError: the answer is none of Shard, Owned, ShardPlacementResult and None, or names a dim or a rank that
+            there is not.
     """
     answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
     mesh = default
-    if answer is not None and not isinstance(answer, Shard):
+    if answer is not None and not isinstance(answer, (Shard, Owned)):
         if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
             raise FSDPValueError(
-                f"shard_placement_fn must return Shard(i), a ShardPlacementResult or None, got {answer!r} for "
-                f"parameter '{fqn}'."
+                f"shard_placement_fn must return Shard(i), Owned(rank), a ShardPlacementResult or None, got {answer!r} "
+                f"for parameter '{fqn}'."
             )
         mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
     if answer is None:
         return (0 if parameter.dim() else None), mesh
+    if isinstance(answer, Owned):
+        return _checked_owner(answer, parameter, fqn, mesh), mesh
     if not isinstance(answer, Shard):
         raise FSDPValueError(f"the placement for parameter '{fqn}' must be Shard(i), got {answer!r}.")
     dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
@@ -84,6 +92,21 @@ def requested_placement(
             f"parameter '{fqn}' has {parameter.dim()} dims, {answer} shards one that it does not have."
         )
     return dim, mesh
+
+
+def _checked_owner(owner: Owned, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Dealing:
+    if mesh.group is None:  # nothing is sharded: every rank has the whole anyway
+        return 0 if parameter.dim() else None
+    if owner.rank >= mesh.world_size:
+        raise FSDPValueError(
+            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.world_size} ranks: the rank counts in "
+            "that mesh dim, from 0."
+        )
+    if parameter.dim() == 0:
+        raise FSDPValueError(
+            f"parameter '{fqn}' has no dims, and cannot be {owner}: every rank keeps the whole of it; return None."
+        )
+    return owner
 
 
 def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:
@@ -101,22 +124,30 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
     return mesh
 
 
-def sharding_of(parameter: nn.Parameter, dim: int | None, mesh: DataParallelMesh, where: str) -> Sharding:
-    """How ``parameter`` is sharded in ``dim`` over ``mesh``. ``where`` names it in errors.
+def sharding_of(parameter: nn.Parameter, dealing: Dealing, mesh: DataParallelMesh, where: str) -> Sharding:
+    """How ``parameter`` is sharded over ``mesh``. ``where`` names it in errors.
 
     Raises:
         FSDPValueError: the parameter's own mesh or placements do not fit.
     """
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
-    cut = Cut(tuple(local.shape), dim, memory_order(local.shape, local.stride()))
+    owner = dealing.rank if isinstance(dealing, Owned) else None
+    dim = 0 if isinstance(dealing, Owned) else dealing
+    cut = Cut(tuple(local.shape), dim, memory_order(local.shape, local.stride()), owner)
+    if owner is not None and unsharded_spec is not None and local.shape != parameter.shape:
+        raise FSDPValueError(
+            f"{where} is to be {dealing}, but is cut by tensor parallelism ({list(unsharded_spec.placements)} on "
+            f"{unsharded_spec.mesh}): no rank could have it whole. Return Shard(i) or None for it."
+        )
+    wanted = placement_of(cut, mesh.world_size)
     if mesh.spmd_mesh is not None:
-        spmd_mesh, placements = _spmd_placements(unsharded_spec, dim, mesh, where)
+        spmd_mesh, placements = _spmd_placements(unsharded_spec, wanted, mesh, where)
     elif unsharded_spec is None:
-        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(dim)))
+        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, wanted))
     else:
         spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
-        placement = _strided(dim, unsharded_spec.mesh, unsharded_spec.placements)
+        placement = _strided(wanted, unsharded_spec.mesh, unsharded_spec.placements)
         placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
     stride = parameter.stride() if unsharded_spec is not None else cut.stride(cut.shape)
     spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
@@ -131,38 +162,52 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
     return () if mesh.group is None else (placement,)
 
 
-def _placement(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+def placement_of(cut: Cut, world_size: int) -> Placement:
+    """What the mesh dim of ``world_size`` ranks does to a parameter that is dealt out over it as ``cut`` says."""
+    if cut.owner is not None:
+        return RaggedShard([cut.size if rank == cut.owner else 0 for rank in range(world_size)])
+    return Replicate() if cut.dim is None else Shard(cut.dim)
 
 
-def _strided(dim: int | None, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0) -> Placement:
+def dealing_of(cut: Cut) -> Dealing:
+    """What was asked for a parameter that is dealt out as ``cut`` says."""
+    return cut.dim if cut.owner is None else Owned(cut.owner)
+
+
+def _strided(wanted: Placement, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0) -> Placement:
     """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
 
     They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
     """
-    if dim is None:
-        return Replicate()
+    if not isinstance(wanted, Shard):
+        return wanted
+    dim = wanted.dim
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
-    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
+    return wanted if factor == 1 else _torch.strided_shard(dim, factor)
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
     return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
 
 
-def post_forward_placement(sharding: Sharding, neighbours: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours)."""
-    dim, spec, names = sharding.cut.dim, sharding.unsharded_spec, neighbours.mesh_dim_names
+def post_forward_placement(
+    sharding: Sharding, cut: Cut, neighbours: DeviceMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
+
+    ``cut``: how it is dealt out over the neighbours.
+    """
+    wanted, spec, names = placement_of(cut, neighbours.size(1)), sharding.unsharded_spec, neighbours.mesh_dim_names
     if spec is None:
-        return neighbours, (Replicate(), _placement(dim))
+        return neighbours, (Replicate(), wanted)
     whole = _torch.root_mesh(neighbours)
     assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
     others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
     kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
     if not others:
-        return neighbours, (Replicate(), _placement(dim))
+        return neighbours, (Replicate(), wanted)
     mesh = whole[tuple([*names, *others])]
-    return mesh, (Replicate(), _strided(dim, mesh[tuple(others)], kept), *kept)
+    return mesh, (Replicate(), _strided(wanted, mesh[tuple(others)], kept), *kept)
 
 
 def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
@@ -179,7 +224,7 @@ def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: 
 
 
 def _spmd_placements(
-    unsharded_spec: Any, dim: int | None, mesh: DataParallelMesh, where: str
+    unsharded_spec: Any, wanted: Placement, mesh: DataParallelMesh, where: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
     spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
@@ -203,7 +248,7 @@ def _spmd_placements(
             )
     for name in dims.shard_names:
         index = names.index(name)
-        placements[index] = _strided(dim, spmd_mesh, tuple(unsharded_spec.placements), first=index + 1)
+        placements[index] = _strided(wanted, spmd_mesh, tuple(unsharded_spec.placements), first=index + 1)
     if len(dims.shard_names) < 2:
         return spmd_mesh, tuple(placements)
     return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)
@@ -227,15 +272,12 @@ def _with_flattened_shards(
     return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
 
 
-def local_shard(whole: torch.Tensor, dim: int | None, size: int, rank: int) -> torch.Tensor:
-    """The part of ``whole`` that ``rank`` holds if each holds ``size`` entries of ``dim`` (the last ones fewer).
-
-    All of it if ``dim`` is None.
-    """
-    if dim is None:
+def local_shard(whole: torch.Tensor, cut: Cut, rows: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
+    if cut.dim is None:
         return whole
-    start = min(size * rank, whole.shape[dim])
-    return whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+    start, stop = cut.part(rows, rank)
+    return whole.narrow(cut.dim, start, stop - start)
 
 
 def check_policy_callable(shard_placement_fn: object) -> None:

@@ -36,6 +36,8 @@ class BuffersPlan:
 def _part(slot: Slot) -> str:
     cut = slot.cut
     memory = f" (in memory {list(cut.order)})" if cut.order else ""
+    if cut.owner is not None:
+        return f"the whole on rank {cut.owner}{memory}"
     if cut.dim is None:
         return f"the whole{memory}"
     return f"{slot.rows} rows{f' of dim {cut.dim}' if cut.dim else ''}{memory}"
@@ -67,7 +69,8 @@ class GroupPlan:
             for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
                 way = "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"
-                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)} per rank, {way}{training}")
+                each = "" if slot.cut.owner is not None else " per rank"
+                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)}{each}, {way}{training}")
         for param in self.extended:
             lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
         for gradients in self.gradients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +60,43 @@ def _frozen() -> nn.Module:
     return net
 
 
+class MixedBlock(Block):
+    """A part of its matrices in fp64."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        for each in (self.norm, self.up, self.down):
+            each.to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(F.gelu(self.up(self.norm(x.double())))).float()
+        return x + h + torch.einsum("bi,eij->bj", x, self.experts) + x @ self.mix @ self.mix.t()
+
+
+def _mixed() -> nn.Module:
+    net = Net()
+    net.blocks = nn.ModuleList(MixedBlock(8) for _ in range(3))
+    return net
+
+
 def _tokens(generator: torch.Generator) -> Batch:
     return Batch(torch.randint(16, (6,), generator=generator), torch.randint(16, (6,), generator=generator))
 
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2")
 NET = ModelCase("net", Net, _tokens, UNITS, F.cross_entropy)
+MIXED_NET = ModelCase("mixed_net", _mixed, _tokens, UNITS, F.cross_entropy)
 FROZEN_NET = ModelCase("frozen_net", _frozen, _tokens, UNITS, F.cross_entropy)
 
 
-def one_owner(rank: int) -> Callable[[nn.Parameter], Owned | None]:
+@dataclass(frozen=True, slots=True)
+class OneOwner:
     """All matrices on one rank."""
 
-    def place(parameter: nn.Parameter) -> Owned | None:
-        return Owned(rank) if parameter.dim() > 1 else None
+    rank: int
 
-    return place
+    def __call__(self, parameter: nn.Parameter) -> Owned | None:
+        return Owned(self.rank) if parameter.dim() > 1 else None
 
 
 def sharded(
