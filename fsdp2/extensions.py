@@ -46,7 +46,8 @@ def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str)
 
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
-        FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind dim 0.
+        FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind
+            dim 0.
     """
     if cut.owner is not None:
         raise FSDPNotImplementedError(

@@ -53,6 +53,14 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def _used() -> nn.Module:
+    """Without matrices that get no gradient, and so no state: torch loads a state for every parameter."""
+    net = Net()
+    for block in net.blocks:
+        del block.unused
+    return net
+
+
 def _frozen() -> nn.Module:
     net = Net()
     net.blocks[0].requires_grad_(False)
@@ -86,6 +94,7 @@ def _tokens(generator: torch.Generator) -> Batch:
 UNITS = ("blocks.0", "blocks.1", "blocks.2")
 NET = ModelCase("net", Net, _tokens, UNITS, F.cross_entropy)
 MIXED_NET = ModelCase("mixed_net", _mixed, _tokens, UNITS, F.cross_entropy)
+USED_NET = ModelCase("used_net", _used, _tokens, UNITS, F.cross_entropy)
 FROZEN_NET = ModelCase("frozen_net", _frozen, _tokens, UNITS, F.cross_entropy)
 
 
