@@ -15,7 +15,7 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
-from fsdp2.placement import ShardPlacementResult
+from fsdp2.placement import RowBlocks, ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.ragged import RaggedDTensor, RaggedShard
 from fsdp2.unwrapping import unwrap
@@ -42,6 +42,7 @@ __all__ = [
     "RaggedDTensor",
     "RaggedShard",
     "ReduceScatter",
+    "RowBlocks",
     "ShardPlacementResult",
     "UnshardHandle",
     "clip_grad_norm_",

@@ -32,6 +32,7 @@ from fsdp2.gather import Member
 from fsdp2.host_sums import HostSum
 from fsdp2.layout import GradientLayout, GradientSlot
 from fsdp2.param import FSDPParam
+from fsdp2.ragged import dtensor_over
 
 
 class _GradientBuffer:
@@ -385,7 +386,7 @@ class DtypeGradients:
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-        gradient = _torch.make_dtensor(local.new_empty(0), spec)
+        gradient = dtensor_over(local.new_empty(0), spec)
         _torch.set_local(gradient, local)
         return gradient
 

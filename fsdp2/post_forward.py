@@ -17,6 +17,7 @@ from fsdp2.gather import Gather, Source
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, succeed
 from fsdp2.placement import local_shard, post_forward_placement
+from fsdp2.ragged import dtensor_over
 
 
 class PostForward:
@@ -60,7 +61,7 @@ class PostForward:
         sharded = param.sharded
         mesh, placements = post_forward_placement(param.sharding, self.mesh.device_mesh)
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
-        parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
+        parameter = nn.Parameter(dtensor_over(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
         succeed(parameter, sharded)
         return parameter
