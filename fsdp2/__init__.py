@@ -16,7 +16,7 @@ from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMesh
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.owners import Owned, balanced_owners
-from fsdp2.placement import ShardPlacementResult
+from fsdp2.placement import RowBlocks, ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.ragged import RaggedDTensor, RaggedShard
 from fsdp2.unwrapping import unwrap
@@ -44,6 +44,7 @@ __all__ = [
     "RaggedDTensor",
     "RaggedShard",
     "ReduceScatter",
+    "RowBlocks",
     "ShardPlacementResult",
     "UnshardHandle",
     "balanced_owners",

@@ -226,7 +226,7 @@ class ExtensionGather:
                 raise FSDPRuntimeError(
                     f"{_PRE} of parameter '{each.param.path}' (shape {each.param.shape}) returned (tensors, bytes) "
                     f"{of_ranks} on the ranks; all must send the same: short ones pad their inputs to the shard of "
-                    f"rank 0, ceil({each.param.shape[0]} / {group.size()}) rows."
+                    f"rank 0, {each.param.sharding.cut.rows(group.size())} rows."
                 )
 
     def finish(self) -> None:

@@ -76,13 +76,20 @@ class Cut:
         shape: of the parameter.
         dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
         order: its dims as they follow each other in memory, outermost first; () if contiguous.
+        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
         owner: the rank that has all rows; None: they are dealt out evenly.
     """
 
     shape: tuple[int, ...]
     dim: int | None = 0
     order: tuple[int, ...] = ()
+    block_rows: int = 1
     owner: int | None = None
+
+    @property
+    def dealing(self) -> tuple[int | None, int, int | None]:
+        """What tells apart ways of dealing out: dim, block_rows and owner."""
+        return self.dim, self.block_rows, self.owner
 
     @property
     def size(self) -> int:
@@ -124,9 +131,25 @@ class Cut:
 
     def rows(self, world_size: int) -> int:
         """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        if self.dim is None:
+            return 1
         if self.owner is not None:
             return self.size
-        return 1 if self.dim is None else ceil_div(self.size, world_size)
+        return min(ceil_div(ceil_div(self.size, self.block_rows), world_size) * self.block_rows, self.size)
+
+    def is_chunked(self, world_size: int) -> bool:
+        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        if self.owner is not None:
+            return world_size == 1
+        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
+        # Both deal out the same number to every rank but the last that has any.
+        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
+
+    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        rows = self.rows(world_size)
+        parts = [self.part(rows, rank) for rank in range(world_size)]
+        return tuple(stop - start for start, stop in parts)
 
     def part(self, rows: int, rank: int) -> tuple[int, int]:
         """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
@@ -307,7 +330,7 @@ class GradientSlot:
         shard_numel: elements that every rank receives, padding of short ranks included.
         offset: first element in the output.
         direct: its gradient is itself the input of the reduce-scatter; else it is packed.
-        is_dealt_out: what the ranks receive does not follow each other in the gradient, which must be rearranged.
+        is_dealt_out: what the ranks receive is not the gradient as ``torch.chunk`` cuts it, which must be rearranged.
         pad_numel: alignment after a packed slot.
     """
 
@@ -371,7 +394,7 @@ class GradientLayout:
         """
         region = region_of(cuts, world_size=world_size, itemsize=itemsize)
         carried = list(cuts)
-        alone = [may and cut.size % world_size == 0 for may, cut in zip(direct, cuts, strict=True)]
+        alone = [may and cut.rows(world_size) * world_size == cut.size for may, cut in zip(direct, cuts, strict=True)]
         if region:
             carried.append(Cut((world_size * region.capacity,)))
             alone = [may and cut.owner is None for may, cut in zip(alone, cuts, strict=True)]
@@ -387,7 +410,7 @@ class GradientLayout:
                 rows = cut.rows(world_size)
                 numel = cut.outer * rows * cut.row_numel
                 step = align(numel, coarse if wanted else fine)
-                is_dealt_out = cut.dim is None or cut.memory_dim > 0
+                is_dealt_out = cut.dim is None or cut.memory_dim > 0 or rows != ceil_div(cut.size, world_size)
                 pad_numel = 0 if wanted else step - numel
                 placed[index] = GradientSlot(cut, rows, numel, offset, wanted, is_dealt_out, pad_numel)
                 offset += step

@@ -40,7 +40,8 @@ def _part(slot: Slot) -> str:
         return f"the whole on rank {cut.owner}{memory}"
     if cut.dim is None:
         return f"the whole{memory}"
-    return f"{slot.rows} rows{f' of dim {cut.dim}' if cut.dim else ''}{memory}"
+    blocks = f" in blocks of {cut.block_rows}" if cut.block_rows > 1 else ""
+    return f"{slot.rows} rows{f' of dim {cut.dim}' if cut.dim else ''}{blocks}{memory}"
 
 
 @dataclass(frozen=True, slots=True)
