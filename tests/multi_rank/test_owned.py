@@ -20,8 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from fsdp2 import (
     CPUOffloadPolicy,
-    FSDPNotImplementedError,
-    FSDPValueError,
     MixedPrecisionPolicy,
     Owned,
     fully_shard,
@@ -359,72 +357,3 @@ def test_state_dicts_are_loaded_and_assigned(world_size: int) -> None:
         model, other = sharded(), sharded(model=NET.build(seed=1))
         other.load_state_dict(model.state_dict(), assign=assign)
         train(other)
-
-
-@multi_rank(2, 4)
-def test_tied_to_another_call(world_size: int) -> None:
-    train(tied(), TIED_CASE)
-
-
-def tied_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    model[2].weight = model[0].weight
-    return model
-
-
-def tied_batch(generator: torch.Generator) -> Any:
-    batch = UNEVEN_MLP.make_batch(generator)
-    return type(batch)(torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator))
-
-
-TIED_CASE = ModelCase("tied_owned", tied_model, tied_batch, ("0", "2"), UNEVEN_MLP.loss_of)
-
-
-def tied() -> nn.Module:
-    return sharded(TIED_CASE, owners=OneOwner(1))
-
-
-@multi_rank(2)
-def test_tied_with_another_owner_is_refused() -> None:
-    model = tied_model()
-    fully_shard(model[0], shard_placement_fn=OneOwner(1))
-    with pytest.raises(FSDPValueError, match="'shard_placement_fn'"):
-        fully_shard(model[2], shard_placement_fn=OneOwner(0))
-
-
-@multi_rank(2)
-def test_other_ranks_disagreeing_on_the_owner_find_out() -> None:
-    model = nn.Linear(4, 4)
-    fully_shard(model, shard_placement_fn=OneOwner(dist.get_rank()))
-    with pytest.raises(fsdp2.FSDPError, match="rank"):
-        model(torch.ones(1, 4))
-
-
-@multi_rank(2)
-def test_mistakes_are_refused() -> None:
-    with pytest.raises(FSDPValueError, match=r"'weight'.*Owned\(rank=2\).*2 ranks"):
-        fully_shard(nn.Linear(3, 3), shard_placement_fn=lambda parameter: Owned(2))
-    module = nn.Module()
-    module.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(FSDPValueError, match="'scale' has no dims"):
-        fully_shard(module, shard_placement_fn=lambda parameter: Owned(0))
-
-
-@multi_rank(4)
-def test_beside_tensor_parallelism_it_is_refused() -> None:
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(nn.Linear(8, 8))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises((FSDPValueError, FSDPNotImplementedError), match=r"'0\.weight'"):
-        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=OneOwner(0))
-
-
-@multi_rank(2)
-def test_torchs_own_muon_says_what_to_do() -> None:
-    model = sharded()
-    optimizer = torch.optim.Muon([p for name, p in model.named_parameters() if is_matrix(name, p) and p.dim() == 2])
-    loss_on(NET, model, 0, dist.get_rank()).backward()
-    with pytest.raises(FSDPNotImplementedError, match="to_local"):
-        optimizer.step()
