@@ -15,6 +15,7 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
+from fsdp2.owner_step import step_on_owners
 from fsdp2.owners import Owned, balanced_owners
 from fsdp2.placement import RowBlocks, ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
@@ -57,6 +58,7 @@ __all__ = [
     "offload_optimizer_state",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "step_on_owners",
     "unwrap",
 ]
 __version__ = "0.1.0"

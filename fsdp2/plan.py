@@ -67,6 +67,10 @@ class GroupPlan:
         for buffers in self.buffers:
             cast = "" if buffers.param_dtype == buffers.dtype else f", gathered as {buffers.param_dtype}"
             lines.append(f"  {buffers.dtype}{cast}: {buffers.values.shard_numel} elements per rank")
+            region = buffers.values.region
+            if region is not None:
+                numel = sum(slot.cut.numel for slot in buffers.values.slots if slot.cut.owner is not None)
+                lines.append(f"    owned: {numel} elements in {region.cut.numel}, {region.rows} for each rank")
             for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
                 way = "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"

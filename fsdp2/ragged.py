@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
@@ -275,10 +276,16 @@ def _offsets(spec: Any) -> tuple[int, ...]:
 
 
 def _gathered(tensor: DTensor) -> DTensor:
-    """``tensor``, replicated over its ragged mesh dim: one all-gather of as many bytes as the largest part has."""
+    """``tensor``, replicated over its ragged mesh dim.
+
+    One all-gather of parts as large as the largest; one broadcast, if one rank has everything.
+    """
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
     axis, placement = _ragged_axis(spec)
-    if len(placement.rows) > 1:
+    having = [rank for rank, rows in enumerate(placement.rows) if rows]
+    if len(having) == 1:
+        local = _broadcast_rows(local, having[0], spec.mesh, axis, placement.rows[having[0]])
+    elif len(placement.rows) > 1:
         local = _gather_rows(local, placement, spec.mesh, axis)
     placements = _replicated(spec.placements)
     meta = spec.tensor_meta
@@ -298,6 +305,17 @@ def _gather_rows(local: torch.Tensor, placement: RaggedShard, mesh: DeviceMesh, 
     return torch.cat([part[:rows] for part, rows in zip(parts, placement.rows, strict=False)] or [sent]).to(
         local.device
     )
+
+
+def _broadcast_rows(local: torch.Tensor, owner: int, mesh: DeviceMesh, axis: int, rows: int) -> torch.Tensor:
+    """A copy of what ``owner`` has, on all ranks: no rank sends or receives more."""
+    device = local.device if local.device.type == mesh.device_type else _mesh_device(mesh)
+    whole = torch.empty((rows, *local.shape[1:]), dtype=local.dtype, device=device)
+    if mesh.get_local_rank(axis) == owner:
+        whole.copy_(local)
+    if mesh.size(axis) > 1 and whole.numel() and not local.is_meta:
+        dist.broadcast(whole.view(-1).view(torch.uint8), group=mesh.get_group(axis), group_src=owner)
+    return whole.to(local.device)
 
 
 def _mesh_device(mesh: DeviceMesh) -> torch.device:

@@ -29,7 +29,7 @@ from tests.harness.compare import tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.reference import adamw
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.owned import NET, OneOwner, is_matrix, sharded
+from tests.multi_rank.owned import NET, OneOwner, sharded
 from tests.multi_rank.test_owned import owner_of, train
 from tests.multi_rank.training import loss_on, trainable
 
@@ -91,15 +91,6 @@ def test_beside_tensor_parallelism_it_is_refused() -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     with pytest.raises((FSDPValueError, FSDPNotImplementedError), match=r"'0\.weight'"):
         fully_shard(model, mesh=mesh["dp"], shard_placement_fn=OneOwner(0))
-
-
-@multi_rank(2)
-def test_torchs_own_muon_says_what_to_do() -> None:
-    model = sharded()
-    optimizer = torch.optim.Muon([p for name, p in model.named_parameters() if is_matrix(name, p) and p.dim() == 2])
-    loss_on(NET, model, 0, dist.get_rank()).backward()
-    with pytest.raises(FSDPNotImplementedError, match="to_local"):
-        optimizer.step()
 
 
 class Gathers(AllGather):

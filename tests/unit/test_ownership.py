@@ -12,6 +12,7 @@ import torch
 from fsdp2.gather import Gather
 from fsdp2.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, Cut, GradientLayout
 from fsdp2.ownership import Region
+from fsdp2.plan import BuffersPlan, GroupPlan, ParamPlan
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 
@@ -153,3 +154,12 @@ def test_without_owners_nothing_changes() -> None:
     assert layout.region is None and layout.carried is layout.slots
     gradients = GradientLayout.build([Cut((3, 2)), Cut((2,))], [False, False], world_size=2, itemsize=4)
     assert gradients.region is None and gradients.carried is gradients.slots and gradients.filling == ()
+
+
+def test_a_plan_names_owners_and_what_their_balance_costs() -> None:
+    layout = BufferLayout.build([owned((64, 8), 1), Cut((3, 2))], world_size=4, itemsize=4)
+    params = tuple(ParamPlan(name, slot.cut.shape, True) for name, slot in zip("ab", layout.slots, strict=True))
+    text = str(GroupPlan("block", "mesh", (BuffersPlan(FULL, FULL, params, layout),), ()))
+    assert "owned: 512 elements in 2048, 512 for each rank" in text
+    assert "a [64, 8]: the whole on rank 1, packed" in text
+    assert "b [3, 2]: 1 rows per rank, packed" in text
