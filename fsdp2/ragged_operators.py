@@ -168,8 +168,12 @@ def _local(value: Any) -> Any:
     """What the operator gets in the place of ``value``."""
     if not isinstance(value, DTensor):
         return value
-    if not value.dim() and not isinstance(value, _torch.OwnOperators):
-        return value.full_tensor()  # a number, such as the factor that gradients are clipped by
+    if any(placement.is_partial() for placement in value.placements):
+        raise FSDPValueError(
+            f"a DTensor of shape {tuple(value.shape)} with placements {list(value.placements)} is still to be reduced "
+            "over the ranks, and cannot be combined with one whose rows are dealt out otherwise than torch.chunk does: take "
+            "its full_tensor() first (all ranks must call it)."
+        )
     return _torch.local_of(value)
 
 
