@@ -63,7 +63,6 @@ _RANDOM_FILLS = frozenset(
         "uniform_",
     }
 )
-_NOT_LANES = frozenset({"_foreach_max"})
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[[torch.Tensor, Any], Any]) -> Any:
@@ -83,7 +82,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[
         return _norms(func, args, kwargs)
     if name.startswith("_amp_foreach"):
         return _unscale(func, args, kwargs)
-    if name.startswith(("_foreach_", "_fused_")) and name not in _NOT_LANES and isinstance(args[0], (list, tuple)):
+    if name.startswith(("_foreach_", "_fused_")) and isinstance(args[0], (list, tuple)):
         return _run_lists(func, args, kwargs)
     if name in _LOCAL or torch.Tag.pointwise in func.tags:
         return _run_local(func, args, kwargs)
@@ -106,8 +105,17 @@ _IS_NOT_LOCAL = (
 
 
 def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the class and placements of ``like`` over ``local``, of the same shape as its local tensor."""
+    """A DTensor of the class and placements of ``like`` over ``local``, of the same shape as its local tensor.
+
+    Raises:
+        FSDPNotImplementedError: it is of another.
+    """
     spec, under = _torch.spec_of(like), _torch.local_of(like)
+    if local.shape != under.shape:
+        raise FSDPNotImplementedError(
+            f"an operator that makes a tensor of shape {tuple(local.shape)} of rows of shape {tuple(under.shape)} "
+            f"{_IS_NOT_LOCAL} Got {_described([like])}."
+        )
     stride = like.stride() if local.stride() == under.stride() else _contiguous_stride(like.shape)
     if stride != like.stride() or local.dtype != spec.tensor_meta.dtype:
         spec = _torch.make_spec(spec.mesh, spec.placements, like.shape, stride, local.dtype)
@@ -168,8 +176,12 @@ def _local(value: Any) -> Any:
     """What the operator gets in the place of ``value``."""
     if not isinstance(value, DTensor):
         return value
-    if not value.dim() and not isinstance(value, _torch.OwnOperators):
-        return value.full_tensor()  # a number, such as the factor that gradients are clipped by
+    if any(placement.is_partial() for placement in value.placements):
+        raise FSDPValueError(
+            f"a DTensor of shape {tuple(value.shape)} with placements {list(value.placements)} is still to be reduced "
+            "over the ranks, and cannot be combined with one whose rows are dealt out otherwise than torch.chunk does: "
+            "take its full_tensor() first (all ranks must call it)."
+        )
     return _torch.local_of(value)
 
 

@@ -1,8 +1,8 @@
-"""A model whose parameters have few rows, many rows, and rows behind another dim in memory; shards that cut no block."""
+"""A model whose parameters have few rows, many, and rows behind another dim in memory; shards that cut no block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +47,14 @@ def _batch(generator: torch.Generator) -> Batch:
 BLOCKY = ModelCase("blocky", Blocky, _batch, ("parts.0", "parts.1", "parts.2"), F.mse_loss)
 
 
-def in_blocks(rows: int) -> Callable[[nn.Parameter], RowBlocks | None]:
-    return lambda parameter: RowBlocks(rows) if parameter.dim() else None
+@dataclass(frozen=True)
+class in_blocks:
+    """A ``shard_placement_fn``, as a function that pickles."""
+
+    rows: int
+
+    def __call__(self, parameter: nn.Parameter) -> RowBlocks | None:
+        return RowBlocks(self.rows) if parameter.dim() else None
 
 
 def sharded(rows: int, model: nn.Module | None = None, **options: Any) -> nn.Module:

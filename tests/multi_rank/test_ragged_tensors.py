@@ -337,6 +337,7 @@ def test_what_is_out_of_reach_says_so() -> None:
         lambda: torch.cat([tensor, tensor]),
         lambda: tensor.new_zeros(3),
         lambda: tensor.norm(-1),
+        lambda: torch._foreach_max([tensor, tensor]),
     ):
         with pytest.raises(FSDPError, match="full_tensor"):
             f()
@@ -355,6 +356,9 @@ def test_what_is_out_of_reach_says_so() -> None:
     ):
         with pytest.raises(FSDPError, match=r"lie alike.*full_tensor"):
             g()
+    with pytest.raises(FSDPError, match="still to be reduced"):
+        _ = tensor * tensor.norm()
+    assert torch.equal((tensor * tensor.norm().full_tensor()).full_tensor(), value * value.norm())
     for placements, shape in (
         ([RaggedShard((4, 2))], (5, 3)),
         ([RaggedShard((5,))], (5, 3)),

@@ -115,7 +115,8 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
         for _ in range(generator.randint(1, 5)):
             shape = tuple(generator.choice([0, 1, 3, 8, 21]) for _ in range(3))
             order = tuple(generator.sample(range(3), 3)) if generator.random() < 0.3 else ()
-            of_dtype.append(Cut(shape, generator.choice([0, 0, 1, 2, None]), order))
+            dim = generator.choice([0, 0, 1, 2, None])
+            of_dtype.append(Cut(shape, dim, order, 1 if dim is None else generator.choice([1, 1, 2, 5])))
         whole.append([torch.randint(-99, 99, cut.shape).to(dtype) for cut in of_dtype])
         cuts.append(of_dtype)
     threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])
