@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.optimizer_guard import GUARD
+from fsdp2.optimizer_offload import is_offloaded
 from fsdp2.param import FSDPParam, owner_of
 from fsdp2.ragged import dtensor_over
 
@@ -33,12 +34,18 @@ def step_on_owners(optimizer: Optimizer) -> None:
     Raises:
         FSDPTypeError: not an optimizer.
         FSDPValueError: it holds no owned parameter.
-        FSDPNotImplementedError: after the step: a state tensor has neither the shape of its parameter nor one element
-            (as factors of it have), and would be lost in a checkpoint. Keep such state outside of ``optimizer.state``.
+        FSDPNotImplementedError: the optimizer's state is offloaded; or, after the step: a state tensor has neither the
+            shape of its parameter nor one element (as factors of it have), and would be lost in a checkpoint. Keep such
+            state outside of ``optimizer.state``.
     """
     if not isinstance(optimizer, Optimizer):
         raise FSDPTypeError(f"step_on_owners takes an optimizer, got {type(optimizer).__name__}.")
     GUARD.look_through(optimizer)  # which in the step sees plain tensors
+    if is_offloaded(optimizer):
+        raise FSDPNotImplementedError(
+            "step_on_owners got an optimizer whose state is offloaded (by offload_optimizer_state, or by the "
+            "offload_policy of its parameters), which it cannot bring to the device; leave the state there."
+        )
     stand_ins: dict[nn.Parameter, FSDPParam] = {}
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):

@@ -20,6 +20,7 @@ from fsdp2 import (
     FSDPTypeError,
     FSDPValueError,
     fully_shard,
+    offload_optimizer_state,
     step_on_owners,
 )
 from tests.harness import multi_rank
@@ -156,6 +157,10 @@ def test_mistakes_are_refused() -> None:
         fully_shard(unit)
     with pytest.raises(FSDPValueError, match="without owned parameters"):
         step_on_owners(adamw(list(plain.parameters())))
+    muon = torch.optim.Muon(split(model)[0])
+    offload_optimizer_state(muon)
+    with pytest.raises(FSDPNotImplementedError, match="whose state is offloaded"):
+        step_on_owners(muon)
     with pytest.raises(FSDPNotImplementedError, match="state 'rows' of parameter"):
         step_on_owners(Factored(split(model)[0]))
 
