@@ -15,8 +15,11 @@ from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
-from fsdp2.placement import ShardPlacementResult
+from fsdp2.owner_step import step_on_owners
+from fsdp2.owners import Owned, balanced_owners
+from fsdp2.placement import RowBlocks, ShardPlacementResult
 from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.ragged import RaggedDTensor, RaggedShard
 from fsdp2.unwrapping import unwrap
 
 __all__ = [
@@ -38,9 +41,14 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimizerStateOffload",
+    "Owned",
+    "RaggedDTensor",
+    "RaggedShard",
     "ReduceScatter",
+    "RowBlocks",
     "ShardPlacementResult",
     "UnshardHandle",
+    "balanced_owners",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "disable_fsdp_module_new_init",
@@ -50,6 +58,7 @@ __all__ = [
     "offload_optimizer_state",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "step_on_owners",
     "unwrap",
 ]
 __version__ = "0.1.0"

@@ -7,6 +7,7 @@ that breaks one of them breaks here.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,10 +20,11 @@ import torch.utils.checkpoint
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
 # up at every call, so that a program which patches or wraps the function sees the traffic.
@@ -118,6 +120,64 @@ def make_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+class _RunsOperators(TorchDispatchMode):
+    """Sends the operators on subclasses of `OwnOperators` to them. (Up to 2.12, where DTensor's C++ takes them all.)"""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        owner = next((each for each in types if issubclass(each, OwnOperators)), None)
+        return func(*args, **(kwargs or {})) if owner is None else owner.run_operator(func, args, kwargs or {})
+
+
+class OwnOperators(DTensor):
+    """A DTensor that runs operators itself: subclasses implement `run_operator`. Made as ``cls(local, spec, ...)``."""
+
+    @classmethod
+    def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the ``OpOverload`` ``func``, of whose arguments one (or an element of a list) is of this class."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return cls.run_operator(func, args, kwargs or {})
+
+    if _VERSION >= (2, 13):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    else:
+
+        @classmethod
+        def __torch_function__(  # type: ignore[override,misc]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            with _RunsOperators(), torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the ``OpOverload`` ``func`` writes, in the order of its schema: self, or ``out=``."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return written
+
+
+def operator_name(func: Any) -> str:
+    """The name of an ``OpOverload`` without namespace and overload: ``add_``."""
+    return str(func._schema.name).partition("::")[2]
+
+
+def norm_partial(order: float) -> Placement:
+    """The placement of norms of the parts of a tensor, whose norm is had by ``redistribute`` (``order`` >= 0)."""
+    if order == math.inf:
+        return Partial("max")
+    return Partial("sum") if order == 0 else _NormPartial(order)
+
+
 # What lies under a DTensor, without the autograd edge that `to_local()` adds. (A C-level attribute getter.)
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 # The DTensorSpec object; `p`, `p.grad` and the plan share one, or every foreach call compares specs slowly.
@@ -142,6 +202,11 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Copy each source into its destination, one kernel on accelerators; from the host, ``non_blocking`` if pinned."""
     torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
+
+
+def foreach_zero(tensors: list[torch.Tensor]) -> None:
+    """Fill each of ``tensors`` with zeros, one kernel on accelerators."""
+    torch._foreach_zero_(tensors)
 
 
 def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -263,7 +328,7 @@ def grad_dtype_policy(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None
     return bool(explicit), dtype
 
 
-reduces_in_grad_dtype = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+reduces_in_grad_dtype = _VERSION >= (2, 15)
 """Whether ``reduce_dtype=None`` means each parameter's ``grad_dtype`` (from 2.15 on) rather than ``param_dtype``."""
 
 

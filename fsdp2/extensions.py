@@ -50,8 +50,14 @@ def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str)
 
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
-        FSDPNotImplementedError: the parameter has no dims, is not contiguous, or is cut unevenly behind its first dim.
+        FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind
+            dim 0.
     """
+    if cut.owner is not None:
+        raise FSDPNotImplementedError(
+            f"{where} gathers itself (a tensor subclass, or one with {_PRE}), and one rank is to own it, which is not "
+            "supported; shard its dim 0."
+        )
     is_uneven = bool(cut.dim) and cut.size % world_size != 0
     if cut.dim is None or cut.order or is_uneven:
         what = "has no dims" if cut.dim is None else "is not contiguous"
@@ -257,7 +263,7 @@ class ExtensionGather:
                 raise FSDPRuntimeError(
                     f"{_PRE} of parameter '{each.param.path}' (shape {each.param.shape}) returned (tensors, bytes) "
                     f"{of_ranks} on the ranks; all must send the same: short ones pad their inputs to the shard of "
-                    f"rank 0, ceil({each.param.shape[0]} / {group.size()}) rows."
+                    f"rank 0, {each.param.sharding.cut.rows(group.size())} rows."
                 )
 
     def finish(self, neighbours: DataParallelMesh | None) -> None:

@@ -117,7 +117,7 @@ class Gather:
         staged = staging.view(self._world_size, self._head_bytes)
         for source, offset in zip(self._packed, self._heads, strict=True):
             part = staged[:, offset : offset + source.packed_bytes].view(source.unsharded.dtype)
-            for slot in source.layout.slots:
+            for slot in source.layout.carried:
                 if not slot.direct and slot.shard_numel:
                     self._add_copy_out(source.unsharded, part, slot)
         tails = {id(source): offset for source, offset in zip(self._tail_sources(), self._tails, strict=True)}
@@ -153,7 +153,7 @@ class Gather:
             self._copy_in_sources.append(source.shard[first:])
             self._copy_in_destinations.append(shard)
         members = []
-        for slot in source.layout.slots:
+        for slot in source.layout.carried:
             if slot.direct and slot.shard_numel:
                 whole = source.unsharded.narrow(0, slot.unsharded_offset, self._world_size * slot.shard_numel)
                 part = shard.narrow(0, slot.shard_offset - first, slot.shard_numel)
@@ -239,4 +239,4 @@ class Gather:
 
 
 def _has_direct(source: Source) -> bool:
-    return any(slot.direct and slot.shard_numel for slot in source.layout.slots)
+    return any(slot.direct and slot.shard_numel for slot in source.layout.carried)

@@ -20,6 +20,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ from fsdp2.gather import Member
 from fsdp2.host_sums import HostSum
 from fsdp2.layout import GradientLayout, GradientSlot
 from fsdp2.param import FSDPParam
+from fsdp2.ragged import dtensor_over
 
 
 class _GradientBuffer:
@@ -152,6 +154,7 @@ class DtypeGradients:
         if home.sums_on_host:
             self.sum = HostSum(home, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
         self._buffer: _GradientBuffer | None = None
+        self._carried = layout.carried
         self._holes = self._make_holes()
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
@@ -159,7 +162,7 @@ class DtypeGradients:
     def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
         if dtype not in self._templates:
-            sizes = [slot.pad_numel for slot in self.layout.slots]
+            sizes = [slot.pad_numel for slot in self._carried]
             zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in {0, *sizes}}
             template: list[torch.Tensor] = []
             for hole, size in zip(self._holes, sizes, strict=True):
@@ -176,7 +179,7 @@ class DtypeGradients:
         """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
         holes: list[int | None] = []
         position = 0
-        for slot in self.layout.slots:
+        for slot in self._carried:
             if slot.shard_numel == 0:
                 holes.append(None)
             elif slot.direct:
@@ -225,16 +228,14 @@ class DtypeGradients:
         dtype = self._common_dtype(gradients)
         packing = self._template_of(dtype).copy()
         direct: list[Member] = []
-        for index, (hole, slot, gradient) in enumerate(zip(self._holes, layout.slots, gradients, strict=True)):
+        carried = gradients if layout.region is None else self._with_region(gradients, dtype)
+        for hole, slot, gradient in zip(self._holes, self._carried, carried, strict=True):
             if hole is None:  # of no elements
                 continue
             if gradient is None:
                 gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
             if gradient.is_sparse:
-                raise FSDPNotImplementedError(
-                    f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use "
-                    "sparse=False."
-                )
+                self._refuse_sparse(gradient, gradients)
             if slot.cut.order:
                 gradient = gradient.permute(slot.cut.order)
             if slot.direct:
@@ -257,6 +258,37 @@ class DtypeGradients:
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         return PackedGradients(
             members, output, output if self._owns(output) else None, missing, gradients, custom is not None
+        )
+
+    def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
+        layout = self.layout
+        assert layout.region is not None, "some are owned"
+        dtype = self.dtype if layout.region.direct else dtype
+        flat = torch.empty(layout.region.cut.numel, dtype=dtype, device=self._device)
+        pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
+        gaps, filled, sources, start = [], [], [], 0
+        for (index, numel), piece in zip(layout.filling, pieces, strict=True):
+            offset, start = start, start + numel
+            gradient = None if index is None else gradients[index]
+            if index is None or gradient is None:
+                gaps.append(piece)
+                continue
+            if gradient.is_sparse:
+                self._refuse_sparse(gradient, gradients)
+            cut = layout.slots[index].cut
+            filled.append(storage_alias(flat, offset, cut.shape, cut.stride(cut.shape)))
+            sources.append(gradient)
+        if gaps:
+            _torch.foreach_zero(gaps)  # padding, and what has no gradient on this rank
+        if filled:
+            _torch.foreach_copy(filled, sources)
+        return [*(each for each, slot in zip(gradients, layout.slots, strict=True) if slot.cut.owner is None), flat]
+
+    def _refuse_sparse(self, gradient: torch.Tensor, gradients: list[torch.Tensor | None]) -> NoReturn:
+        index = next(index for index, each in enumerate(gradients) if each is gradient)
+        raise FSDPNotImplementedError(
+            f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use sparse=False."
         )
 
     def _common_dtype(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
@@ -383,7 +415,7 @@ class DtypeGradients:
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-        gradient = _torch.make_dtensor(local.new_empty(0), spec)
+        gradient = dtensor_over(local.new_empty(0), spec)
         _torch.set_local(gradient, local)
         return gradient
 

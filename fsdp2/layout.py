@@ -10,7 +10,7 @@ Used by the eager and the traced execution alike. Offsets and sizes count elemen
     unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
 
 Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
-rows, is the parameter: contiguous, without a copy.
+rows, is the parameter: contiguous, without a copy. Parameters that one rank owns whole share a slot: see `ownership`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from fsdp2.ownership import Region
 
 DIRECT_ALIGNMENT_BYTES = 128
 """Direct slots start at multiples of this, as collectives like it."""
@@ -74,11 +76,20 @@ class Cut:
         shape: of the parameter.
         dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
         order: its dims as they follow each other in memory, outermost first; () if contiguous.
+        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
+        owner: the rank that has all rows; None: they are dealt out evenly.
     """
 
     shape: tuple[int, ...]
     dim: int | None = 0
     order: tuple[int, ...] = ()
+    block_rows: int = 1
+    owner: int | None = None
+
+    @property
+    def dealing(self) -> tuple[int | None, int, int | None]:
+        """What tells apart ways of dealing out: dim, block_rows and owner."""
+        return self.dim, self.block_rows, self.owner
 
     @property
     def size(self) -> int:
@@ -119,18 +130,38 @@ class Cut:
         return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
 
     def rows(self, world_size: int) -> int:
-        """Rows that each of ``world_size`` ranks keeps room for."""
-        return 1 if self.dim is None else ceil_div(self.size, world_size)
+        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        if self.dim is None:
+            return 1
+        if self.owner is not None:
+            return self.size
+        return min(ceil_div(ceil_div(self.size, self.block_rows), world_size) * self.block_rows, self.size)
+
+    def is_chunked(self, world_size: int) -> bool:
+        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        if self.owner is not None:
+            return world_size == 1
+        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
+        # Both deal out the same number to every rank but the last that has any.
+        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
+
+    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        rows = self.rows(world_size)
+        parts = [self.part(rows, rank) for rank in range(world_size)]
+        return tuple(stop - start for start, stop in parts)
 
     def part(self, rows: int, rank: int) -> tuple[int, int]:
         """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
+        if self.owner is not None:
+            return (0, self.size if rank == self.owner else 0)
         return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
 
     def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
         """The shape of what ``rank`` keeps."""
         if self.dim is None:
             return self.shape
-        start, stop = row_range(self.size, rows, rank)
+        start, stop = self.part(rows, rank)
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
@@ -185,6 +216,7 @@ class BufferLayout:
         packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
         shard_numel: length of the shard buffer, the same on every rank.
         unsharded_numel: length of the unsharded buffer.
+        region: the slot that owned parameters share, as of one flat parameter that is dealt out evenly.
     """
 
     world_size: int
@@ -192,6 +224,14 @@ class BufferLayout:
     packed_numel: int
     shard_numel: int
     unsharded_numel: int
+    region: Slot | None = None
+
+    @property
+    def carried(self) -> tuple[Slot, ...]:
+        """What a gather moves: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
 
     @classmethod
     def build(
@@ -203,11 +243,15 @@ class BufferLayout:
         direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
     ) -> BufferLayout:
         """Lay out one parameter for each of ``cuts``."""
+        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
+        carried = [*cuts, Cut((world_size * region.capacity,))] if region else list(cuts)
         slots: dict[int, Slot] = {}
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, cut in enumerate(cuts):
+            for index, cut in enumerate(carried):
+                if cut.owner is not None:
+                    continue
                 rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
                 # Only where one piece of memory is cut is rank order the order of the parameter.
                 may = cut.dim is not None and cut.outer == 1
@@ -219,29 +263,61 @@ class BufferLayout:
                 unsharded_offset += room
             if not wanted:
                 packed_numel = shard_offset
+        shared = slots[len(cuts)] if region else None
+        if region and shared:
+            for index, place in enumerate(region.offsets):
+                if place is not None:
+                    slots[index] = _in_region(cuts[index], shared, shared.unsharded_offset + place)
         placed = tuple(slots[index] for index in range(len(cuts)))
-        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset)
+        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
 
     def all_packed(self) -> BufferLayout:
         """The same buffers, every slot gathered through the staging buffer."""
         slots = tuple(replace(slot, direct=False) for slot in self.slots)
-        return replace(self, slots=slots, packed_numel=self.shard_numel)
+        region = None if self.region is None else replace(self.region, direct=False)
+        return replace(self, slots=slots, region=region, packed_numel=self.shard_numel)
 
     def over(self, world_size: int, itemsize: int) -> BufferLayout:
-        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``."""
-        slots: dict[int, Slot] = {}
+        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``.
+
+        What several ranks own, one has then.
+        """
+        moved: dict[int, Slot] = {}
         offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, slot in enumerate(self.slots):
+            for index, slot in enumerate(self.carried):
                 if slot.direct is wanted:
                     offset = align(offset, alignment)
-                    slots[index] = replace(slot, rows=slot.cut.rows(world_size), shard_offset=offset)
-                    offset += slots[index].shard_numel
+                    moved[index] = replace(slot, rows=slot.cut.rows(world_size), shard_offset=offset)
+                    offset += moved[index].shard_numel
             if not wanted:
                 packed_numel = offset
-        placed = tuple(slots[index] for index in range(len(self.slots)))
-        return BufferLayout(world_size, placed, packed_numel, offset, self.unsharded_numel)
+        carried = iter([moved[index] for index in range(len(moved))])
+        region = None if self.region is None else moved[len(moved) - 1]
+        placed = []
+        for slot in self.slots:
+            if region is not None and slot.cut.owner is not None:
+                cut = replace(slot.cut, owner=slot.cut.owner * world_size // self.world_size)
+                placed.append(_in_region(cut, region, slot.unsharded_offset))
+            else:
+                placed.append(next(carried))
+        return BufferLayout(world_size, tuple(placed), packed_numel, offset, self.unsharded_numel, region)
+
+
+def region_of(cuts: Sequence[Cut], *, world_size: int, itemsize: int) -> Region | None:
+    """Where the owned ones of ``cuts`` lie in the region that they share; None if there are none."""
+    owners = [cut.owner for cut in cuts]
+    if all(owner is None for owner in owners):
+        return None
+    alignment = alignment_numel(direct=True, itemsize=itemsize)
+    return Region.build(owners, [cut.numel for cut in cuts], world_size=world_size, alignment=alignment)
+
+
+def _in_region(cut: Cut, region: Slot, unsharded_offset: int) -> Slot:
+    """The slot of an owned parameter. (Its place in the shard buffer is the owner's; others keep nothing.)"""
+    place = (unsharded_offset - region.unsharded_offset) % region.shard_numel if region.shard_numel else 0
+    return Slot(cut, cut.size, region.shard_offset + place, unsharded_offset, region.direct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +330,7 @@ class GradientSlot:
         shard_numel: elements that every rank receives, padding of short ranks included.
         offset: first element in the output.
         direct: its gradient is itself the input of the reduce-scatter; else it is packed.
-        is_dealt_out: what the ranks receive does not follow each other in the gradient, which must be rearranged.
+        is_dealt_out: what the ranks receive is not the gradient as ``torch.chunk`` cuts it, which must be rearranged.
         pad_numel: alignment after a packed slot.
     """
 
@@ -282,12 +358,24 @@ class GradientLayout:
 
     What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
     ``presence`` says so; the reduced presence tells every rank whether any rank had a gradient.
+
+    Owned parameters share a slot, the ``region``, as one flat gradient would that is dealt out evenly; it is put
+    together from theirs as ``filling`` says.
     """
 
     slots: tuple[GradientSlot, ...]
     presence_offset: int
     packed_numel: int
     numel: int
+    region: GradientSlot | None = None
+    filling: tuple[tuple[int | None, int], ...] = ()
+
+    @property
+    def carried(self) -> tuple[GradientSlot, ...]:
+        """What the reduce-scatter carries: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
 
     @classmethod
     def build(
@@ -297,25 +385,32 @@ class GradientLayout:
         *,
         world_size: int,
         itemsize: int,
+        region_threshold_bytes: float = math.inf,
     ) -> GradientLayout:
         """Lay out one gradient for each of ``cuts``.
 
         ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
-        padding all the same.
+        padding all the same. So does the region if it has ``region_threshold_bytes``.
         """
+        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
+        carried = list(cuts)
+        alone = [may and cut.rows(world_size) * world_size == cut.size for may, cut in zip(direct, cuts, strict=True)]
+        if region:
+            carried.append(Cut((world_size * region.capacity,)))
+            alone = [may and cut.owner is None for may, cut in zip(alone, cuts, strict=True)]
+            alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
         fine, coarse = (alignment_numel(direct=each, itemsize=itemsize) for each in (False, True))
-        alone = [may and cut.size % world_size == 0 for may, cut in zip(direct, cuts, strict=True)]
         placed: dict[int, GradientSlot] = {}
         offset = 0
         presence_offset = packed_numel = 0
         for wanted in (False, True):
-            for index, cut in enumerate(cuts):
-                if alone[index] is not wanted:
+            for index, cut in enumerate(carried):
+                if alone[index] is not wanted or cut.owner is not None:
                     continue
                 rows = cut.rows(world_size)
                 numel = cut.outer * rows * cut.row_numel
                 step = align(numel, coarse if wanted else fine)
-                is_dealt_out = cut.dim is None or cut.memory_dim > 0
+                is_dealt_out = cut.dim is None or cut.memory_dim > 0 or rows != ceil_div(cut.size, world_size)
                 pad_numel = 0 if wanted else step - numel
                 placed[index] = GradientSlot(cut, rows, numel, offset, wanted, is_dealt_out, pad_numel)
                 offset += step
@@ -323,5 +418,10 @@ class GradientLayout:
                 presence_offset = offset
                 packed_numel = offset + len(cuts)
                 offset = align(packed_numel, coarse) if any(alone) else packed_numel
+        shared = placed.get(len(cuts))
+        for index, place in enumerate(region.offsets if region else ()):
+            if place is not None and region and shared:
+                start = shared.offset + (place % region.capacity if region.capacity else 0)
+                placed[index] = replace(shared, cut=cuts[index], offset=start)
         ordered = tuple(placed[index] for index in range(len(cuts)))
-        return cls(ordered, presence_offset, packed_numel, offset)
+        return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())

@@ -66,6 +66,14 @@ class OptimizerGuard:
         self._handles.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.look_through(optimizer)
+
+    def look_through(self, optimizer: Optimizer) -> None:
+        """Before a step: re-key ``optimizer`` if it changed since the last time.
+
+        Raises:
+            FSDPRuntimeError: the step would lose gradients.
+        """
         seen = self._seen.get(optimizer)
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)

@@ -26,6 +26,7 @@ from fsdp2 import _torch
 from fsdp2.comm_context import finish_current_stream
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.param import owner_of
+from fsdp2.ragged import dtensor_over
 
 Chooses = Callable[[torch.Tensor], bool]
 
@@ -41,7 +42,7 @@ def _local(value: torch.Tensor) -> torch.Tensor:
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local``, as a DTensor if ``value`` is one."""
-    return _torch.make_dtensor(local, _torch.spec_of(value)) if isinstance(value, DTensor) else local
+    return dtensor_over(local, _torch.spec_of(value)) if isinstance(value, DTensor) else local
 
 
 def _is_plain(local: torch.Tensor) -> bool:

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.layout import Cut
 from fsdp2.placement import Sharding, local_shard
 from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.ragged import RaggedDTensor, dtensor_over, is_ragged
 from fsdp2.registrations import registration
 
 Target = TypeVar("Target")
@@ -328,8 +330,8 @@ class FSDPParam:
         if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
-        local = local_shard(whole, cut.dim, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
-        return _torch.make_dtensor(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
+        local = local_shard(whole, cut, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
+        return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.
@@ -357,6 +359,7 @@ class FSDPParam:
             and found.shape == self.sharded.shape
             and found.device_mesh == spec.mesh
             and tuple(found.placements) == tuple(spec.placements)
+            and (not is_ragged(spec) or _is_a_part(found, self.local))
         ):
             return found
         raise FSDPRuntimeError(
@@ -379,12 +382,19 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _padded_shard(data: torch.Tensor, dim: int, world_size: int, rank: int) -> torch.Tensor:
+def _is_a_part(found: DTensor, local: torch.Tensor) -> bool:
+    """Whether ``found``, of ragged placements, is what they say: torch's functions may make DTensors that are not."""
+    return isinstance(found, RaggedDTensor) and _torch.local_of(found).shape == local.shape
+
+
+def _padded_shard(data: torch.Tensor, cut: Cut, world_size: int, rank: int) -> torch.Tensor:
     """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
 
     Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
     """
-    chunks = torch.chunk(data, world_size, dim)
+    dim = cut.dim or 0
+    is_chunked = cut.is_chunked(world_size)
+    chunks = torch.chunk(data, world_size, dim) if is_chunked else torch.split(data, cut.rows(world_size), dim)
     padded = data.new_zeros(chunks[0].size())
     length = chunks[rank].size(dim) if rank < len(chunks) else 0
     part = padded.narrow(dim, 0, length)
@@ -414,12 +424,12 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     data, mesh, cut = local_data(original), sharding.mesh, sharding.cut
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
     placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
-    sharded = nn.Parameter(_torch.make_dtensor(placeholder, sharding.spec), requires_grad=original.requires_grad)
+    sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
         assert cut.dim is not None, "a subclass without dims is refused"
-        local = _padded_shard(data, cut.dim, mesh.world_size, mesh.rank)
+        local = _padded_shard(data, cut, mesh.world_size, mesh.rank)
     else:
-        local = local_shard(data, cut.dim, cut.rows(mesh.world_size), mesh.rank)
+        local = local_shard(data, cut, cut.rows(mesh.world_size), mesh.rank)
         stride = cut.stride(local.shape)
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)

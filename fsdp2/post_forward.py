@@ -15,9 +15,11 @@ from fsdp2 import _torch
 from fsdp2.buffers import DtypeBuffers, Resizable, in_memory_order, storage_alias
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
+from fsdp2.layout import Cut
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam, succeed
 from fsdp2.placement import local_shard, post_forward_placement
+from fsdp2.ragged import dtensor_over
 
 
 class PostForward:
@@ -48,10 +50,10 @@ class PostForward:
                 local = storage_alias(part.flat, slot.shard_offset, shape, cut.stride(shape))
                 whole = storage_alias(each.unsharded.flat, slot.unsharded_offset, cut.shape, cut.stride(cut.shape))
                 if cut.dim is not None:
-                    whole = local_shard(whole, cut.dim, slot.rows, self.mesh.rank)
+                    whole = local_shard(whole, cut, slot.rows, self.mesh.rank)
                 self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
-                param.post_forward = self._parameter(local, param)
+                param.post_forward = self._parameter(local, param, cut)
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
         self.set_custom(custom, device)
@@ -69,11 +71,11 @@ class PostForward:
         for part in empty:
             part.free()
 
-    def _parameter(self, local: torch.Tensor, param: FSDPParam) -> nn.Parameter:
+    def _parameter(self, local: torch.Tensor, param: FSDPParam, cut: Cut) -> nn.Parameter:
         sharded = param.sharded
-        mesh, placements = post_forward_placement(param.sharding, self.mesh.device_mesh)
+        mesh, placements = post_forward_placement(param.sharding, cut, self.mesh.device_mesh)
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
-        parameter = nn.Parameter(_torch.make_dtensor(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
+        parameter = nn.Parameter(dtensor_over(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
         succeed(parameter, sharded)
         return parameter

@@ -7,6 +7,7 @@ stand: a group can be unsharded again while its reduction is in flight.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -151,6 +152,7 @@ class GradientReducer:
             ],
             world_size=mesh.world_size,
             itemsize=dtype.itemsize,
+            region_threshold_bytes=DIRECT_THRESHOLD_BYTES if self.custom is None else math.inf,
         )
         return DtypeGradients(
             params, layout, dtype, world_size=mesh.world_size, rank=mesh.rank, device=mesh.device, home=self._home

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2.common import FSDPValueError
 from fsdp2.param import FSDPParam, owner_of, successor_of
-from fsdp2.placement import requested_placement
+from fsdp2.placement import dim_blocks_owner, requested_placement
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.wrapping import Wrapping
 
@@ -82,12 +82,12 @@ def check_tied(tied: Sequence[Tied], wrapping: Wrapping, policies: Sequence[Mixe
     """
     for each, policy in zip(tied, policies, strict=True):
         owner, fqn = each.owner, each.uses[0][2]
-        dim, mesh = requested_placement(wrapping.shard_placement_fn, each.original, fqn, wrapping.mesh)
+        wanted, mesh = requested_placement(wrapping.shard_placement_fn, each.original, fqn, wrapping.mesh)
         communicates_otherwise = mesh.key != owner.sharding.mesh.key
         differs = {
             "strategy": communicates_otherwise and wrapping.strategy != owner.group.sharers[0].wrapping.strategy,
             "mesh": communicates_otherwise,
-            "shard_placement_fn": dim != owner.sharding.cut.dim,
+            "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.cut.dealing,
             "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
             "offload_policy": wrapping.home != owner.group.storage.home,
         }

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard
+from fsdp2 import MixedPrecisionPolicy, Owned, fully_shard
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -41,6 +42,18 @@ def plain(recorder: Recorder) -> None:
 def direct(recorder: Recorder) -> None:
     """Parameters that are gathered in place, of rows that divide evenly and not."""
     train(recorder, Stack(512, 514)).steps()
+
+
+def _owned_by_turns(parameter: nn.Parameter) -> Owned | None:
+    """Of a `Stack`: matrices that are not square on rank 1, which records, square ones on rank 2; no biases."""
+    if parameter.dim() < 2:
+        return None
+    return Owned(2 if parameter.shape[0] == parameter.shape[1] else 1)
+
+
+def owned(recorder: Recorder, model: Stack | None = None, **options: Any) -> None:
+    """Whole matrices on one rank, which are packed with the others."""
+    train(recorder, model, shard_placement_fn=_owned_by_turns, **options).steps()
 
 
 def never_resharded(recorder: Recorder) -> None:
@@ -264,6 +277,10 @@ SCENARIOS: dict[str, Scenario] = {
     **MESHES,
     **SETTINGS,
     **OFFLOADED,
+    "owned": owned,
+    "owned_direct": lambda recorder: owned(recorder, Stack(512, 514)),
+    "owned_half": partial(owned, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "owned_on_neighbours": partial(owned, reshard_after_forward=2),
     "several_reduces_in_flight": partial(reduced_late, max_pending=3),
 }
 

@@ -15,6 +15,7 @@ PRINTED = {
     "mixed_precision.py": "a block computes in {torch.bfloat16}",
     "offload.py": "its shards are on cpu",
     "pipeline.py": "step 9: loss",
+    "muon.py": "step 9: loss",
     "beyond.py": "a plain Model with a weight of shape (64, 32)",
 }
 

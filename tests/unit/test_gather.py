@@ -18,7 +18,6 @@ from fsdp2.buffers import Resizable, in_memory_order
 from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
 from fsdp2.layout import BufferLayout, Cut
-from fsdp2.placement import local_shard
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -77,7 +76,8 @@ def sources_of(
             )
             shard = torch.zeros(layout.shard_numel, dtype=dtype)
             for param, slot in zip(params, layout.slots, strict=True):
-                local = local_shard(param, slot.cut.dim, slot.rows, rank)
+                start, stop = slot.cut.part(slot.rows, rank)
+                local = param if slot.cut.dim is None else param.narrow(slot.cut.dim, start, stop - start)
                 flat = in_memory_order(local, slot.cut).flatten()
                 shard[slot.shard_offset : slot.shard_offset + local.numel()] = flat
             unsharded = Resizable(torch.empty(layout.unsharded_numel, dtype=unsharded_dtype))
@@ -115,7 +115,8 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
         for _ in range(generator.randint(1, 5)):
             shape = tuple(generator.choice([0, 1, 3, 8, 21]) for _ in range(3))
             order = tuple(generator.sample(range(3), 3)) if generator.random() < 0.3 else ()
-            of_dtype.append(Cut(shape, generator.choice([0, 0, 1, 2, None]), order))
+            dim = generator.choice([0, 0, 1, 2, None])
+            of_dtype.append(Cut(shape, dim, order, 1 if dim is None else generator.choice([1, 1, 2, 5])))
         whole.append([torch.randint(-99, 99, cut.shape).to(dtype) for cut in of_dtype])
         cuts.append(of_dtype)
     threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])

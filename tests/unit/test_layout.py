@@ -22,13 +22,14 @@ from fsdp2.layout import (
 
 
 def random_cuts(generator: random.Random) -> list[Cut]:
-    """Any sizes, any dim or none, dims in any order in memory."""
+    """Any sizes, any dim or none, dims in any order in memory, some in blocks of rows."""
     cuts = []
     for _ in range(generator.randint(1, 7)):
         shape = tuple(generator.choice([0, 1, 2, 3, 5, 8, 13, 64]) for _ in range(generator.randint(0, 4)))
         dim = generator.randrange(len(shape)) if shape and generator.random() < 0.9 else None
         order = tuple(generator.sample(range(len(shape)), len(shape))) if generator.random() < 0.3 else ()
-        cuts.append(Cut(shape, dim, order))
+        block_rows = generator.choice([1, 1, 1, 2, 3, 7, 100]) if dim is not None else 1
+        cuts.append(Cut(shape, dim, order, block_rows))
     return cuts
 
 
@@ -38,10 +39,17 @@ def in_memory(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def chunk_of(whole: torch.Tensor, cut: Cut, world_size: int, rank: int) -> torch.Tensor:
-    """What torch says ``rank`` holds: its chunk, empty if there are fewer than ranks; all of it if nothing is cut."""
+    """What torch says ``rank`` holds: its chunk, empty if there are fewer than ranks; all of it if nothing is cut.
+
+    Of blocks of rows: the blocks of torch's chunk of their numbers.
+    """
     if cut.dim is None:
         return whole
     chunks = whole.chunk(world_size, cut.dim) if whole.shape[cut.dim] else ()
+    if cut.block_rows > 1:
+        blocks = whole.split(cut.block_rows, cut.dim) if whole.shape[cut.dim] else ()
+        numbers = torch.arange(len(blocks)).chunk(world_size) if blocks else ()
+        chunks = tuple(torch.cat([blocks[number] for number in chunk], cut.dim) for chunk in numbers)
     return chunks[rank] if rank < len(chunks) else whole.narrow(cut.dim, 0, 0)
 
 

@@ -223,6 +223,8 @@ def test_the_requested_dim_is_counted_from_either_end() -> None:
     [
         (0, "must return Shard"),
         (Replicate(), "must return Shard"),
+        (fsdp2.RaggedShard((2, 2)), "must return Shard"),
+        (fsdp2.ShardPlacementResult(fsdp2.RaggedShard((2, 2)), None), "mesh_info for parameter 'x'"),  # type: ignore[arg-type]
         (fsdp2.ShardPlacementResult(Replicate(), None), "mesh_info for parameter 'x'"),  # type: ignore[arg-type]
         (fsdp2.ShardPlacementResult(Shard(0), "mesh"), "mesh_info for parameter 'x'"),
     ],

@@ -1,0 +1,214 @@
+"""Owned parameters beside other features: ties, meshes of several dims, own collectives; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    FSDPNotImplementedError,
+    FSDPValueError,
+    Owned,
+    ShardPlacementResult,
+    fully_shard,
+)
+from fsdp2.custom_comm import AllGather, ReduceScatter
+from tests.harness import Reference, multi_rank
+from tests.harness.compare import tolerance_for
+from tests.harness.models import UNEVEN_MLP, ModelCase
+from tests.harness.reference import adamw
+from tests.harness.training import assert_trains_like
+from tests.multi_rank.owned import NET, OneOwner, sharded
+from tests.multi_rank.test_owned import owner_of, train
+from tests.multi_rank.training import loss_on, trainable
+
+
+@multi_rank(2, 4)
+def test_tied_to_another_call(world_size: int) -> None:
+    train(tied(), TIED_CASE)
+
+
+def tied_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    return model
+
+
+def tied_batch(generator: torch.Generator) -> Any:
+    batch = UNEVEN_MLP.make_batch(generator)
+    return type(batch)(torch.randn(4, 8, generator=generator), torch.randn(4, 8, generator=generator))
+
+
+TIED_CASE = ModelCase("tied_owned", tied_model, tied_batch, ("0", "2"), UNEVEN_MLP.loss_of)
+
+
+def tied() -> nn.Module:
+    return sharded(TIED_CASE, owners=OneOwner(1))
+
+
+@multi_rank(2)
+def test_tied_with_another_owner_is_refused() -> None:
+    model = tied_model()
+    fully_shard(model[0], shard_placement_fn=OneOwner(1))
+    with pytest.raises(FSDPValueError, match="'shard_placement_fn'"):
+        fully_shard(model[2], shard_placement_fn=OneOwner(0))
+
+
+@multi_rank(2)
+def test_other_ranks_disagreeing_on_the_owner_find_out() -> None:
+    model = nn.Linear(4, 4)
+    fully_shard(model, shard_placement_fn=OneOwner(dist.get_rank()))
+    with pytest.raises(fsdp2.FSDPError, match="rank"):
+        model(torch.ones(1, 4))
+
+
+@multi_rank(2)
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(FSDPValueError, match=r"'weight'.*Owned\(rank=2\).*2 ranks"):
+        fully_shard(nn.Linear(3, 3), shard_placement_fn=lambda parameter: Owned(2))
+    module = nn.Module()
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(FSDPValueError, match="'scale' has no dims"):
+        fully_shard(module, shard_placement_fn=lambda parameter: Owned(0))
+
+
+@multi_rank(4)
+def test_beside_tensor_parallelism_it_is_refused() -> None:
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    with pytest.raises((FSDPValueError, FSDPNotImplementedError), match=r"'0\.weight'"):
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=OneOwner(0))
+
+
+class Gathers(AllGather):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatters(ReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+@multi_rank(2, 4)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_collectives_of_the_users_own(world_size: int) -> None:
+    model = sharded()
+    for module in (*model.blocks, model):
+        module.set_custom_all_gather(Gathers())
+        module.set_custom_reduce_scatter(Scatters())
+    train(model)
+
+
+@multi_rank(4)
+def test_replicated_in_the_other_dim_of_the_mesh() -> None:
+    """A whole mesh, of which one dim is data parallel: matrices that the other replicates can be owned."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = distribute_module(NET.build(), mesh)
+    plain, optimizer = NET.build(), None
+    for unit in NET.units(model):
+        fully_shard(unit, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), shard_placement_fn=OneOwner(1))
+    optimizers = [adamw(trainable(model)), adamw(trainable(plain))]
+    weight = model.blocks[0].up.weight
+    assert (owner_of(weight), weight.placements[1]) == (1, Replicate())
+    for step in range(2):
+        batch = NET.batch(0, step, mesh.get_local_rank("dp"))
+        tokens = DTensor.from_local(batch.inputs, mesh, [Replicate(), Replicate()])
+        logits = model(tokens)
+        loss = NET.loss_of(logits.to_local(), batch.targets)
+        loss.backward()
+        (sum(loss_on(NET, plain, step, rank) for rank in range(2)) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+@multi_rank(4)
+def test_another_mesh_for_what_is_owned() -> None:
+    """The rank counts in the mesh that goes with it: the experts' own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    info = FSDPMeshInfo(init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> Any:
+        if parameter.dim() == 3:
+            return ShardPlacementResult(Owned(3), info)
+        return Owned(1) if parameter.dim() == 2 else None
+
+    model = sharded(mesh=mesh, owners=place)
+    assert (owner_of(model.blocks[0].experts), owner_of(model.blocks[0].up.weight)) == (3, 1)
+    train(model, tolerance=tolerance_for(4))
+
+
+@multi_rank(2)
+def test_where_nothing_is_sharded_there_is_no_owner() -> None:
+    with pytest.raises(FSDPValueError, match="replicate"):
+        fully_shard(NET.build(), strategy="replicate", shard_placement_fn=OneOwner(0))
+
+
+@multi_rank(4)
+def test_on_one_rank() -> None:
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+    train(sharded(mesh=mesh))
+
+
+class SendsItself(torch.Tensor):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+@multi_rank(2)
+def test_with_an_extension_it_is_refused() -> None:
+    module = nn.Linear(4, 4, bias=False)
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(SendsItself))
+    with pytest.raises(FSDPNotImplementedError, match=r"'weight'.*one rank is to own it"):
+        fully_shard(module, shard_placement_fn=OneOwner(0))
+
+
+@multi_rank(2, 4)
+def test_a_copy_of_the_model_and_its_optimizer(world_size: int) -> None:
+    model = sharded()
+    reference = Reference(NET, world_size=world_size)
+    optimizer = adamw(trainable(model))
+    tolerance = tolerance_for(world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=tolerance)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    loss_on(NET, model, 0, dist.get_rank()).backward()
+    optimizer.step()
+    assert owner_of(model.blocks[0].up.weight) is not None
+    for state in optimizer.state.values():
+        assert isinstance(state["exp_avg"], DTensor)
+
+
+@multi_rank(2, 4)
+def test_writing_between_forward_and_backward_is_noticed(world_size: int) -> None:
+    """On every rank, also those where the written parameter has no rows."""
+    model = sharded(reshard_after_forward=True)
+    loss = loss_on(NET, model, 0, dist.get_rank())
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match="were changed between a forward and its backward"):
+        loss.backward()
