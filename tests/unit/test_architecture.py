@@ -39,6 +39,9 @@ LAYERS = (
         "handles",
         "optimizer_offload",
         "optimizer_guard",
+        "optimizer_runs",
+        "optimizer_units",
+        "optim",
         "forward_methods",
         "module_copies",
         "module",
@@ -64,6 +67,7 @@ PUBLIC = {
     "common",
     "unwrapping",
     "optimizer_offload",
+    "optim",
 }
 
 
