@@ -162,7 +162,10 @@ def runs_of(parameters: Iterable[torch.Tensor], agreement: Callable[[torch.Tenso
         parameters: of one parameter group of an optimizer.
         agreement: equal for those that may be stepped as one.
     """
-    places = sorted(_places_of(parameters), key=lambda place: (id(place.buffers), place.slot.shard_offset))
+    found: dict[DtypeBuffers, list[_Place]] = {}
+    for place in _places_of(parameters):
+        found.setdefault(place.buffers, []).append(place)
+    places = [place for each in found.values() for place in sorted(each, key=lambda place: place.slot.shard_offset)]
     runs: list[list[_Place]] = []
     before: object = None
     for place in places:

@@ -190,9 +190,7 @@ class FlatUnit:
         self._shown = []
         shape = torch.Size((self.run.numel,))
         for parameter, offset in zip(self.run.params, self.run.offsets, strict=True):
-            if not self.state and parameter not in outside:
-                continue
-            shown = outside.setdefault(parameter, {})
+            shown: State = outside.get(parameter, {})
             shown.clear()
             for name, value in self.state.items():
                 if _is_whole(name, value, shape):
@@ -333,14 +331,23 @@ class Units:
             self._unchecked = not any(self._states) and not any(unit.state for unit in self.flats)
 
     def show(self, outside: State) -> None:
-        """Put the states of all parameters in ``outside``, as of a plain optimizer on the sharded parameters."""
+        """Put the states of all parameters in ``outside``, as of a plain optimizer on the sharded parameters.
+
+        In the order of the parameters, which is the same on every rank: what gathers a state walks through it.
+        """
+        made = {id(parameter) for unit in self.flats if unit.state for parameter in unit.run.params}
+        rest = [*self._sharded, *self._plain]
+        made.update(id(parameter) for parameter, state in zip(rest, self._states, strict=True) if state)
+        for parameter in self._params:
+            if id(parameter) in made:
+                outside.setdefault(parameter, {})
         for unit in self.flats:
             unit.show(outside)
         for parameter, state in zip(self._sharded, self._states, strict=False):
-            if state or parameter in outside:
-                _update_outside(parameter, state, outside.setdefault(parameter, {}))
+            if parameter in outside:
+                _update_outside(parameter, state, outside[parameter])
         for plain, state in zip(self._plain, self._states[len(self._sharded) :], strict=True):
-            if state or plain in outside:
+            if plain in outside:
                 outside[plain] = state
 
 
