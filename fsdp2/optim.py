@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.optimizer_units import State, Units, known_in, refuse_partial
+from fsdp2.optimizer_units import LentState, State, Units, known_in, refuse_partial
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
@@ -110,7 +110,7 @@ def _refuse_others(optimizer_class: type[Optimizer], *, elementwise: bool) -> No
     if stepping in ELEMENTWISE or issubclass(stepping, LocalOptimizer):
         return
     name, where = stepping.__name__, stepping.__module__
-    if where.startswith("torch.optim."):
+    if where.split(".")[:2] == ["torch", "optim"]:
         why = _WHY_NOT.get(name, "is not known to be elementwise")
         raise FSDPNotImplementedError(
             f"{name} {why}, so it cannot step on local shards. Use torch.optim.{name} on the sharded parameters "
@@ -173,8 +173,8 @@ class LocalOptimizer(Optimizer):
         step = _torch.without_hooks(self._plain.step)
         if isinstance(vars(self).get("state", {}), dict):
             self._step_inside(step)
-        else:  # it lends what lies elsewhere, see `offload_optimizer_state`
-            step(self)
+        else:
+            self._step_on_lent_state(step)
         return loss
 
     def _step_inside(self, step: Callable[..., Any]) -> None:
@@ -222,21 +222,16 @@ class LocalOptimizer(Optimizer):
         return lent if len(lent) == len(self._units) else None
 
     def _step_on(self, lent: list[tuple[list[torch.Tensor], list[State]]], step: Callable[..., Any]) -> None:
-        groups = list(self.param_groups)
-        outer = [group["params"] for group in groups]
         inside: State = defaultdict(dict)
-        for group, (tensors, states) in zip(groups, lent, strict=True):
-            group["params"] = tensors
+        for tensors, states in lent:
             inside.update(zip(tensors, states, strict=True))
         count = len(inside)
         inside.update(self._others)
         vars(self)["state"] = inside
         try:
-            step(self)
+            self._step_with([tensors for tensors, _ in lent], step)
         finally:
             del self.state
-            for group, params in zip(groups, outer, strict=True):
-                group["params"] = params
             made, start = list(inside.values()), 0
             for units, (tensors, _) in zip(self._units, lent, strict=True):
                 units.take_back(made[start : start + len(tensors)])
@@ -246,6 +241,34 @@ class LocalOptimizer(Optimizer):
                 self._outside.update(self._others)
         for units in self._units:
             units.check()
+
+    def _step_with(self, params: list[list[torch.Tensor]], step: Callable[..., Any]) -> None:
+        """Step with ``params`` in the place of those of the groups."""
+        groups = list(self.param_groups)
+        outer = [group["params"] for group in groups]
+        try:
+            for group, tensors in zip(groups, params, strict=True):
+                group["params"] = tensors
+            step(self)
+        finally:
+            for group, outer_params in zip(groups, outer, strict=True):
+                group["params"] = outer_params
+
+    def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
+        """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
+        lending: Any = vars(self)["state"]
+        every = [Units(group["params"], {}, flat=False, earlier=[]) for group in self.param_groups]
+        try:
+            lent = [units.lend() for units in every]
+            tensors = [one[0] for one in lent if one is not None]
+            vars(self)["state"] = LentState(
+                lending, [each for units in every for each in units.in_lending_order()], tensors
+            )
+            self._step_with(tensors, step)
+        finally:
+            vars(self)["state"] = lending
+            for units in every:
+                units.take_back(None)
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what `local` has made of the plain class."""

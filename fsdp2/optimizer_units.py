@@ -10,7 +10,7 @@ has its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -270,6 +270,8 @@ class Units:
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
         self._sharded = [parameter for parameter in rest if isinstance(parameter, DTensor)]
         self._plain = [parameter for parameter in rest if not isinstance(parameter, DTensor)]
+        self._specs = list(map(_torch.spec_of, self._sharded))
+        self._lent: list[torch.Tensor] = []
         self._states = [_inside(each, outside.get(each, {})) for each in self._sharded]
         self._states += [outside.get(each, {}) for each in self._plain]
 
@@ -294,24 +296,39 @@ class Units:
             found[0].grad = found[1]
             tensors.append(found[0])
             states.append(unit.state)
-        local_of, spec_of, plain = _torch.local_of, _torch.spec_of, torch.Tensor
-        for parameter in self._sharded:
-            local = local_of(parameter)
-            tensors.append(local)
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if type(gradient) is DTensor and spec_of(gradient) is spec_of(parameter):
-                below = local_of(gradient)
-                local.grad = below if type(below) is plain else _torch.wait_for_tensor(below)
-            else:
-                local.grad = _local_gradient(parameter, gradient)
-        return tensors + self._plain, states + self._states
+        self._lent = locals_ = list(map(_torch.local_of, self._sharded))
+        gradients = [parameter.grad for parameter in self._sharded]
+        for local, gradient in zip(locals_, self._local_gradients(gradients), strict=True):
+            local.grad = gradient
+        return tensors + locals_ + self._plain, states + self._states
+
+    def _local_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What lies under ``gradients``.
+
+        Raises:
+            FSDPValueError: one is not sharded like its parameter.
+        """
+        try:  # the usual case, in loops of C: all are there, and lie like their parameters for sure
+            if all(map(operator.is_, map(_torch.spec_of, gradients), self._specs)):  # type: ignore[arg-type]
+                below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+                if set(map(type, below)) <= {torch.Tensor}:
+                    return below  # type: ignore[return-value]
+        except AttributeError:  # of None, or of a plain tensor
+            pass
+        return [
+            None if gradient is None else _local_gradient(parameter, gradient)
+            for parameter, gradient in zip(self._sharded, gradients, strict=True)
+        ]
+
+    def in_lending_order(self) -> list[torch.Tensor]:
+        """The parameters as `lend` lends their tensors, where there are no runs."""
+        return [*self._sharded, *self._plain]
 
     def take_back(self, states: Sequence[State] | None) -> None:
         """Let go of the gradients; ``states``: those of the tensors that were lent, after the step."""
-        for parameter in self._sharded:
-            _torch.local_of(parameter).grad = None
+        for local in self._lent:
+            local.grad = None
+        self._lent = []
         if states is not None:
             for unit, state in zip(self.flats, states, strict=False):
                 unit.state = state
@@ -349,6 +366,70 @@ class Units:
         for plain, state in zip(self._plain, self._states[len(self._sharded) :], strict=True):
             if plain in outside:
                 outside[plain] = state
+
+
+class _Through(MutableMapping[Any, Any]):
+    """The state of a sharded parameter as seen from inside, over the one outside, which it holds no tensor of."""
+
+    def __init__(self, parameter: torch.Tensor, outside: State) -> None:
+        self._parameter = parameter
+        self._outside = outside
+
+    def __getitem__(self, name: Any) -> Any:
+        value = self._outside[name]
+        return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        shape = _torch.local_of(self._parameter).shape
+        _check_made(self._parameter, {name: value}, shape)
+        self._outside[name] = _wrap(self._parameter, value) if _is_whole(name, value, shape) else value
+
+    def __delitem__(self, name: Any) -> None:
+        del self._outside[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._outside)
+
+    def __len__(self) -> int:
+        return len(self._outside)
+
+
+class LentState(MutableMapping[Any, Any]):
+    """Stands for the state inside, over a mapping that brings the state outside when it is asked for.
+
+    Args:
+        outside: that mapping.
+        params: the parameters outside.
+        tensors: for each of them, what is stepped on; by parameter group.
+    """
+
+    def __init__(self, outside: Any, params: Sequence[torch.Tensor], tensors: Sequence[list[torch.Tensor]]) -> None:
+        self._outside = outside
+        self._outer = dict(zip([each for group in tensors for each in group], params, strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        parameter = self._outer.get(key, key)
+        state = self._outside[parameter]
+        return _Through(parameter, state) if isinstance(parameter, DTensor) else state
+
+    def __setitem__(self, key: Any, state: Any) -> None:
+        parameter = self._outer.get(key, key)
+        self._outside[parameter] = {} if isinstance(parameter, DTensor) else state
+        if isinstance(parameter, DTensor):
+            self[key].update(state)
+
+    def __delitem__(self, key: Any) -> None:
+        del self._outside[self._outer.get(key, key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._outer.get(key, key) in self._outside  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = {outer: tensor for tensor, outer in self._outer.items()}
+        return (inner.get(key, key) for key in self._outside)
+
+    def __len__(self) -> int:
+        return len(self._outside)
 
 
 def _checked(parameter: torch.Tensor, state: State) -> State:

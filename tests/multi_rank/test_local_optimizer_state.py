@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import FSDPValueError, fully_shard
@@ -417,18 +418,38 @@ def test_a_step_that_raises_can_be_repeated(flat: bool) -> None:
         assert state["exp_avg"].shape == other["exp_avg"].shape
 
 
-@multi_rank(2)
+@multi_rank(2, 4)
 @FORMS
-def test_offloaded_state(flat: bool) -> None:
-    """It is stepped on as DTensors, one parameter group at a time, and comes back when it is brought back."""
+@pytest.mark.parametrize("make", [adamw_foreach, two_groups, sgd_momentum], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_offloaded_state(stepped: int, make: MakeOptimizer, flat: bool, world_size: int) -> None:
+    """It is stepped on one parameter group at a time, and comes back when it is brought back."""
     model = shard()
-    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
-    reference = Reference(CASE, world_size=2, make_optimizer=adamw_foreach)
-    assert_trains_like(reference, model, optimizer, steps=1)
+    optimizer = local_like(make(trainable(model)), flat=flat)
+    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
+    goes_on_like(reference, model, optimizer, steps=stepped, world_size=world_size)
     offload = fsdp2.offload_optimizer_state(optimizer, pin_memory=False)
-    assert_trains_like(reference, model, optimizer, steps=2)
+    seen: list[type] = []
+    plain = type(optimizer)._plain
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ not in ("detach", "empty_like", "copy_"):
+                seen.extend(types)
+            return func(*args, **(kwargs or {}))
+
+    loss_of(CASE, model, stepped).backward()
+    with Watching():
+        optimizer.step()
+    optimizer.zero_grad()
+    expected = reference.step().parameters
+    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(world_size))
+    assert isinstance(optimizer, plain) and not any(issubclass(each, DTensor) for each in seen)
+    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
+    names = {"momentum_buffer"} if make is sgd_momentum else {"exp_avg", "exp_avg_sq"}
+    assert all(isinstance(state[name], DTensor) for state in optimizer.state.values() for name in names)
     offload.remove()
-    assert_trains_like(reference, model, optimizer, steps=2)
+    goes_on_like(reference, model, optimizer, steps=2, world_size=world_size)
 
 
 @multi_rank(2)
