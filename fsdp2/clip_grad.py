@@ -143,6 +143,11 @@ def _as_list(tensors: TensorOrTensors, *, warn_if_empty: bool = False) -> list[t
 
 def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """``parameters``, with the sharded ones in the place of their predecessors, which receive no gradients."""
+    try:  # in a loop of C: all are sharded parameters
+        if all(map(operator.is_, map(_own_sharded, parameters), parameters)):
+            return parameters
+    except AttributeError:
+        pass
     return [_sharded_parameter(each) for each in parameters]
 
 
@@ -164,6 +169,9 @@ _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 
 _device_and_dtype = operator.attrgetter("device", "dtype")
 _dtype = operator.attrgetter("dtype")
+_own_sharded = operator.attrgetter("_fsdp_param.target.sharded")
+_mesh = operator.attrgetter("mesh")
+_placements = operator.attrgetter("placements")
 
 
 def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
@@ -211,31 +219,42 @@ class _Slots:
             FSDPValueError: a gradient is spread otherwise than its tensor, or has no norm yet; see `spread_of`.
         """
         self = cls(tensors)
-        spec_of, local_of, plain = _torch.spec_of, _torch.local_of, torch.Tensor
-        mesh: Any = None  # of the parameter before, as its placements and slot are: looking them up costs microseconds
-        placements: Any = None
-        slot: _Slot | None = None
-        for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            spec = spec_of(tensor) if isinstance(tensor, DTensor) else None
-            if slot is None or spec is None or spec.mesh is not mesh or spec.placements != placements:
+        if not self._take_alike(tensors, gradients):
+            for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
                 slot = self._slot_of(tensor, tensor, index)
-                mesh, placements = (None, None) if spec is None else (spec.mesh, spec.placements)
-            if gradient is None:
-                continue
-            if spec is not None and type(gradient) is DTensor and spec_of(gradient) is spec:  # they lie alike for sure
-                local = local_of(gradient)
-                local = local if type(local) is plain else _torch.wait_for_tensor(local)
-            else:
-                self._check_spread(tensor, gradient, slot, index)
-                local = _local_tensor(gradient)
-            if local.numel():
-                slot.gradients.append(local)
+                if gradient is not None:
+                    self._check_spread(tensor, gradient, slot, index)
+                    local = _local_tensor(gradient)
+                    if local.numel():
+                        slot.gradients.append(local)
         for each in self.slots:
             each.groups = _by_device_and_dtype(each.gradients)
         return self
 
+    def _take_alike(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Take all at once, in loops of C: the usual case, where all are spread alike, and have gradients like them.
+
+        Returns:
+            Whether that was so; else nothing is taken.
+        """
+        try:
+            specs = list(map(_torch.spec_of, tensors))
+            if not all(map(operator.is_, map(_torch.spec_of, gradients), specs)):  # type: ignore[arg-type]
+                return False
+        except AttributeError:  # of None, or of a plain tensor
+            return False
+        kinds = zip(map(id, map(_mesh, specs)), map(id, map(_placements, specs)), strict=True)
+        examples = dict(zip(kinds, range(len(specs)), strict=True))
+        slots = [self._slot_of(tensors[index], tensors[index], index) for index in sorted(examples.values())]
+        below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+        if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
+            self.slots, self._known = [], {}  # in the order of the parameters, from the first
+            return False
+        slots[0].gradients = list(filter(torch.Tensor.numel, below))
+        return True
+
     def _check_spread(self, tensor: torch.Tensor, gradient: torch.Tensor, slot: _Slot, index: int) -> None:
-        if tensor is not gradient and self._slot_of(gradient, tensor, index) is not slot:
+        if not _share_spec(tensor, gradient) and self._slot_of(gradient, tensor, index) is not slot:
             raise FSDPValueError(
                 f"the gradient of parameter {_name_of(tensor, index)} is spread over other ranks than the "
                 f"parameter: {_describe(gradient)}, not {_describe(tensor)}. Give it the parameter's placements: "
@@ -263,6 +282,13 @@ class _Slots:
             self.slots.append(slot)
         self._known[key] = slot
         return slot
+
+
+def _share_spec(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether they lie alike for sure, which costs nothing to see."""
+    if isinstance(tensor, DTensor) and isinstance(gradient, DTensor):
+        return _torch.spec_of(tensor) is _torch.spec_of(gradient)
+    return tensor is gradient
 
 
 def _describe(tensor: torch.Tensor) -> str:
