@@ -72,10 +72,10 @@ def local(
 
     ``flat`` steps on few tensors: on one for each run of parameters that follow each other in the memory of a
     `fully_shard` group, in one parameter group of the optimizer, with the same state counters. What changes is which
-    elements a vectorized kernel treats as its remainder, hence at most the last bit. A run is divided where a parameter
-    has no gradient when it is formed, or whose gradients are not delivered together (as under a tensor hook, or when
-    accumulated with others); those are stepped on one by one. State takes the memory of padding, too: as much as the
-    first rank's. Do not change parameters of few dims in another way than those of many: here all have one.
+    elements a vectorized kernel treats as its remainder, hence at most the last bit. Parameters that have no gradient,
+    or one that was not delivered together with others (as under tensor hooks), or another state counter, are stepped on
+    one by one, and so are all while the state is offloaded. State takes the memory of padding, too: as much as the
+    first rank's. An ``optimizer_class`` that treats matrices and vectors differently must not be flat.
 
     Not collective, as steps are not. A closure is evaluated once, before the step.
 

@@ -276,12 +276,14 @@ def test_padding_stays_zero(make: MakeOptimizer) -> None:
 
 
 @multi_rank(2)
-def test_gradients_of_tensor_hooks_and_accumulation_are_stepped_on_one_by_one() -> None:
-    """They do not lie on the group's buffer; numbers are the plain optimizer's."""
+@pytest.mark.parametrize("hooked", [False, True])
+def test_accumulated_gradients_and_those_of_tensor_hooks(hooked: bool) -> None:
+    """The former add up on the group's buffer; the latter lie elsewhere, and are stepped on one by one."""
     models = [shard(), shard()]
     optimizers = [adamw_foreach(trainable(models[0])), local_like(adamw_foreach(trainable(models[1])), flat=True)]
-    for model in models:
-        next(iter(model.parameters())).register_hook(lambda gradient: gradient * 2)
+    for model in models if hooked else ():
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             loss_of(CASE, model, step).backward()
@@ -289,6 +291,14 @@ def test_gradients_of_tensor_hooks_and_accumulation_are_stepped_on_one_by_one() 
             optimizer.step()
             optimizer.zero_grad()
         assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
+        assert number_of_runs(optimizers[1]) == (0 if hooked else 3)
+
+
+@multi_rank(2)
+@FORMS
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_strategies(strategy: str, flat: bool) -> None:
+    step_both(adamw_foreach, flat=flat, strategy=strategy)
 
 
 @multi_rank(2)
