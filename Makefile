@@ -18,7 +18,7 @@ help:
 	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
 	@echo "make test-full    the suite with its slow part"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
-	@echo "make bench        host time, calls, copies, collectives and memory beside torch's fully_shard"
+	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
 
 $(STAMP): pyproject.toml
@@ -54,6 +54,7 @@ test-clients: $(CLIENTS_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks.optimizers
 
 torch-gaps: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_gaps $(ARGS)

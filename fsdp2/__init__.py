@@ -1,5 +1,6 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
+from fsdp2 import optim
 from fsdp2.api import fully_shard
 from fsdp2.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.common import (
@@ -56,6 +57,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "offload_optimizer_state",
+    "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "step_on_owners",

@@ -224,6 +224,13 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer class's ``step`` without the wrapper that calls hooks, which its first instance gave it."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has ended without an exception."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

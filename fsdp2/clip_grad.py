@@ -23,6 +23,7 @@ sharded parameter took the place of which.
 from __future__ import annotations
 
 import math
+import operator
 import types
 import warnings
 from collections.abc import Iterable, Sequence
@@ -142,6 +143,11 @@ def _as_list(tensors: TensorOrTensors, *, warn_if_empty: bool = False) -> list[t
 
 def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     """``parameters``, with the sharded ones in the place of their predecessors, which receive no gradients."""
+    try:  # in a loop of C: all are sharded parameters
+        if all(map(operator.is_, map(_own_sharded, parameters), parameters)):
+            return parameters
+    except AttributeError:
+        pass
     return [_sharded_parameter(each) for each in parameters]
 
 
@@ -161,10 +167,18 @@ def _name_of(tensor: torch.Tensor, index: int) -> str:
 _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Local tensors by device and dtype: what one foreach call takes."""
 
+_device_and_dtype = operator.attrgetter("device", "dtype")
+_dtype = operator.attrgetter("dtype")
+_own_sharded = operator.attrgetter("_fsdp_param.target.sharded")
+_mesh = operator.attrgetter("mesh")
+_placements = operator.attrgetter("placements")
 
-def _by_device_and_dtype(tensors: Iterable[torch.Tensor], groups: _Groups | None = None) -> _Groups:
-    """``tensors`` sorted into ``groups``, or into new ones."""
-    groups = {} if groups is None else groups
+
+def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
+    kinds = set(map(_device_and_dtype, tensors))
+    if len(kinds) == 1:  # the usual case, in half the time
+        return {kinds.pop(): tensors}
+    groups: _Groups = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups
@@ -176,6 +190,7 @@ class _Slot:
 
     spread: Spread
     gradients: list[torch.Tensor] = field(default_factory=list)
+    groups: _Groups = field(default_factory=dict)
 
 
 class _Slots:
@@ -191,7 +206,7 @@ class _Slots:
         self.slots: list[_Slot] = []
         first = next((each for each in tensors if isinstance(each, DTensor)), None)
         self.device = device_of(first.device_mesh) if first is not None else tensors[0].device if tensors else None
-        wide = any(each.dtype in (torch.float64, torch.complex128) for each in tensors)
+        wide = not {torch.float64, torch.complex128}.isdisjoint(map(_dtype, tensors))
         self.dtype = torch.float64 if wide else torch.float32
         # By mesh and placements, which parameters share: looking at each of them costs microseconds.
         self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
@@ -204,27 +219,53 @@ class _Slots:
             FSDPValueError: a gradient is spread otherwise than its tensor, or has no norm yet; see `spread_of`.
         """
         self = cls(tensors)
-        for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
-            slot = self._slot_of(tensor, tensor, index)
-            if gradient is None:
-                continue
-            if not _share_spec(tensor, gradient) and self._slot_of(gradient, tensor, index) is not slot:
-                raise FSDPValueError(
-                    f"the gradient of parameter {_name_of(tensor, index)} is spread over other ranks than the "
-                    f"parameter: {_describe(gradient)}, not {_describe(tensor)}. Give it the parameter's placements: "
-                    "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)."
-                )
-            local = _local_tensor(gradient)
-            if local.numel():
-                slot.gradients.append(local)
+        if not self._take_alike(tensors, gradients):
+            for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+                slot = self._slot_of(tensor, tensor, index)
+                if gradient is not None:
+                    self._check_spread(tensor, gradient, slot, index)
+                    local = _local_tensor(gradient)
+                    if local.numel():
+                        slot.gradients.append(local)
+        for each in self.slots:
+            each.groups = _by_device_and_dtype(each.gradients)
         return self
+
+    def _take_alike(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Take all at once, in loops of C: the usual case, where all are spread alike, and have gradients like them.
+
+        Returns:
+            Whether that was so; else nothing is taken.
+        """
+        try:
+            specs = list(map(_torch.spec_of, tensors))
+            if not all(map(operator.is_, map(_torch.spec_of, gradients), specs)):  # type: ignore[arg-type]
+                return False
+        except AttributeError:  # of None, or of a plain tensor
+            return False
+        kinds = zip(map(id, map(_mesh, specs)), map(id, map(_placements, specs)), strict=True)
+        examples = dict(zip(kinds, range(len(specs)), strict=True))
+        slots = [self._slot_of(tensors[index], tensors[index], index) for index in sorted(examples.values())]
+        below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+        if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
+            self.slots, self._known = [], {}  # in the order of the parameters, from the first
+            return False
+        slots[0].gradients = list(filter(torch.Tensor.numel, below))
+        return True
+
+    def _check_spread(self, tensor: torch.Tensor, gradient: torch.Tensor, slot: _Slot, index: int) -> None:
+        if not _share_spec(tensor, gradient) and self._slot_of(gradient, tensor, index) is not slot:
+            raise FSDPValueError(
+                f"the gradient of parameter {_name_of(tensor, index)} is spread over other ranks than the "
+                f"parameter: {_describe(gradient)}, not {_describe(tensor)}. Give it the parameter's placements: "
+                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)."
+            )
 
     def groups(self) -> _Groups:
         """All gradients by device and dtype."""
-        groups: _Groups = {}
-        for slot in self.slots:
-            _by_device_and_dtype(slot.gradients, groups)
-        return groups
+        if len(self.slots) == 1:
+            return self.slots[0].groups
+        return _by_device_and_dtype([each for slot in self.slots for each in slot.gradients])
 
     def _slot_of(self, tensor: torch.Tensor, parameter: torch.Tensor, index: int) -> _Slot:
         spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
@@ -244,7 +285,7 @@ class _Slots:
 
 
 def _share_spec(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether they lie alike for sure: the usual case, and the one that costs nothing to see."""
+    """Whether they lie alike for sure, which costs nothing to see."""
     if isinstance(tensor, DTensor) and isinstance(gradient, DTensor):
         return _torch.spec_of(tensor) is _torch.spec_of(gradient)
     return tensor is gradient
@@ -317,7 +358,7 @@ def _total_norm(
     """Collective; see [Note: which collectives]. All slots are one number by the time ``mesh`` joins in."""
     norm, further = _Norm.of(norm_type), _axes_of(mesh)
     device = slots.device or (torch.device("cpu") if mesh is None else device_of(mesh))
-    values = [_local_value(slot.gradients, norm, foreach, device) for slot in slots.slots]
+    values = [_local_value(slot.groups, norm, foreach, device) for slot in slots.slots]
     spreads = [[group for group in slot.spread if group not in further] for slot in slots.slots]
     for group in dict.fromkeys(group for spread in spreads for group in spread):
         members = [index for index, spread in enumerate(spreads) if group in spread]
@@ -349,17 +390,12 @@ def _axes_of(mesh: DeviceMesh | None) -> list[RankGroup]:
     return [RankGroup.of(mesh, axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 
-def _local_value(
-    gradients: list[torch.Tensor], norm: _Norm, foreach: bool | None, device: torch.device
-) -> torch.Tensor:
+def _local_value(gradients: _Groups, norm: _Norm, foreach: bool | None, device: torch.device) -> torch.Tensor:
     """The value (k,) on ``device`` of what this rank has. No communication."""
     if not gradients:
         return norm.of_nothing(device)
     dtype = _widest_dtype(device)
-    norms = [
-        torch.stack(_norms_of(group, norm.order, foreach)).to(device, dtype)
-        for group in _by_device_and_dtype(gradients).values()
-    ]
+    norms = [torch.stack(_norms_of(group, norm.order, foreach)).to(device, dtype) for group in gradients.values()]
     return norm.value(norms[0] if len(norms) == 1 else torch.cat(norms))
 
 

@@ -381,6 +381,11 @@ class DtypeGradients:
         self._buffer.allocate()
         return self._buffer.flat
 
+    @property
+    def delivered(self) -> _GradientBuffer | None:
+        """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
+        return self._buffer
+
     def release(self) -> None:
         """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
         if self._buffer is not None and self._are_cleared():

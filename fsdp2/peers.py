@@ -6,7 +6,7 @@ all-reduce) and clones its input, its all-gather goes through an output of its o
 [Note: tags and what is abandoned]
 Every exchange over a process group has the next tag, the same on all ranks, which issue the same exchanges in the
 same order: messages of two exchanges, or of the user's own, are never mistaken for one another. An exchange that an
-exception has abandoned (nobody will wait for it) must not be forgotten while messages are under way into its buffers: it
+exception has abandoned (nobody waits for it) must not be forgotten while messages are under way into its buffers: it
 is kept until a later one over the same group is done, for messages between two ranks arrive in order.
 """
 

@@ -203,6 +203,11 @@ class GroupStorage:
     # -- what lies here
 
     @property
+    def buffers(self) -> tuple[DtypeBuffers, ...]:
+        """One for each dtype; others after the parameters were laid out anew."""
+        return self._buffers
+
+    @property
     def unsharded_bytes(self) -> int:
         """Bytes of the unsharded buffers while they have memory."""
         return sum(buffers.unsharded_bytes for buffers in self._buffers)

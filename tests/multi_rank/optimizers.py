@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
+import fsdp2
+from fsdp2.optimizer_units import known_in
 from tests.harness import Tolerance, tolerance_for
 from tests.harness.models import ModelCase
 
@@ -88,3 +91,15 @@ def copy_values(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for mine, value in zip(target.parameters(), distributed_like(target, source).values(), strict=True):
             mine.copy_(value)
+
+
+def local_like(plain: torch.optim.Optimizer, *, flat: bool = False) -> torch.optim.Optimizer:
+    """What `fsdp2.optim.local` makes of the class, the parameter groups and the arguments of ``plain``."""
+    taken = inspect.signature(type(plain)).parameters
+    arguments = {name: value for name, value in plain.defaults.items() if name in taken}
+    return fsdp2.optim.local(type(plain), [dict(group) for group in plain.param_groups], flat=flat, **arguments)
+
+
+def number_of_runs(optimizer: torch.optim.Optimizer) -> int:
+    """On how many flat tensors, each of several parameters, the optimizer stepped last."""
+    return len(known_in(optimizer._units))

@@ -54,6 +54,9 @@ LAYERS = (
         "optimizer_offload",
         "optimizer_guard",
         "owner_step",
+        "optimizer_runs",
+        "optimizer_units",
+        "optim",
         "forward_methods",
         "module_copies",
         "module",
@@ -81,6 +84,7 @@ PUBLIC = {
     "common",
     "unwrapping",
     "optimizer_offload",
+    "optim",
 }
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import clip
+from benchmarks import clip, optimizers
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import HostTimes, Quartiles
@@ -244,3 +244,14 @@ def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "Clipping 6 parameters of (16, 16) sharded over 4 ranks" in printed
     assert printed.splitlines()[-1].split() == ["collectives", "1", "1", "1.000"]
+
+
+def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizers.main(["--blocks", "1", "--repetitions", "2", "--world-size", "4", "--first-steps", "1,2"])
+    shown = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
+    assert {"parameters", "17", "29"} <= rows.keys()
+    operations = {name: int(cells[-1]) for name, cells in rows.items() if ", " in name and cells[-1].isdigit()}
+    assert len(operations) == 11
+    for kind in ("AdamW foreach", "AdamW fused"):
+        assert operations[f"{kind}, fsdp2 local"] == operations[f"{kind}, plain tensors"]

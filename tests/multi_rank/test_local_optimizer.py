@@ -1,0 +1,410 @@
+"""`fsdp2.optim.local`: steps on local shards, against the unsharded reference and, bit by bit, the plain optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, FSDPValueError, MixedPrecisionPolicy, fully_shard
+from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
+from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
+from tests.harness.models import CONV, FROZEN, MLP, TIED, TRANSFORMER, ModelCase
+from tests.multi_rank.optimizers import (
+    EVERY_KIND,
+    FUSED,
+    MakeOptimizer,
+    Parameters,
+    adamw_for_loop,
+    adamw_foreach,
+    adamw_fused,
+    local_like,
+    loss_of,
+    number_of_runs,
+    rmsprop,
+    sgd_momentum,
+    tolerance_of,
+)
+from tests.multi_rank.training import CASE, shard, trainable
+
+FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+
+
+def rprop(parameters: Parameters) -> torch.optim.Optimizer:
+    """Fails on DTensors: it writes through a mask."""
+    return torch.optim.Rprop(parameters, lr=1e-2, foreach=False)
+
+
+# ---- against the reference -----------------------------------------------------------------------
+
+
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize("make", [*EVERY_KIND, rprop], ids=lambda f: f.__name__)
+def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, flat: bool, world_size: int) -> None:
+    """Rows are uneven, and some ranks hold none of the last layer."""
+    model = shard()
+    optimizer = local_like(make(trainable(model)), flat=flat)
+    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and name != "step":
+                assert isinstance(value, DTensor), name
+                assert (value.shape, value.placements) == (parameter.shape, parameter.placements), name
+
+
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize(
+    ("case", "make"),
+    [(TRANSFORMER, adamw_foreach), (TIED, sgd_momentum), (FROZEN, adamw_for_loop), (CONV, adamw_fused)],
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
+)
+def test_other_models(case: ModelCase, make: MakeOptimizer, flat: bool, world_size: int) -> None:
+    model = shard(case)
+    reference = Reference(case, world_size=world_size, make_optimizer=make)
+    optimizer = local_like(make(trainable(model)), flat=flat)
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
+    assert bool(number_of_runs(optimizer)) is flat
+
+
+# ---- against the plain optimizer, bit by bit -----------------------------------------------------
+
+
+def step_both(make: MakeOptimizer, *, flat: bool, steps: int = 3, **settings: object) -> None:
+    """Parameters and state after ``steps`` are those of the plain optimizer on DTensors."""
+    models = [CASE.build() for _ in range(2)]
+    for model in models:
+        for unit in CASE.units(model):
+            fully_shard(unit, **settings)
+    plain = make(trainable(models[0]))
+    mine = local_like(make(trainable(models[1])), flat=flat)
+    for step in range(steps):
+        for model, optimizer in zip(models, (plain, mine), strict=True):
+            loss_of(CASE, model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
+    assert_states_same(mine, plain)
+
+
+def assert_states_same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    """State dicts of the same structure, with the same values of the same kinds, and shards of the same strides."""
+    mine, plain = actual.state_dict(), expected.state_dict()
+    assert mine["param_groups"] == plain["param_groups"]
+    assert mine["state"].keys() == plain["state"].keys()
+    for index, state in plain["state"].items():
+        assert list(mine["state"][index]) == list(state)
+        for name, value in state.items():
+            found = mine["state"][index][name]
+            assert type(found) is type(value), name
+            if isinstance(value, DTensor):
+                assert (found.placements, found.shape) == (value.placements, value.shape), name
+                assert found.to_local().stride() == value.to_local().stride(), name
+                found, value = found.to_local(), value.to_local()
+            assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
+
+
+def nadam(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=1e-2, foreach=True)
+
+
+def asgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.ASGD(parameters, lr=1e-2, foreach=False)
+
+
+def adadelta(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adadelta(parameters, lr=1e-2, foreach=True, maximize=True)
+
+
+def adamax(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(parameters, lr=1e-2, foreach=False)
+
+
+def radam(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(parameters, lr=1e-2, foreach=False)
+
+
+def adam_capturable(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), eps=1e-3, fused=True, amsgrad=True)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize(
+    "make",
+    [*EVERY_KIND, nadam, asgd, adadelta, adamax, radam, adam_capturable],
+    ids=lambda f: f.__name__,
+)
+def test_steps_like_the_plain_optimizer(make: MakeOptimizer) -> None:
+    step_both(make, flat=False)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize(
+    "make",
+    [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd, adadelta, adamax, radam],
+    ids=lambda f: f.__name__,
+)
+def test_the_flat_form_steps_like_the_plain_optimizer(make: MakeOptimizer) -> None:
+    """Of kernels that round alike wherever an element lies (fused ones on a CPU do not)."""
+    step_both(make, flat=True)
+
+
+@multi_rank(2)
+@FORMS
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_mixed_precision_and_offloaded_parameters(flat: bool, offloaded: bool) -> None:
+    settings: dict[str, object] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    if offloaded:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    step_both(adamw_foreach, flat=flat, **settings)
+
+
+# ---- other meshes, and what is not sharded -------------------------------------------------------
+
+
+@multi_rank(4)
+@FORMS
+def test_replicas_and_tensor_parallelism(flat: bool) -> None:
+    """HSDP below, tensor parallelism above, a plain parameter beside: plain DTensor optimizers refuse the mixture."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, plain = MLP.build(), MLP.build()
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    styles = {linears[0]: ColwiseParallel(), linears[1]: RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], styles)
+    others = [module for name, module in model.named_modules() if name in linears[2:]]
+    for module in others:
+        fully_shard(module, mesh=mesh)
+    for name in linears[:2]:
+        fully_shard(model.get_submodule(name), mesh=mesh["dp"])
+    extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = []
+    for each, more in ((model, extra[0]), (plain, extra[1])):
+        optimizers.append(torch.optim.AdamW([*each.parameters(), more], lr=1e-2, eps=1e-3, foreach=True))
+    optimizers[0] = local_like(optimizers[0], flat=flat)
+    for step in range(3):
+        for each, more, optimizer in zip((model, plain), extra, optimizers, strict=True):
+            loss = MLP.loss(each, MLP.batch(0, step, 0)) + (more * torch.arange(3.0)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(extra[0], extra[1])
+        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(4))
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+class Choosing(nn.Module):
+    """Four layers, of which some may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for index in chosen:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach], ids=lambda f: f.__name__)
+def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_size: int) -> None:
+    """Which parameters have one changes from step to step; those without are not stepped, and count no step."""
+    model, plain = Choosing(), Choosing()
+    fully_shard(model)
+    optimizer, reference = local_like(make(trainable(model)), flat=flat), make(trainable(plain))
+    runs = []
+    for chosen in [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 3), (0, 1, 2, 3), (1,), (2, 3), (), (0, 1, 2, 3)]:
+        x = torch.arange(10.0).view(2, 5).sin()
+        for each, stepping in ((model, optimizer), (plain, reference)):
+            output = each(x, chosen).square().sum()
+            if chosen:
+                output.backward()
+            stepping.step()
+            stepping.zero_grad()
+        runs.append(number_of_runs(optimizer))
+        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=tolerance_for(world_size))
+    counts = [optimizer.state[p].get("step") for p in model.parameters()]
+    assert counts == [reference.state[p].get("step") for p in plain.parameters()]
+    assert (runs[0] > 0) is flat
+    assert runs[:2] == ([1, 1] if flat else [0, 0])
+
+
+@multi_rank(2)
+def test_parameter_groups_divide_a_run() -> None:
+    model = shard(MLP)
+    first, second = (list(module.parameters()) for module in list(model.children())[0:3:2])
+    optimizer = fsdp2.optim.local(
+        torch.optim.SGD, [{"params": first}, {"params": second, "lr": 0.0}], lr=0.1, flat=True
+    )
+    before = [parameter.to_local().clone() for parameter in second]
+    loss_of(MLP, model).backward()
+    optimizer.step()
+    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, second, strict=True))
+    assert all(parameter.grad is not None for parameter in first)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
+def test_padding_stays_zero(make: MakeOptimizer) -> None:
+    model = shard()
+    optimizer = local_like(make(trainable(model)), flat=True)
+    for step in range(3):
+        loss_of(CASE, model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameter in model.parameters():
+        for buffers in parameter._fsdp_param.target.group.storage.buffers:
+            padding = torch.ones(buffers.shard.numel(), dtype=torch.bool)
+            for param, slot in zip(buffers.params, buffers.layout.slots, strict=True):
+                padding[slot.shard_offset : slot.shard_offset + param.local.numel()] = False
+            assert not buffers.shard[padding].any()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_accumulated_gradients_and_those_of_tensor_hooks(hooked: bool) -> None:
+    """The former add up on the group's buffer; the latter lie elsewhere, and are stepped on one by one."""
+    models = [shard(), shard()]
+    optimizers = [adamw_foreach(trainable(models[0])), local_like(adamw_foreach(trainable(models[1])), flat=True)]
+    for model in models if hooked else ():
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 2)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(CASE, model, step).backward()
+            loss_of(CASE, model, step + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
+        assert number_of_runs(optimizers[1]) == (0 if hooked else 3)
+
+
+@multi_rank(2)
+@FORMS
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_strategies(strategy: str, flat: bool) -> None:
+    step_both(adamw_foreach, flat=flat, strategy=strategy)
+
+
+@multi_rank(2)
+@FORMS
+def test_what_the_model_gives_up_is_freed(flat: bool) -> None:
+    """The optimizer holds no shards beyond those of its parameters."""
+    model = shard()
+    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
+    loss_of(CASE, model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    storages = {
+        p._fsdp_param.target.group.storage.buffers[0].shard.untyped_storage()._weak_ref() for p in trainable(model)
+    }
+    model.to(torch.float64)
+    model.to(torch.float32)
+    alive = [torch.UntypedStorage._new_with_weak_ptr(each) for each in storages]
+    assert all(each is None for each in alive)
+    loss_of(CASE, model).backward()
+    optimizer.step()
+
+
+# ---- refused -------------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_partial_parameters_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
+    with pytest.raises(FSDPValueError, match="only a part of a sum"):
+        fsdp2.optim.local(torch.optim.SGD, [partial], lr=0.1)
+
+
+def replicated(gradient: DTensor) -> Tensor:
+    return gradient.redistribute(placements=[Replicate()])
+
+
+def still_partial(gradient: DTensor) -> Tensor:
+    return DTensor.from_local(gradient.full_tensor(), gradient.device_mesh, [Partial()])
+
+
+@multi_rank(2)
+@FORMS
+@pytest.mark.parametrize("spoil", [replicated, still_partial], ids=lambda f: f.__name__)
+def test_gradients_that_are_placed_otherwise_are_refused(spoil: Callable[[DTensor], Tensor], flat: bool) -> None:
+    """Before anything is stepped; the step can be repeated once they are right."""
+    model = shard()
+    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
+    loss_of(CASE, model).backward()
+    last = trainable(model)[-1]
+    right = last.grad
+    last.grad = spoil(right)
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    with pytest.raises(FSDPValueError, match=r"gradient of parameter '4\.bias' is not sharded like it"):
+        optimizer.step()
+    assert_same("parameters", {name: p.to_local() for name, p in model.named_parameters()}, before)
+    assert all(p._local_tensor.grad is None for p in model.parameters())
+    last.grad = right
+    optimizer.step()
+    optimizer.zero_grad()
+    reference = Reference(CASE, world_size=2, make_optimizer=adamw_foreach)
+    expected = reference.step().parameters
+    assert_sharded_same("parameters", parameters_of(model), expected, tolerance=FUSED)
+
+
+class RowNormalized(torch.optim.Optimizer):
+    """Keeps a number for each row."""
+
+    def __init__(self, params: Parameters) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.dim() > 1:
+                    self.state[parameter]["rows"] = parameter.grad.norm(dim=1)
+
+
+@multi_rank(2)
+def test_a_state_that_is_not_elementwise_is_found() -> None:
+    model = shard()
+    optimizer = fsdp2.optim.local(RowNormalized, trainable(model), elementwise=True)
+    loss_of(CASE, model).backward()
+    with pytest.raises(FSDPNotImplementedError, match=r"'rows' of shape .*not elementwise"):
+        optimizer.step()
+
+
+@multi_rank(2)
+def test_a_sharded_parameter_of_no_dims() -> None:
+    """Its momentum is a DTensor, its step counter is not, though both have no dims."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = [torch.tensor(2.0), torch.arange(3.0)]
+    parameters = [
+        nn.Parameter(distribute_tensor(values[0], mesh, [Replicate()])),
+        nn.Parameter(distribute_tensor(values[1], mesh, [Shard(0)])),
+    ]
+    optimizer = fsdp2.optim.local(torch.optim.Adam, parameters, lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        assert isinstance(state["exp_avg"], DTensor) and not isinstance(state["step"], DTensor)
+    plain = torch.optim.Adam(parameters, lr=0.1)
+    plain.load_state_dict(optimizer.state_dict())
+    plain.step()
+    optimizer.step()
+    assert dist.get_world_size() == 2
