@@ -96,7 +96,7 @@ def _tear_down(state: ProcessState) -> bytes:
 
 def _environment_of(job: Job) -> dict[str, str]:
     """What the tests of a package want: its `ENVIRONMENT`, if it has one."""
-    package = importlib.import_module(job.module.rpartition(".")[0])
+    package = importlib.import_module(job.module.rpartition(".")[0] or job.module)
     environment: dict[str, str] = getattr(package, "ENVIRONMENT", {})
     return environment
 
