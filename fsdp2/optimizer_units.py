@@ -199,14 +199,16 @@ class FlatUnit:
                     shown[name] = value.clone() if isinstance(value, torch.Tensor) else value
             self._shown.append({name: (value, _version(value)) for name, value in shown.items()})
 
-    def still_is(self, run: Run, outside: State) -> bool:
-        """Whether ``run`` is the same, and what `show` has put in ``outside`` is there yet."""
-        if len(run.params) != len(self.run.params) or not self._shown:
-            return False
-        return all(
-            mine is other and _is_unchanged(outside.get(mine, {}), shown)
-            for mine, other, shown in zip(self.run.params, run.params, self._shown, strict=True)
+    def is_unchanged(self, outside: State) -> bool:
+        """Whether what `show` has put in ``outside`` is there yet."""
+        return bool(self._shown) and all(
+            _is_unchanged(outside.get(parameter, {}), shown)
+            for parameter, shown in zip(self.run.params, self._shown, strict=True)
         )
+
+    def is_of(self, run: Run) -> bool:
+        """Whether ``run`` is of the same parameters."""
+        return len(run.params) == len(self.run.params) and all(map(operator.is_, run.params, self.run.params))
 
 
 def _version(value: Any) -> int:
@@ -220,7 +222,7 @@ def _is_unchanged(state: State, shown: dict[str, tuple[Any, int]]) -> bool:
     )
 
 
-def _agreement(parameter: torch.Tensor, state: State) -> object:
+def _agreement(state: State) -> object:
     """Equal for parameters whose states may become one. Reads counters from the device."""
     found: list[object] = []
     for name, value in sorted(state.items()):
@@ -257,11 +259,16 @@ class Units:
         self.flats: list[FlatUnit] = []
         for parameter in params:
             refuse_partial(parameter)
-        runs = runs_of(params, lambda each: _agreement(each, outside.get(each, {}))) if flat else []
-        by_first = {id(unit.run.params[0]): unit for unit in earlier}
+        unchanged = {id(each): unit for unit in earlier if unit.is_unchanged(outside) for each in unit.run.params}
+
+        def agreement(parameter: torch.Tensor) -> object:
+            unit = unchanged.get(id(parameter))  # whose counters need not be read
+            return _agreement(outside.get(parameter, {})) if unit is None else id(unit)
+
+        runs = runs_of(params, agreement) if flat else []
         for run in runs:
-            known = by_first.get(id(run.params[0]))
-            if known is not None and known.still_is(run, outside):
+            known = unchanged.get(id(run.params[0]))
+            if known is not None and known.is_of(run):
                 known.run = run
             else:
                 known = FlatUnit(run, [_checked(each, outside.get(each, {})) for each in run.params])
