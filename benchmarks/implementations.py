@@ -80,14 +80,21 @@ def build_contender(
     """A model of shape `spec` under implementation `name`, and its input `(batch_rows, dim)`."""
     model = build_model(spec)
     inputs = torch.linspace(-1, 1, spec.batch_rows * spec.dim).view(spec.batch_rows, spec.dim)
+    if name.removesuffix(AGAIN) == UNSHARDED:
+        return model.to(options.param_dtype), inputs.to(options.param_dtype)
+    shard_blocks(name, model, mesh=mesh, options=options)
+    return model, inputs
+
+
+def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:
+    """Shards every one of `model.blocks`, and `model`, with implementation `name`; `unsharded` leaves it alone."""
     base_name = name.removesuffix(AGAIN)
     if base_name == UNSHARDED:
-        return model.to(options.param_dtype), inputs.to(options.param_dtype)
+        return
     fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options)
-    for block in model.blocks:
-        fully_shard(block)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
-    return model, inputs
 
 
 def _bind_fully_shard(name: str, *, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[nn.Module], object]:
