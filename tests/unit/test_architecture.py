@@ -47,6 +47,10 @@ LAYERS = (
         "clip_grad",
         "tying",
         "api",
+        "module_tree",
+        "blocks",
+        "group_choice",
+        "grouping",
     ),
     ("__init__",),
 )
@@ -64,6 +68,8 @@ PUBLIC = {
     "common",
     "unwrapping",
     "optimizer_offload",
+    "group_choice",
+    "grouping",
 }
 
 
