@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.module_tree import CONTAINERS, ModuleTree, Node, plain_class
+from fsdp2.structure import has_forward
 
 Kind = type[nn.Module] | str
 """A class of modules, or its name."""
@@ -40,7 +41,7 @@ class Blocks:
 
     def is_block(self, node: Node) -> bool:
         """Whether ``node`` is of a class that was named."""
-        return self._kinds is not None and any(_is_of(node, kind) for kind in self._kinds)
+        return self._kinds is not None and any(_is_of(node.module, kind) for kind in self._kinds)
 
     def below(self, region: Node) -> list[tuple[Node, str]]:
         """The outermost blocks below ``region``, which may be one itself, and why each is one."""
@@ -63,7 +64,7 @@ class Blocks:
             counts.update(plain_class(child.module) for child in able)
         for child in region.children:
             count = counts[plain_class(child.module)]
-            if count > 1 and child.total_bytes >= max(self._min_bytes, 1):
+            if count > 1 and child.can_be_called and child.total_bytes >= max(self._min_bytes, 1):
                 yield child, f"a block: one of {count} of its class in a {region.class_name}"
             else:
                 yield from self._repeating(child)
@@ -79,13 +80,17 @@ def _validated(blocks: Any) -> tuple[Kind, ...]:
     return kinds
 
 
-def _is_of(node: Node, kind: Kind) -> bool:
-    return node.class_name == kind if isinstance(kind, str) else isinstance(node.module, kind)
+def _is_of(module: nn.Module, kind: Kind) -> bool:
+    return plain_class(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
 
 
 def _there_is(tree: ModuleTree, kind: Kind) -> bool:
-    """Whether a module of ``kind`` can be a group, or is one."""
-    return any(_is_of(node, kind) and node.can_be_called for node in tree.nodes())
+    """Whether a module of ``kind`` can be a group, or lies in one that is sharded already."""
+    for node in tree.nodes():
+        inside = node.module.modules() if node.is_sharded else (node.module,)
+        if any(_is_of(module, kind) and has_forward(module) for module in inside):
+            return True
+    return False
 
 
 def _refuse_unknown(tree: ModuleTree, kinds: tuple[Kind, ...]) -> None:

@@ -192,17 +192,21 @@ def _groups(tree: ModuleTree, finder: Blocks, max_bytes: int, min_bytes: int) ->
     """Choose, until every parameter counts in the group that the `fully_shard` calls will put it in.
 
     They put a tied parameter into the first of the groups that hold it, bottom-up, which need not be where it counted:
-    then it is counted there, and all is chosen again. The same for modules that turn out to lie below several groups.
+    then it is counted there, and all is chosen again. The same for modules that turn out to lie below several groups:
+    they become groups, or if they have no forward keep these from being groups.
     """
     shared: dict[Node, str] = {}
     order = {node: number for number, node in enumerate(tree.root.bottom_up())}
     while True:
         chosen = _Chooser(tree, finder, max_bytes, min_bytes, shared).chosen
         group_of = _group_of(tree, chosen)
-        apart = _below_several_groups(tree, group_of)
-        if apart:
-            shared.update(apart)
-        elif not _count_where_they_go(tree, group_of, order):
+        hindered = _hindered(tree, group_of, order)
+        for node in hindered:
+            node.can_be_called = False
+            shared.pop(node, None)
+        apart = {} if hindered else _below_several_groups(tree, group_of)
+        shared.update(apart)
+        if not (hindered or apart or _count_where_they_go(tree, group_of, order)):
             break
     sizes = dict.fromkeys(chosen, 0)
     for held in tree.held:
@@ -246,6 +250,25 @@ def _below_several_groups(tree: ModuleTree, group_of: dict[Node, Node]) -> dict[
     return found
 
 
+def _hindered(tree: ModuleTree, group_of: dict[Node, Node], order: dict[Node, int]) -> set[Node]:
+    """Groups that must not be ones, as they share a module that has parameters, but no forward, with others."""
+    holding = {node for held in tree.held for node in held.holders}
+    found: set[Node] = set()
+    for node in tree.nodes():
+        groups = {group_of[parent] for parent in node.parents}
+        if len(groups) > 1 and any(each in holding for each in _without_forward(node)):
+            found.add(min(groups, key=order.__getitem__))
+    return {node for node in found if node.can_be_called}
+
+
+def _without_forward(node: Node) -> Iterator[Node]:
+    """``node`` and what is below it, as far as nothing can be called."""
+    if not node.can_be_called:
+        yield node
+        for child in node.children:
+            yield from _without_forward(child)
+
+
 def _outermost(node: Node, condition: Callable[[Node], bool]) -> Iterator[Node]:
     if condition(node):
         yield node
@@ -272,6 +295,10 @@ class _Chooser:
         if finder.is_block(root) and root.total_bytes <= max_bytes:
             self.chosen[root] = "the model is a block itself"
             return
+        for node, reason in shared.items():
+            if self._rest(node) > max_bytes and node.can_be_split:
+                self._cut(node, is_model=False)
+            self.chosen[node] = self._remark(node, reason)
         self._cut(root, is_model=True)
         self.chosen[root] = "no parameters" if not root.total_bytes else self._remark(root, "the rest")
 
@@ -287,8 +314,7 @@ class _Chooser:
     def _remark(self, node: Node, reason: str) -> str:
         if self._rest(node) <= self._max_bytes:
             return reason
-        what = "its own parameters are" if node.can_be_split else "it is"
-        return f"{reason}; above max_bytes, but {what} never split"
+        return f"{reason}; above max_bytes, but cannot be split"
 
     def _take(self, node: Node, reason: str) -> None:
         """Make ``node`` a group, if need be after groups inside it."""
@@ -330,7 +356,7 @@ class _Chooser:
         Modules without groups inside come first: others would keep their rest while these run. Too small ones are
         taken only if the rest is above ``max_bytes`` and gets below it that way.
         """
-        reason = f"taken out of the rest, which was above {bound_name}"
+        reason = f"the rest was above {bound_name}"
         self._take_from(region, self._min_bytes, bound, reason)
         if self._stuck(region) <= self._max_bytes:
             self._take_from(region, 1, self._max_bytes, reason)
