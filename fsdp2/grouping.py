@@ -322,7 +322,7 @@ class _Chooser:
             self._cut(node, is_model=False)
             if self._rest(node) < max(self._min_bytes, 1):
                 return  # left to the region around it
-            reason = f"the rest of a {node.class_name} above max_bytes"
+            reason = f"the rest of {node.class_name}, which is above max_bytes"
         self.chosen[node] = self._remark(node, reason)
 
     def _cut(self, region: Node, *, is_model: bool) -> None:
@@ -332,7 +332,9 @@ class _Chooser:
         for node, reason in blocks:
             self._take(node, reason)
         if not any(sizes):
-            reason = "by size: there are no blocks" if is_model else f"part of a {region.class_name} above max_bytes"
+            reason = (
+                "by size: there are no blocks" if is_model else f"part of {region.class_name}, which is above max_bytes"
+            )
             for part in list(self._parts(self._fork(region) if is_model else region)):
                 self._take(part, reason)
         bound = min(self._max_bytes, max(sizes, default=0) or self._max_bytes)

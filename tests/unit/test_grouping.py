@@ -66,10 +66,10 @@ def test_a_block_above_max_bytes_is_split() -> None:
         """\
 LlamaForCausalLM: 323 groups, 131.4 GiB of parameters in torch.bfloat16 (max_bytes 1.0 GiB, min_bytes 1.0 MiB)
   model.embed_tokens               Embedding                2.0 GiB  the rest was above max_bytes; above max_bytes, but cannot be split
-  model.layers.0-79.self_attn      LlamaAttention    80 x 288.0 MiB  part of a LlamaDecoderLayer above max_bytes
-  model.layers.0-79.mlp.gate_proj  Linear            80 x 448.0 MiB  part of a LlamaMLP above max_bytes
-  model.layers.0-79.mlp.up_proj    Linear            80 x 448.0 MiB  part of a LlamaMLP above max_bytes
-  model.layers.0-79.mlp.down_proj  Linear            80 x 448.0 MiB  part of a LlamaMLP above max_bytes
+  model.layers.0-79.self_attn      LlamaAttention    80 x 288.0 MiB  part of LlamaDecoderLayer, which is above max_bytes
+  model.layers.0-79.mlp.gate_proj  Linear            80 x 448.0 MiB  part of LlamaMLP, which is above max_bytes
+  model.layers.0-79.mlp.up_proj    Linear            80 x 448.0 MiB  part of LlamaMLP, which is above max_bytes
+  model.layers.0-79.mlp.down_proj  Linear            80 x 448.0 MiB  part of LlamaMLP, which is above max_bytes
   lm_head                          Linear                   2.0 GiB  the rest was above max_bytes; above max_bytes, but cannot be split
   (model)                          LlamaForCausalLM         2.5 MiB  the rest""",  # noqa: E501
     )
@@ -144,7 +144,7 @@ Swin: 24 groups, 334.5 MiB of parameters in own dtypes (max_bytes 64.0 MiB, min_
   layers.0              SwinStage        2.0 MiB  a block: one of 4 of its class in a ModuleList
   layers.1              SwinStage        8.0 MiB  a block: one of 4 of its class in a ModuleList
   layers.2.blocks.0-17  GPTBlock   18 x 12.0 MiB  a block: one of 18 of its class in a ModuleList
-  layers.2              SwinStage        8.0 MiB  the rest of a SwinStage above max_bytes
+  layers.2              SwinStage        8.0 MiB  the rest of SwinStage, which is above max_bytes
   layers.3.blocks.0-1   GPTBlock    2 x 48.1 MiB  a block: one of 2 of its class in a ModuleList
   (model)               Swin             3.9 MiB  the rest""",
     )
@@ -158,9 +158,9 @@ Unequal: 7 groups, 367.5 MiB of parameters in own dtypes (max_bytes 200.0 MiB, m
   net.images  Conv2d      3.0 MiB  by size: there are no blocks
   net.mixer   Linear      8.0 MiB  by size: there are no blocks
   net.lstm    LSTM      128.1 MiB  by size: there are no blocks
-  net.wide.0  Linear    128.1 MiB  part of a Sequential above max_bytes
-  net.wide.2  Bilinear    4.0 MiB  part of a Sequential above max_bytes
-  net.wide.3  Conv1d     96.0 MiB  part of a Sequential above max_bytes
+  net.wide.0  Linear    128.1 MiB  part of Sequential, which is above max_bytes
+  net.wide.2  Bilinear    4.0 MiB  part of Sequential, which is above max_bytes
+  net.wide.3  Conv1d     96.0 MiB  part of Sequential, which is above max_bytes
   (model)     Unequal   400.1 KiB  the rest""",
     )
 
