@@ -70,6 +70,13 @@ class Blocks:
                 yield from self._repeating(child)
 
 
+def names_of(blocks: Any) -> str:
+    """``blocks``, as validated, for comparing and for messages."""
+    if blocks is None:
+        return "None"
+    return f"({', '.join(sorted(kind if isinstance(kind, str) else kind.__qualname__ for kind in _validated(blocks)))})"
+
+
 def _validated(blocks: Any) -> tuple[Kind, ...]:
     kinds = tuple(blocks) if isinstance(blocks, Collection) and not isinstance(blocks, str) else (blocks,)
     for kind in kinds:

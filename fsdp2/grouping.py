@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard, validated_ignored
-from fsdp2.blocks import Blocks
+from fsdp2.blocks import Blocks, names_of
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.group_choice import GroupChoice, ModuleGroup
 from fsdp2.module_tree import ItemSize, ModuleTree, Node
 from fsdp2.policies import MixedPrecisionPolicy, PolicyFunction, policy_or_function
+from fsdp2.state import state_of
 from fsdp2.structure import refuse_container
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -48,8 +50,8 @@ def auto_shard(
         >>> model = fsdp2.auto_shard(model, mesh, mp_policy=policy)
 
     The choice is logged at INFO by the logger ``"fsdp2"``. Submodules that are sharded already stay as they are. If
-    ``model`` itself is, no groups are chosen: `fully_shard` compares its arguments with those of before, so a second
-    call with the same arguments changes nothing. If a `fully_shard` call raises, the groups before it stay sharded:
+    ``model`` itself is, no groups are chosen: a second call with the same arguments changes nothing, one with others
+    raises. If a `fully_shard` call raises, the groups before it stay sharded:
     `unwrap` the model before calling again with other arguments.
 
     Every rank must call it, as it must `fully_shard`.
@@ -81,6 +83,8 @@ def auto_shard(
         ignored_params=ignored,
         mp_policy=MixedPrecisionPolicy() if mp_policy is None else mp_policy,
     )
+    grouping = (("blocks", names_of(blocks)), ("max_bytes", max_bytes), ("min_bytes", min_bytes))
+    _refuse_another_grouping(model, grouping)
     _LOGGER.info("%s", choice)
     names = [group.name for group in choice.groups] or [""]  # the model is sharded: compare arguments
     for number, name in enumerate(names):
@@ -95,7 +99,23 @@ def auto_shard(
                     number,
                 )
             raise
+    state = state_of(model)
+    if choice.groups and state is not None:
+        state.wrapping = replace(state.wrapping, grouping=grouping)
     return model
+
+
+def _refuse_another_grouping(model: nn.Module, grouping: tuple[tuple[str, str | int], ...]) -> None:
+    state = state_of(model)
+    if state is None:
+        return
+    for (name, before), (_, now) in zip(state.wrapping.grouping, grouping, strict=False):
+        if before != now:
+            raise FSDPValueError(
+                f"auto_shard was already called on this {state.class_name} with another argument '{name}': {before} "
+                f"before, {now} now. Repeat the call with equal arguments, which changes nothing, or undo it with "
+                "fsdp2.unwrap() first."
+            )
 
 
 def choose_groups(

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,29 @@ def test_a_second_call_changes_nothing_and_compares_the_arguments_of_fully_shard
         auto_shard(model, blocks=GPTBlock, ignored_params=[model.head.bias], reshard_after_forward=False)
     with pytest.raises(FSDPValueError, match="blocks names 'LSTM'"):
         auto_shard(model, blocks=nn.LSTM)
+
+
+@fake_world(4)
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("blocks", None, r"\(GPTBlock\) before, None now"),
+        ("blocks", {"GPTBlock", nn.Linear}, r"\(GPTBlock\) before, \(GPTBlock, Linear\) now"),
+        ("max_bytes", 2**25, f"{2**30} before, {2**25} now"),
+        ("min_bytes", 5, f"{2**20} before, 5 now"),
+    ],
+)
+def test_a_second_call_that_would_choose_otherwise(name: str, value: Any, text: str) -> None:
+    model = auto_shard(Towers(), blocks=GPTBlock)
+    for each in (model, copy.deepcopy(model)):
+        assert auto_shard(each, blocks=["GPTBlock"]) is each
+        with pytest.raises(
+            FSDPValueError, match=f"already called on this Towers with another argument '{name}': {text}"
+        ):
+            auto_shard(each, **{"blocks": GPTBlock, name: value})
+        assert fully_shard(each) is each
+    by_hand = fully_shard(Towers())
+    assert auto_shard(by_hand, min_bytes=0) is by_hand and sharded_names(by_hand) == [""]
 
 
 @fake_world(4)
