@@ -12,6 +12,8 @@ from fsdp2.common import (
 )
 from fsdp2.custom_comm import AllGather, Comm, ReduceScatter
 from fsdp2.functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.group_choice import GroupChoice, ModuleGroup
+from fsdp2.grouping import auto_shard, choose_groups
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
@@ -38,8 +40,10 @@ __all__ = [
     "FSDPTypeError",
     "FSDPValueError",
     "GradientReductionHandle",
+    "GroupChoice",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
+    "ModuleGroup",
     "OffloadPolicy",
     "OptimizerStateOffload",
     "Owned",
@@ -49,7 +53,9 @@ __all__ = [
     "RowBlocks",
     "ShardPlacementResult",
     "UnshardHandle",
+    "auto_shard",
     "balanced_owners",
+    "choose_groups",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "disable_fsdp_module_new_init",

@@ -34,6 +34,7 @@ from fsdp2.post_forward import PostForward
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
 from fsdp2.strategies import Strategy, info_for, refuse_contradictions, residence_of
+from fsdp2.structure import refuse_container
 from fsdp2.tying import Use, check_tied, take_tied
 from fsdp2.wrapping import Wrapping
 
@@ -156,7 +157,7 @@ def fully_shard(
     info = info_for(strategy, mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims))
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
-    ignored = _validated_ignored(ignored_params)
+    ignored = validated_ignored(ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
     wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy)
     if _is_repetition(modules, wrapping):
@@ -242,18 +243,19 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
     for each in modules:
         if not isinstance(each, nn.Module):
             raise FSDPTypeError(f"fully_shard shards an nn.Module or a list of them, got {type(each).__name__}.")
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward in _NO_FORWARD:
-            raise FSDPValueError(
-                f"fully_shard cannot shard a {type(each).__name__}: it has no forward to gather parameters before. "
-                "Call it on the modules inside, or on the module that contains it."
-            )
+        refuse_container(each, "fully_shard")
     if len(set(map(id, modules))) != len(modules):
         raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
     inside = {child for each in modules for child in each.modules() if child is not each}
     return tuple(each for each in modules if each not in inside)
 
 
-def _validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
+def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
+    """``ignored_params`` as a set.
+
+    Raises:
+        FSDPTypeError: something else than parameters.
+    """
     if ignored_params is None:
         return frozenset()
     ignored: list[Any] = [ignored_params] if isinstance(ignored_params, (torch.Tensor, str)) else list(ignored_params)
@@ -261,9 +263,6 @@ def _validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
         found = sorted({type(each).__name__ for each in ignored})
         raise FSDPTypeError(f"ignored_params must be an iterable of nn.Parameter, got {', '.join(found)}.")
     return frozenset(ignored)
-
-
-_NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""`Structure`: notices that modules or parameters were added below a root, at next to no cost.
+"""`Structure`: notices that modules or parameters were added below a root, at next to no cost. And who has a forward.
 
 Knows modules, nothing of sharding.
 """
@@ -10,6 +10,8 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+
+from fsdp2.common import FSDPValueError
 
 
 class Structure:
@@ -38,4 +40,25 @@ class Structure:
             sum(map(len, self._counted)) != self._count
             or self._current_children() != self._children
             or any(slots.get(name) is not None for slots, name in self._vacant)
+        )
+
+
+_NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling ``module`` computes something, so that parameters can be gathered before."""
+    return type(module).forward not in _NO_FORWARD or "forward" in vars(module)
+
+
+def refuse_container(module: nn.Module, caller: str) -> None:
+    """Refuse a ``ModuleList`` or ``ModuleDict`` without forward.
+
+    Raises:
+        FSDPValueError: it is one.
+    """
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in _NO_FORWARD:
+        raise FSDPValueError(
+            f"{caller} cannot shard a {type(module).__name__}: it has no forward to gather parameters before. "
+            "Call it on the modules inside, or on the module that contains it."
         )

@@ -25,6 +25,8 @@ class Wrapping:
         offload_policy: the same.
         ignored_params: those below the module.
         strategy: as it was passed.
+        grouping: of a model that `auto_shard` was called on: how it chose groups, its arguments by name. No argument of
+            `fully_shard`.
     """
 
     mesh: DataParallelMesh
@@ -34,6 +36,7 @@ class Wrapping:
     offload_policy: OffloadPolicy
     ignored_params: frozenset[nn.Parameter]
     strategy: Strategy | None = None
+    grouping: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def home(self) -> Home:

@@ -65,6 +65,10 @@ LAYERS = (
         "clip_grad",
         "tying",
         "api",
+        "module_tree",
+        "blocks",
+        "group_choice",
+        "grouping",
     ),
     ("__init__",),
 )
@@ -85,6 +89,8 @@ PUBLIC = {
     "unwrapping",
     "optimizer_offload",
     "optim",
+    "group_choice",
+    "grouping",
 }
 
 
