@@ -31,6 +31,7 @@ from tests.harness.multi_rank import multi_rank
 from tests.harness.pool import WorkerPools
 from tests.harness.reference import Accumulation, Reference, StepRecord, adamw
 from tests.harness.report import RanksFailed
+from tests.harness.state import use_native_collectives
 from tests.harness.training import assert_trains_like
 
 __all__ = [
@@ -54,4 +55,5 @@ __all__ = [
     "full_parameters",
     "multi_rank",
     "tolerance_for",
+    "use_native_collectives",
 ]

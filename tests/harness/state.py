@@ -56,6 +56,14 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
 
 
+def use_native_collectives() -> None:
+    """From here on in this test, models that are not yet planned communicate by torch's own collectives.
+
+    Those can be seen and counted; messages between peers cannot.
+    """
+    os.environ["FSDP2_COMM"] = "native"
+
+
 def seed_everything(seed: int) -> None:
     """Seeds the generators of Python, numpy and torch."""
     random.seed(seed)

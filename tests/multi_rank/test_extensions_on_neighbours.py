@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.harness import Accumulation, Reference, StepRecord, multi_rank
+from tests.harness import Accumulation, Reference, StepRecord, multi_rank, use_native_collectives
 from tests.harness.models import Batch, ModelCase
 from tests.parity.custom_collectives import custom_all_gather
 from tests.parity.programs import is_sharded, loss_on, mesh_of, train
@@ -346,6 +346,7 @@ def test_keeping_the_unsharded_storage() -> None:
 
 @multi_rank(4)
 def test_backward_gathers_among_the_neighbours_and_asks_the_extension_for_nothing() -> None:
+    use_native_collectives()
     model = sharded(Scaled, 16, reshard_after_forward=2)
     first = dist.get_rank() // 2 * 2
     for step in range(2):

@@ -24,7 +24,7 @@ from fsdp2 import (
     Owned,
     fully_shard,
 )
-from tests.harness import Accumulation, Reference, adamw, multi_rank
+from tests.harness import Accumulation, Reference, adamw, multi_rank, use_native_collectives
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_sharded_same, gradients_of, parameters_of, tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.training import assert_trains_like
@@ -128,6 +128,7 @@ def test_muon_trains_like_the_unsharded_model_without_a_collective_of_its_own(wo
 @multi_rank(2, 4)
 def test_a_group_communicates_as_often_as_without_owners(world_size: int) -> None:
     """Small ones are packed with the others: as many collectives as if all were sharded."""
+    use_native_collectives()
     counts = []
     for model in (sharded(owners=lambda parameter: None), sharded()):
         loss_on(NET, model, 0, dist.get_rank()).backward()  # learns the order, compares plans
@@ -152,6 +153,7 @@ def wide() -> nn.Module:
 def test_large_ones_are_gathered_straight_into_place(
     policy: MixedPrecisionPolicy, owners: Any, world_size: int
 ) -> None:
+    use_native_collectives()
     case = ModelCase("wide", wide, UNEVEN_MLP_256, (), UNEVEN_MLP.loss_of)
     model = case.build()
     mesh = init_device_mesh("cpu", (world_size,))

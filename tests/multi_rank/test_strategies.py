@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 from typing import Any
 
@@ -25,9 +24,8 @@ from fsdp2 import (
     fully_shard,
     unwrap,
 )
-from fsdp2.primitives import VARIABLE
 from fsdp2.state import state_of
-from tests.harness import multi_rank
+from tests.harness import multi_rank, use_native_collectives
 from tests.harness.compare import (
     SUM_ORDER,
     Tolerance,
@@ -135,8 +133,8 @@ def counts_of(trace: Trace) -> dict[str, int]:
 
 
 def trace_of_a_step(strategy: str, how: str) -> Trace:
-    """Of the second step: the first one compares plans. (Only torch's own collectives are seen.)"""
-    os.environ[VARIABLE] = "native"
+    """Of the second step: the first one compares plans."""
+    use_native_collectives()
     model = shard(UNEVEN_MLP, strategy)
     optimizer = adamw(trainable(model))
     for step in range(2):
@@ -227,7 +225,7 @@ def test_switching_between_iterations(first: int | None, how: str, world_size: i
 
 @multi_rank(2)
 def test_switching_changes_what_is_gathered() -> None:
-    os.environ[VARIABLE] = "native"  # torch's own collectives are seen
+    use_native_collectives()
     model = shard(UNEVEN_MLP, "zero3")
     rank = dist.get_rank()
     run_microbatches(UNEVEN_MLP, model, "no_sync", 0, rank)
