@@ -362,7 +362,7 @@ class _Chooser:
 
     def _fork(self, node: Node) -> Node:
         """The first node, down the tree, below which there is more than one piece: wrappers are no groups."""
-        pieces = [part for part in self._parts(node)]
+        pieces = list(self._parts(node))
         return self._fork(pieces[0]) if len(pieces) == 1 else node
 
     def _parts(self, node: Node) -> Iterator[Node]:
