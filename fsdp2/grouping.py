@@ -146,9 +146,9 @@ def choose_groups(
       What has no forward (``nn.ModuleList``) is no group. A module that is registered below several groups is one
       itself.
 
-    What modules do in forward cannot be seen. One that reads a submodule's parameters without calling it, or that some
-    ranks skip (experts), must be in one group with it: name it in ``blocks``, with ``max_bytes`` above it; or leave
-    groups out of the loop above.
+    What modules do in forward cannot be seen. One whose parameters another reads without calling it, or that some ranks
+    skip (experts), must be in one group with that other or its caller: name that one in ``blocks``, with ``max_bytes``
+    above its size; or leave groups out of the loop above.
 
     Args:
         model: not yet sharded, or in parts, which stay as they are.
