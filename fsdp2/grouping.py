@@ -146,9 +146,9 @@ def choose_groups(
       What has no forward (``nn.ModuleList``) is no group. A module that is registered below several groups is one
       itself.
 
-    What modules do in forward cannot be seen. One that reads a submodule's parameters without calling it, or that some
-    ranks skip (experts), must be in one group with it: name it in ``blocks``, with ``max_bytes`` above it; or leave
-    groups out of the loop above.
+    What modules do in forward cannot be seen. One whose parameters another reads without calling it, or that some ranks
+    skip (experts), must be in one group with that other or its caller: name that one in ``blocks``, with ``max_bytes``
+    above its size; or leave groups out of the loop above.
 
     Args:
         model: not yet sharded, or in parts, which stay as they are.
@@ -362,7 +362,7 @@ class _Chooser:
 
     def _fork(self, node: Node) -> Node:
         """The first node, down the tree, below which there is more than one piece: wrappers are no groups."""
-        pieces = [part for part in self._parts(node)]
+        pieces = list(self._parts(node))
         return self._fork(pieces[0]) if len(pieces) == 1 else node
 
     def _parts(self, node: Node) -> Iterator[Node]:
