@@ -209,6 +209,8 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
         self._freshness.stale = True
+        if self.comm is not None:
+            self.comm.gathers_follow_readers()
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:
