@@ -34,7 +34,7 @@ from fsdp2.post_forward import PostForward
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
 from fsdp2.strategies import Strategy, info_for, refuse_contradictions, residence_of
-from fsdp2.structure import refuse_container
+from fsdp2.structure import module_paths, refuse_container
 from fsdp2.tying import Use, check_tied, take_tied
 from fsdp2.wrapping import Wrapping
 
@@ -361,10 +361,7 @@ def _find_parameters(
     modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: frozenset[nn.Parameter]
 ) -> dict[nn.Parameter, list[Use]]:
     """Every parameter that is registered in ``managed`` modules, with all places where it is."""
-    names: dict[nn.Module, str] = {}
-    for module in modules:
-        for name, each in module.named_modules():
-            names.setdefault(each, name)
+    names = module_paths(modules)
     found: dict[nn.Parameter, list[Use]] = {}
     for module in managed:
         for name, parameter in module._parameters.items():

@@ -15,6 +15,9 @@ sharded parameter took the place of which.
         all-reduce over dp  a              b                      2 numbers
         all-reduce over tp  a                                     1 number
 
+    The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot is one number for
+    each of its parameters, 1 if it has such an element on this rank; their maximum over the spread holds for the whole.
+
     All that depends on the parameters, never on which of them have a gradient. Process groups of the same ranks count
     as one. Numbers are float64 (where the device has it), so that the order of a sum, which an all-reduce is free to
     choose in each of its groups, does not show in the float32 result.
@@ -69,7 +72,7 @@ def clip_grad_norm_(
     Args:
         parameters: an iterable of tensors, or a single one.
         max_norm: of the scaled gradients.
-        norm_type: a number > 0, inf for the largest absolute value, 0 for the number of elements that are not zero.
+        norm_type: a number > 0, inf for the largest absolute value, 0 for how many gradients are not all zeros.
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank alike. Waits for the device.
         foreach: False for one operation per tensor; else one for all tensors of a device and dtype.
         mesh: further ranks, with other parameters (pipeline stages) or other values of the plain ones: the result is
@@ -186,9 +189,16 @@ def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
 
 @dataclass(slots=True)
 class _Slot:
-    """The local gradients of one spread, none empty: their powers are one number. On this rank, maybe none."""
+    """The local gradients of one spread: their powers are one number.
+
+    Attributes:
+        of_each: for each parameter in turn, None if it has none.
+        gradients: of them, those that have elements on this rank.
+        groups: the same by device and dtype.
+    """
 
     spread: Spread
+    of_each: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: _Groups = field(default_factory=dict)
 
@@ -222,11 +232,13 @@ class _Slots:
         if not self._take_alike(tensors, gradients):
             for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
                 slot = self._slot_of(tensor, tensor, index)
+                local = None
                 if gradient is not None:
                     self._check_spread(tensor, gradient, slot, index)
                     local = _local_tensor(gradient)
                     if local.numel():
                         slot.gradients.append(local)
+                slot.of_each.append(local)
         for each in self.slots:
             each.groups = _by_device_and_dtype(each.gradients)
         return self
@@ -250,6 +262,7 @@ class _Slots:
         if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
             self.slots, self._known = [], {}  # in the order of the parameters, from the first
             return False
+        slots[0].of_each = [*below]
         slots[0].gradients = list(filter(torch.Tensor.numel, below))
         return True
 
@@ -307,7 +320,8 @@ class _Norm:
     """How the norm of some order is put together from parts.
 
     A *value* is a tensor (k,) that an all-reduce can combine: the sum of the p-th powers, k = 1. For the largest,
-    k = 2, (largest, 1 if there is a NaN), since a maximum over ranks may lose a NaN on some of them.
+    k = 2, (largest, 1 if there is a NaN), since a maximum over ranks may lose a NaN on some of them. Of order 0, k is 1
+    for the number of tensors, and their number n where it is still to be found which of them are not zero.
     """
 
     order: float
@@ -334,7 +348,7 @@ class _Norm:
             largest = norms.amax()
             is_nan = largest.isnan()
             return torch.stack((torch.where(is_nan, 0.0, largest), is_nan.to(norms.dtype)))
-        return (norms if self.order == 0 else norms.pow(self.order)).sum().reshape(1)
+        return norms.pow(self.order).sum().reshape(1)
 
     def combine(self, values: torch.Tensor) -> torch.Tensor:
         """The value (k,) of everything in ``values`` (n, k)."""
@@ -358,16 +372,17 @@ def _total_norm(
     """Collective; see [Note: which collectives]. All slots are one number by the time ``mesh`` joins in."""
     norm, further = _Norm.of(norm_type), _axes_of(mesh)
     device = slots.device or (torch.device("cpu") if mesh is None else device_of(mesh))
-    values = [_local_value(slot.groups, norm, foreach, device) for slot in slots.slots]
-    spreads = [[group for group in slot.spread if group not in further] for slot in slots.slots]
-    for group in dict.fromkeys(group for spread in spreads for group in spread):
-        members = [index for index, spread in enumerate(spreads) if group in spread]
-        reduced = _all_reduce(torch.stack([values[index] for index in members]), norm, group)
-        for index, value in zip(members, reduced.unbind(), strict=True):
-            values[index] = value
+    spreads = [slot.spread for slot in slots.slots]
+    if norm.order == 0:
+        found = [_found_in_each(slot.of_each, device) for slot in slots.slots]
+        found = _reduced(found, spreads, dist.ReduceOp.MAX)
+        values = [_counted_once(value, spread, further) for value, spread in zip(found, spreads, strict=True)]
+    else:
+        values = [_local_value(slot.groups, norm, foreach, device) for slot in slots.slots]
+        values = _reduced(values, [[each for each in spread if each not in further] for spread in spreads], norm.op)
     value = norm.combine(torch.stack(values)) if values else norm.of_nothing(device)
     for group in further:
-        value = _all_reduce(value, norm, group)
+        value = _all_reduce(value, norm.op, group)
     total = norm.total(value).to(slots.dtype)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise FSDPRuntimeError(
@@ -375,6 +390,30 @@ def _total_norm(
             "finite one. error_if_nonfinite=False scales them by it anyway."
         )
     return total
+
+
+def _reduced(values: list[torch.Tensor], spreads: Sequence[Sequence[RankGroup]], op: Any) -> list[torch.Tensor]:
+    """``values``, (k,) each, combined over their ``spreads``. Collective."""
+    values = list(values)
+    for group in dict.fromkeys(group for spread in spreads for group in spread):
+        members = [index for index, spread in enumerate(spreads) if group in spread]
+        there = [values[index] for index in members]
+        reduced = _all_reduce(torch.cat(there), op, group).split([len(value) for value in there])
+        for index, value in zip(members, reduced, strict=True):
+            values[index] = value
+    return values
+
+
+def _found_in_each(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """(n,) on ``device``: 1 for each of ``tensors`` that has an element that is not zero on this rank."""
+    found = [torch.zeros((), device=device) if each is None else each.any().to(device) for each in tensors]
+    return torch.stack([each.to(_widest_dtype(device)) for each in found])
+
+
+def _counted_once(found: torch.Tensor, spread: Spread, further: Sequence[RankGroup]) -> torch.Tensor:
+    """(1,): how many of ``found`` (n,), which all ranks of ``spread`` know, so that ``further`` adds them up once."""
+    counts = all(group.ranks[0] == dist.get_rank() for group in spread if group in further)
+    return found.sum().reshape(1) if counts else found.new_zeros(1)
 
 
 def _axes_of(mesh: DeviceMesh | None) -> list[RankGroup]:
@@ -407,10 +446,10 @@ def _norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -
     return _torch.foreach_norm(tensors, order, dtype)
 
 
-def _all_reduce(value: torch.Tensor, norm: _Norm, group: RankGroup) -> torch.Tensor:
+def _all_reduce(value: torch.Tensor, op: Any, group: RankGroup) -> torch.Tensor:
     """``value`` combined over the ranks of ``group``, which all must call; written in place if it is there."""
     sent = value.to(group.device)
-    dist.all_reduce(sent, op=norm.op, group=group.group)
+    dist.all_reduce(sent, op=op, group=group.group)
     return sent.to(value.device)
 
 

@@ -7,7 +7,7 @@ of buffers beyond the tensor it is given to lie on, and nothing of communication
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
@@ -72,7 +72,7 @@ class FSDPParam:
 
     Attributes:
         fqn: its name below the module that `fully_shard` was called on.
-        prefix: what leads from the root to that module, "" until the root is known.
+        path: its name below the root, for messages; ``fqn`` until the root is known.
         group_name: that module's class.
         uses: the modules that hold it, and under which names.
         registrations: how to write there; all hold the same object at any time.
@@ -102,9 +102,9 @@ class FSDPParam:
         "group",
         "group_name",
         "local",
+        "path",
         "policy",
         "post_forward",
-        "prefix",
         "registrations",
         "requires_grad",
         "shape",
@@ -158,7 +158,7 @@ class FSDPParam:
         group_name: str,
     ) -> None:
         self.fqn = fqn
-        self.prefix = ""
+        self.path = fqn
         self.group_name = group_name
         self.freshness = freshness
         self.uses = tuple(uses)
@@ -202,10 +202,12 @@ class FSDPParam:
         """The parameter that is registered while the group is resharded to fewer ranks."""
         return self.sharded if self.post_forward is None else self.post_forward
 
-    @property
-    def path(self) -> str:
-        """The fully qualified name below the root, for messages."""
-        return self.prefix + self.fqn
+    def rename(self, paths: Mapping[nn.Module, str]) -> None:
+        """Take the ``path`` of the first use that is below a root, whose modules are called as ``paths`` says."""
+        for module, name in self.uses:
+            if module in paths:
+                self.path = f"{paths[module]}.{name}" if paths[module] else name
+                return
 
     @property
     def dtype(self) -> torch.dtype:

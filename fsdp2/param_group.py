@@ -7,7 +7,7 @@ the layers below; does not know modules' hooks, order or prefetch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -77,11 +77,11 @@ class FSDPParamGroup:
             param.group = self
         self._lay_out()
 
-    def rename(self, name: str, prefix: str) -> None:
-        """For messages, below a root: the module is called ``name`` there, and parameters begin with ``prefix``."""
+    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
         self.name = name
         for param in self.params:
-            param.prefix = prefix
+            param.rename(paths)
         if self.plan is not None:
             self.plan = dataclasses.replace(self.plan, name=name)
 
@@ -209,6 +209,8 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
         self._freshness.stale = True
+        if self.comm is not None:
+            self.comm.gathers_follow_readers()
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:

@@ -27,12 +27,12 @@ class PostForward:
 
     Attributes:
         mesh: of the neighbours; also replicated over all such neighbourhoods.
-        gather: from the parts to the unsharded buffers.
+        gather: from the parts to the unsharded buffers; None before `prepare`.
     """
 
     def __init__(self, mesh: DataParallelMesh) -> None:
         self.mesh = mesh
-        self.gather: Gather
+        self.gather: Gather | None = None
         self._sources: list[Source] = []
         self._parts: list[Resizable] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -58,6 +58,11 @@ class PostForward:
             self._parts.append(part)
         self.set_custom(custom, device)
         self.free()
+
+    def let_go(self) -> None:
+        """Forget the buffers, until the next `prepare`. Nothing rests here."""
+        self._parts, self._copies, self._params, self._sources, self._versions = [], [], [], [], []
+        self.gather = None
 
     def set_custom(self, custom: AllGather | None, device: torch.device) -> None:
         """Gather with ``custom`` from now on. The unsharded buffers have memory."""

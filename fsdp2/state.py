@@ -36,7 +36,7 @@ from fsdp2.root_checks import (
     refuse_meta_buffers,
     refuse_unowned_parameters,
 )
-from fsdp2.structure import Structure
+from fsdp2.structure import Structure, module_paths
 from fsdp2.wrapping import Wrapping
 
 
@@ -158,11 +158,11 @@ class FSDPState(CopyableState):
 
     def _become_root(self) -> None:
         names: dict[FSDPState, str] = {}
-        for module in self.modules:
-            for name, each in module.named_modules():
-                state = state_of(each)
-                if state is not None:
-                    names.setdefault(state, name)
+        paths = module_paths(self.modules)
+        for each, name in paths.items():
+            state = state_of(each)
+            if state is not None:
+                names.setdefault(state, name)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
         # Those of tied weights too, that are not below: a reduction must be waited for by whichever root has ended.
@@ -176,7 +176,7 @@ class FSDPState(CopyableState):
             for group in state.unit:
                 if group.sharers[0] is not state and group.sharers[0] in names:
                     continue  # it is called as its owner calls it
-                group.rename(name or self.class_name, f"{name}." if name else "")
+                group.rename(name or self.class_name, paths)
         self._refuse_unowned()
         refuse_meta_buffers(self.modules, self.class_name)
         if shared.comm is None:

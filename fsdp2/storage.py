@@ -46,8 +46,15 @@ class GroupStorage:
         self._unsharded_storages: frozenset[int] = frozenset()
 
     def lay_out(self) -> None:
-        """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move)."""
-        self._buffers = ()
+        """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move).
+
+        Nothing keeps the buffers of before alive, although the next gather may be prepared much later.
+        """
+        for buffers in self._buffers:
+            buffers.unsharded.free()  # also what keeps its memory: others take its place
+        self._buffers, self._gather = (), None
+        if self.post_forward is not None:
+            self.post_forward.let_go()
         self._extended = self._find_extended()
         if any(param.local.is_meta for param in self._params):
             return

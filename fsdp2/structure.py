@@ -1,17 +1,26 @@
-"""`Structure`: notices that modules or parameters were added below a root, at next to no cost. And who has a forward.
+"""Module trees: names below a root, who has a forward, and `Structure`, which notices cheaply what was added.
 
 Knows modules, nothing of sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from fsdp2.common import FSDPValueError
+
+
+def module_paths(roots: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """All modules below ``roots``, in order, with their names there: "" of the roots themselves."""
+    paths: dict[nn.Module, str] = {}
+    for root in roots:
+        for path, module in root.named_modules():
+            paths.setdefault(module, path)
+    return paths
 
 
 class Structure:

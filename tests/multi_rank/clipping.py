@@ -45,13 +45,14 @@ def make(kinds: Sequence[Kind]) -> tuple[list[nn.Parameter], list[nn.Parameter]]
     for kind in kinds:
         value, gradient = (torch.randn(kind.shape, generator=generator).to(kind.dtype) for _ in range(2))
         whole.append(nn.Parameter(value))
-        sharded.append(nn.Parameter(_distribute(value, kind)))
+        sharded.append(nn.Parameter(distribute(value, kind)))
         if kind.has_gradient:
-            whole[-1].grad, sharded[-1].grad = gradient.clone(), _distribute(gradient, kind)
+            whole[-1].grad, sharded[-1].grad = gradient.clone(), distribute(gradient, kind)
     return sharded, whole
 
 
-def _distribute(value: Tensor, kind: Kind) -> Tensor:
+def distribute(value: Tensor, kind: Kind) -> Tensor:
+    """A copy of ``value``, lying as ``kind`` says."""
     if kind.mesh is None:
         return value.clone()
     return distribute_tensor(value.clone(), kind.mesh, kind.placements, src_data_rank=None)

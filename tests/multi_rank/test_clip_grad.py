@@ -30,6 +30,7 @@ from tests.multi_rank.clipping import (
     all_reduces,
     assert_clips,
     assert_plain_and_the_same_everywhere,
+    distribute,
     expected_norm,
     make,
     named,
@@ -78,18 +79,57 @@ def test_it_agrees_with_torch_on_one_axis(norm_type: float) -> None:
         assert torch.allclose(a.grad.to_local(), b.grad.to_local(), rtol=NORMS.rtol, atol=NORMS.atol)
 
 
-@multi_rank(2)
-def test_order_zero_counts_elements() -> None:
-    """As of one vector. (torch counts the tensors that have any.)"""
-    sharded, whole = make([Kind((5, 3), named_mesh(dp=2), (Shard(0),)), Kind((4,))])
-    gradients = [each.grad for each in sharded if each.grad is not None]
-    for index, parameter in enumerate(whole):
-        assert parameter.grad is not None
-        parameter.grad[0] = 0
-        if index or dist.get_rank() == 0:
-            local = gradients[index].to_local() if isinstance(gradients[index], DTensor) else gradients[index]
-            local[0] = 0
-    assert get_total_norm(gradients, 0) == expected_norm([each.grad for each in whole], 0) == 4 * 3 + 3
+def with_zeros(kinds: list[Kind], zero: set[int], row: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Those of `make`: gradients in ``zero`` are all zeros, others but in their row ``row``."""
+    sharded, whole = make(kinds)
+    for index, (mine, yours, kind) in enumerate(zip(sharded, whole, kinds, strict=True)):
+        if mine.grad is not None and yours.grad is not None:
+            value = torch.zeros_like(yours.grad)
+            if index not in zero:
+                value[row] = 1.0
+            yours.grad.copy_(value)
+            with torch.no_grad():
+                mine.grad.copy_(distribute(value, kind))
+    return sharded, whole
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("row", [0, 2])
+def test_order_zero_counts_gradients_like_torch(row: int) -> None:
+    """Each once, however many ranks have elements of it that are not zero, and whichever they are."""
+    everyone, grid = named_mesh(dp=4), named_mesh(dp=2, tp=2)
+    kinds = [
+        Kind((10, 3), everyone, (Shard(0),)),
+        Kind((3, 3), everyone, (Shard(0),)),  # of which one rank has nothing
+        Kind((8, 6), grid, (Shard(0), Shard(1))),
+        Kind((8, 6), grid["dp"], (Shard(0),)),
+        Kind((6, 6), grid, (Replicate(), Shard(0))),
+        Kind((6, 6), grid, (Replicate(), Replicate())),
+        Kind((4, 4), grid["tp"], (Shard(0),), has_gradient=False),
+        Kind((3, 3)),
+    ]
+    for zero in (set(), {0, 2, 7}, {1, 3, 4}, set(range(len(kinds)))):
+        sharded, whole = with_zeros(kinds, zero, row)
+        expected = nn.utils.clip_grad_norm_(whole, 2.5, 0)
+        assert expected == len(set(range(len(kinds))) - zero - {6})
+        with all_reduces() as carried:
+            norm = clip_grad_norm_(sharded, 2.5, 0)
+        assert carried == [2, 2, 3]  # a number for each parameter: over all ranks, dp, tp
+        assert_plain_and_the_same_everywhere(norm)
+        assert norm == expected
+        gradients = [named([each.grad for each in every]) for every in (sharded, whole)]
+        assert_sharded_same("clipped gradients", *gradients, tolerance=NORMS)
+
+
+@multi_rank(4)
+def test_order_zero_over_further_ranks() -> None:
+    """Stages add up; a gradient that is sharded over a dim of ``mesh`` counts once there."""
+    grid = named_mesh(pp=2, dp=2)
+    stages = [[Kind((6, 3), grid["dp"], (Shard(0),)), Kind((4, 2))], [Kind((11, 2), grid["dp"], (Shard(0),))]]
+    sharded, _ = with_zeros(stages[grid.get_local_rank("pp")], set(), 0)
+    assert clip_grad_norm_(sharded, 1.0, 0, mesh=grid["pp"]) == 3
+    sharded, _ = with_zeros(stages[grid.get_local_rank("pp")], set(), 0)
+    assert clip_grad_norm_(sharded, 1.0, 0, mesh=grid) == 4  # the plain one is another on both ranks of dp
 
 
 # ---- mixtures ------------------------------------------------------------------------------------

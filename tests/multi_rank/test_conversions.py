@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp2 import FSDPModule, FSDPRuntimeError
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
 from tests.harness.models import UNEVEN_MLP, ModelCase
@@ -224,3 +226,30 @@ def test_moving_to_where_it_is_changes_nothing(ran_before: bool) -> None:
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == addresses
     assert_trains_like(Reference(CASE, world_size=2), model, optimizer_of(model), steps=2)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("neighbours", [None, 2])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_moving_away_leaves_no_memory_behind(neighbours: int | None, keeps: bool) -> None:
+    """As from a GPU to the CPU: the next gather is prepared when the model is back, if ever."""
+    model: Any = LAYERS.build()
+    for unit in LAYERS.units(model):
+        fully_shard(unit, reshard_after_forward=neighbours)
+    model.set_keep_unsharded_storage(keeps)
+    reference = Reference(LAYERS, world_size=4)
+    assert_trains_like(reference, model, optimizer_of(model), steps=2, tolerance=tolerance_for(4))
+    model.zero_grad()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    groups = [group for module in (model, model[0]) for group in fully_shard.state(module).unit]
+    buffers = [each for group in groups for each in group.storage.buffers]
+    shards = [StorageWeakRef(each.shard.untyped_storage()) for each in buffers]
+    unsharded = [each.unsharded.storage for each in buffers]
+    del buffers
+    model.to("meta")
+    assert all(each.expired() for each in shards)
+    assert [each.nbytes() for each in unsharded] == [0] * len(shards)
+    model.to_empty(device="cpu")
+    model.load_state_dict(values)
+    reference = Reference(LAYERS, world_size=4, model=reference.model)
+    assert_trains_like(reference, model, optimizer_of(model), steps=2, tolerance=tolerance_for(4))

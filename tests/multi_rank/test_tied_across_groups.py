@@ -416,7 +416,7 @@ def test_an_embedding_whose_backward_needs_nothing(world_size: int) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("units", [units for units in UNITS if units != "lists"])
+@pytest.mark.parametrize("units", UNITS)
 def test_messages_name_them_as_their_owner_does(units: str) -> None:
     model = shard(UNITS[units])
     CASE.loss(model, CASE.batch(0, 0, dist.get_rank())).backward()

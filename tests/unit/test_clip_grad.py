@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp2
 from tests.unit.test_signatures import assert_takes_the_same
 
-ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf"), "inf", 2]
+ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf"), "inf", 2, 0.0]
 NAMES = ["clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"]
 
 
@@ -60,6 +60,24 @@ def test_it_clips_like_torch(norm_type: float, max_norm: float, foreach: bool | 
         for clip in (fsdp2.clip_grad_norm_, torch.nn.utils.clip_grad_norm_)
     )
     torch.testing.assert_close(mine, yours, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_order_zero_counts_gradients_that_are_not_all_zero(dtype: torch.dtype, foreach: bool | None) -> None:
+    values = ([0.0, -0.0], [0.0, 2.0], [0.0], [float("nan"), 0.0], [1e-4])
+    mine, yours = ([nn.Parameter(torch.zeros(len(each), dtype=dtype)) for each in values] for _ in range(2))
+    for every in (mine, yours):
+        for parameter, value in zip(every, values, strict=True):
+            parameter.grad = torch.tensor(value, dtype=dtype)
+    arguments: dict[str, Any] = {"max_norm": 1.5, "norm_type": 0, "foreach": foreach, "error_if_nonfinite": True}
+    results = [
+        clipped(clip, every, **arguments)
+        for clip, every in ((fsdp2.clip_grad_norm_, mine), (torch.nn.utils.clip_grad_norm_, yours))
+    ]
+    assert results[0][0] == 3
+    torch.testing.assert_close(*results, rtol=1e-2, atol=0, equal_nan=True, check_dtype=False)  # bfloat16 is rounded
+    assert fsdp2.get_total_norm([torch.tensor([0j, 1j]), torch.tensor([0j])], 0) == 1
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

@@ -233,6 +233,17 @@ def test_parameter_shared_inside_one_group_stays_shared() -> None:
     assert model[0].weight is model[1].weight and isinstance(model[0].weight, DTensor)
 
 
+@pytest.mark.parametrize("index", [0, 2])
+def test_parameters_of_a_list_are_named_by_their_own_modules(index: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    model(torch.randn(2, 6))
+    model[index].bias = nn.Parameter(torch.zeros(6))
+    with pytest.raises(FSDPRuntimeError, match=f"parameter '{index}.bias' was replaced"):
+        model(torch.randn(2, 6))
+
+
 # ---- parameters ----------------------------------------------------------------------------------
 
 
