@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.extensions import check_extension, is_extended
+from fsdp2.freshness import Freshness
 from fsdp2.hooks import refuse_unknown_arguments
 from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.module import mix_in
 from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import Freshness, FSDPParam, is_subclass, local_data
+from fsdp2.param import FSDPParam, is_subclass, local_data
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.placement import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
 from fsdp2.policies import (

@@ -100,7 +100,7 @@ def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
         if root.comm is not shared.comm:
             root.comm.retire_reduces(0)
             for group in root.groups:
-                group.reshard()  # its memory belongs to a stream of the context that it leaves
+                group.settle()  # its memory belongs to a stream of the context that it leaves
                 group.comm = shared.comm
             root.comm.let_host_write_shards()
             root.comm = shared.comm

@@ -25,10 +25,11 @@ from fsdp2.attachment import STATE, Attachment
 from fsdp2.buffers import Home
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, Identity
 from fsdp2.custom_comm import OURS
+from fsdp2.freshness import Freshness
 from fsdp2.layout import Cut
 from fsdp2.mesh import DataParallelMesh, own_reduce_scatter_group, smaller_mesh
 from fsdp2.mesh_records import MeshRecord
-from fsdp2.param import Freshness, FSDPParam, owner_of
+from fsdp2.param import FSDPParam, owner_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.placement import Sharding
 from fsdp2.policies import MixedPrecisionPolicy, ModulePolicy

@@ -88,6 +88,7 @@ class Gather:
         )
         self._temporary = [buffer for buffer in (self._send, self._staging) if buffer.nbytes]
         self._has_memory = True
+        self._sent_version: object = None
         self._has_direct = any(_has_direct(source) for source in self._sources)
         self._copy_in_sources: list[torch.Tensor] = []
         self._copy_in_destinations: list[torch.Tensor] = []
@@ -209,10 +210,24 @@ class Gather:
         for source in self._sources:
             source.buffers.unsharded.allocate()
 
-    def copy_in(self) -> None:
-        """Cast, join or move to the device what cannot be sent as it lies: one copy of each element."""
-        if self._copy_in_sources:
-            _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
+    def copy_in(self, version: object = None) -> None:
+        """Cast, join or move to the device what cannot be sent as it lies: one copy of each element.
+
+        ``version``: of the shards. What is copied then stays, and is sent again as long as the version is the same.
+        None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing.)
+        """
+        if not self._copy_in_sources or (version is not None and version == self._sent_version):
+            return
+        self._sent_version = None
+        _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
+        if self._custom is None:
+            self._sent_version = version
+
+    def forget(self) -> None:
+        """Keep nothing of what was copied in before."""
+        self._sent_version = None
+        if not self._has_memory:
+            self._send.free()
 
     def copy_out(self) -> None:
         """Move packed parameters from the staging buffer to their slots, and free what the gather needed.
@@ -226,12 +241,13 @@ class Gather:
         self.free()
 
     def free(self) -> None:
-        """Free the send and the staging buffer."""
+        """Free the staging buffer, and the send buffer unless what lies there is kept."""
         if not self._has_memory:
             return
         self._has_memory = False
         for buffer in self._temporary:
-            buffer.free()
+            if buffer is not self._send or self._sent_version is None:
+                buffer.free()
         if self._custom is not None:  # what was borrowed goes back with the last view of it
             self.members = ()
             self._copy_in_sources, self._copy_in_destinations = [], []

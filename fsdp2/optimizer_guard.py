@@ -25,8 +25,9 @@ from torch.optim.optimizer import (
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.freshness import Freshness
 from fsdp2.optimizer_offload import offload_as_policies_ask
-from fsdp2.param import Freshness, FSDPParam, former_of, owner_of, successor_of
+from fsdp2.param import FSDPParam, former_of, owner_of, successor_of
 from fsdp2.param_group import FSDPParamGroup
 from fsdp2.whole import Former
 
@@ -58,15 +59,18 @@ class OptimizerGuard:
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
             ]
+            Freshness.unwatched = False
 
     def remove(self) -> None:
         """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        Freshness.unwatched = True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.look_through(optimizer)
+        Freshness.unwatched = True  # a closure may run forwards between the writes of one step
 
     def look_through(self, optimizer: Optimizer) -> None:
         """Before a step: re-key ``optimizer`` if it changed since the last time.
@@ -85,7 +89,9 @@ class OptimizerGuard:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
-            freshness.stale = True
+            freshness.writes += 1
+        Freshness.steps += 1
+        Freshness.unwatched = not self._handles
 
 
 GUARD = OptimizerGuard()

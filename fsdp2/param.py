@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.freshness import Freshness
 from fsdp2.layout import Cut
 from fsdp2.placement import Sharding, local_shard
 from fsdp2.policies import MixedPrecisionPolicy
@@ -52,19 +53,6 @@ def refuse_share_memory() -> NoReturn:
         "share_memory() is not possible on sharded parameters, which lie in one buffer per group; share the memory of "
         "the module before sharding it."
     )
-
-
-class Freshness:
-    """Whether unsharded copies of a group's parameters still show what the sharded ones hold. Shared by the group.
-
-    Attributes:
-        stale: an optimizer has stepped since the last all-gather.
-    """
-
-    __slots__ = ("stale",)
-
-    def __init__(self) -> None:
-        self.stale = False
 
 
 class FSDPParam:

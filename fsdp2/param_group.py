@@ -19,8 +19,9 @@ from fsdp2.buffers import Home
 from fsdp2.comm_context import FSDPCommContext, Ticket
 from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
+from fsdp2.freshness import Freshness
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.param import Freshness, FSDPParam, succeed
+from fsdp2.param import FSDPParam, succeed
 from fsdp2.plan import GradientsPlan, GroupPlan
 from fsdp2.primitives import Form, form_of
 from fsdp2.reducer import GradientReducer
@@ -70,7 +71,9 @@ class FSDPParamGroup:
         self._awaits_copy_out = False
         self._by_hand = False
         self._sharded = tuple(param.sharded for param in self.params)
-        self._gathered_version = 0
+        self._gathered_version: int | None = 0
+        self._gathered_writes = 0
+        self._reuses = False  # the gather under way may send what was cast for an earlier one
         self._swaps = Swaps(self.params)
         self._form = Form.NATIVE
         for param in self.params:
@@ -168,7 +171,7 @@ class FSDPParamGroup:
 
     def set_gathers_on_compute(self, enable: bool) -> None:
         """Whether all-gathers are issued from the current stream, as asynchronous works."""
-        self.reshard()
+        self.settle()  # what is kept lies in memory of the other stream
         self.gathers_on_compute = enable
 
     def rest_on_all_ranks(self) -> None:
@@ -190,7 +193,19 @@ class FSDPParamGroup:
 
     def _is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
-        return self._freshness.stale or self._gathered_version != self._version()
+        return self._gathered_writes != self._freshness.writes or self._gathered_version != self._version()
+
+    def _sent_version(self) -> object:
+        """Changes with writes to this rank's shards; None if they may be written unseen."""
+        if Freshness.unwatched:
+            return None
+        of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
+        return self._version(), of_locals, self._freshness.writes, Freshness.steps
+
+    def settle(self) -> None:
+        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen."""
+        self.reshard()
+        self.storage.forget_sent()
 
     # -- replaced parameters
 
@@ -208,7 +223,7 @@ class FSDPParamGroup:
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
-        self._freshness.stale = True
+        self._gathered_version = None
         if self.comm is not None:
             self.comm.gathers_follow_readers()
         with torch.inference_mode(False):
@@ -244,8 +259,8 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         was_stale = self._is_stale()
         self._take_over(replacements)
-        self._gathered_version = self._version()
-        self._freshness.stale = self._freshness.stale or was_stale
+        self._gathered_version = self._version() if not was_stale else None
+        self.storage.forget_sent()  # its version was that of others
         if self.plan is not None:
             self.reducer.lay_out(self.params)
         return True
@@ -274,6 +289,8 @@ class FSDPParamGroup:
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
         self._by_hand = by_hand
+        # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
+        self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
         if for_backward and ahead and self._is_stale():
             return
         if self._phase is not ParamPhase.SHARDED:
@@ -311,8 +328,7 @@ class FSDPParamGroup:
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
         if not self._resumes:
-            self._freshness.stale = False
-            self._gathered_version = self._version()
+            self._gathered_writes, self._gathered_version = self._freshness.writes, self._version()
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()
@@ -333,7 +349,8 @@ class FSDPParamGroup:
             gather.allocate()
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
-            members = storage.copy_in(gather, resumes=self._resumes)
+            version = self._sent_version() if self._reuses and not self._resumes else None
+            members = storage.copy_in(gather, resumes=self._resumes, version=version)
             if storage.home.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._ticket.works if as_works else None

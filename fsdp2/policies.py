@@ -37,9 +37,14 @@ class MixedPrecisionPolicy:
             original dtype, or ``param_dtype``, or None for the latter. Must return the same on every rank.
         buffer_dtype: to which the floating-point buffers of the module are cast, once, when `fully_shard` is called.
             None: left alone.
+        cache_shards: whether what a rank has cast of its shards, to send it in an all-gather, is kept and sent again
+            until a write to the sharded parameters is seen: one cast for all microbatches of a step. Costs as many
+            bytes on the device as the shards have in ``param_dtype``. One parameter that asks for it is enough for all
+            of its group. Not with a custom all-gather, whose buffers are borrowed for one gather, nor of tensors that
+            gather themselves.
 
     Raises:
-        FSDPTypeError: a dtype that is none, or an override that cannot be called.
+        FSDPTypeError: a dtype that is none, an override that cannot be called, a ``cache_shards`` that is no bool.
         FSDPValueError: a dtype that is not floating point.
     """
 
@@ -49,6 +54,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool | Collection[str] = True
     param_dtype_override_fn: ParamDtypeOverride | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    cache_shards: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
@@ -73,6 +79,8 @@ class MixedPrecisionPolicy:
                 "param_dtype_override_fn must be a function of a parameter that returns a dtype or None, got "
                 f"{self.param_dtype_override_fn!r}."
             )
+        if not isinstance(self.cache_shards, bool):
+            raise FSDPTypeError(f"MixedPrecisionPolicy.cache_shards must be a bool, got {self.cache_shards!r}.")
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
         """The policy of one parameter: the override asked, and a cast dropped that changes nothing.

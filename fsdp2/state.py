@@ -236,7 +236,7 @@ class FSDPState(CopyableState):
             self.root.recover_if_failed()
             self.root.comm.let_host_write_shards()
         for group in self.unit:
-            group.reshard()
+            group.settle()
 
     def adopt_replaced(self) -> None:
         """Take over parameters that were replaced while they were sharded."""

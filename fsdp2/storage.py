@@ -30,12 +30,14 @@ class GroupStorage:
         home: where shards live.
         custom: takes the place of the all-gather, and allocates its buffers; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
+        caches_shards: whether what was copied to be sent is kept for later gathers.
     """
 
     def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home) -> None:
         self.home = home
         self.custom: AllGather | None = None
         self.post_forward: PostForward | None = None
+        self.caches_shards = any(param.policy.cache_shards for param in params)
         self._params = tuple(params)
         self._mesh = mesh
         self._keeps_memory = False
@@ -157,9 +159,9 @@ class GroupStorage:
         assert gather is not None, "prepared"
         return gather
 
-    def copy_in(self, gather: Gather, *, resumes: bool) -> Sequence[Member]:
-        """Prepare what is sent. Returns what the collective carries."""
-        gather.copy_in()
+    def copy_in(self, gather: Gather, *, resumes: bool, version: object = None) -> Sequence[Member]:
+        """Prepare what is sent; ``version`` as in `Gather.copy_in`. Returns what the collective carries."""
+        gather.copy_in(version)
         if self._extensions is None:
             return gather.members
         with torch.inference_mode(False), torch.no_grad():  # what they make is used in training as well
@@ -186,6 +188,11 @@ class GroupStorage:
             buffers.free()
         if self._extensions is not None:
             self._extensions.free()
+
+    def forget_sent(self) -> None:
+        """Copy shards anew in the next gather, whatever is kept."""
+        if self._gather is not None:
+            self._gather.forget()
 
     def free_rests(self) -> None:
         """Free what was kept for a gather in backward; the sharded parameters are all there is then."""

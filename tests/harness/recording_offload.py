@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fsdp2.mesh
-from fsdp2 import CPUOffloadPolicy, share_comm_ctx
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
 from fsdp2.buffers import Home
 from fsdp2.gather import Source
 from tests.harness.recording import Recorder
@@ -75,6 +75,20 @@ def offloaded_accumulating(recorder: Recorder) -> None:
             for last in (False, True):
                 training.model.set_is_last_backward(last)
                 training.loss().backward()
+            training.update()
+
+
+def offloaded_cached(recorder: Recorder) -> None:
+    """What was copied to the device stays for several backwards, while the host writes between some of them."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)
+    with _host_is_another_place(recorder):
+        training = train(recorder, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            for writes in (False, True, False):
+                training.loss().backward()
+                if writes:
+                    training.model.state_dict()  # after which the host may write
+                    _write(training)
             training.update()
 
 
@@ -211,6 +225,6 @@ OFFLOADED = {
     for function in (
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
-        offloaded_and_written_between, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
+        offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
     )
 }  # fmt: skip

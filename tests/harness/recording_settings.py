@@ -66,6 +66,38 @@ def half_accumulated(recorder: Recorder) -> None:
         training.update()
 
 
+CACHED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)
+
+
+def half_cached(recorder: Recorder, model: Stack | None = None) -> None:
+    """Cast once for several backwards; cast anew after a write, dropped by a state dict, used from two streams."""
+    training = train(recorder, model, mp_policy=CACHED)
+    for step in range(2 * STEPS):
+        training.model._set_unshard_async_op(step % 3 == 2)
+        for micro in range(3):
+            training.loss().backward()
+            if micro == step % 4:
+                with torch.no_grad():
+                    training.loss()
+                    training.model.outputs.weight.mul_(0.5)
+        if step % 2:
+            training.model.state_dict()
+        training.loss().backward()
+        training.update()
+
+
+def half_cached_in_two_contexts(recorder: Recorder) -> None:
+    """What one root has cast lies in memory of streams that it gives up."""
+    first, second = (train(recorder, mp_policy=CACHED) for _ in range(2))
+    for training in (first, second):
+        training.steps(2)
+        training.loss().backward()
+    share_comm_ctx([first.model, second.model])
+    for training in (first, second, first):
+        training.loss().backward()
+        training.update()
+
+
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
@@ -404,12 +436,14 @@ def one_group_reduces_twice(recorder: Recorder) -> None:
 SETTINGS = {
     function.__name__: function
     for function in (
-        half, half_reduced_in_full, half_in_part, half_accumulated, settings_in_flight, hooked, hook_fails,
+        half, half_reduced_in_full, half_in_part, half_accumulated, half_cached, half_cached_in_two_contexts,
+        settings_in_flight, hooked, hook_fails,
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
         post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
     )
 } | {
+    "half_cached_direct": lambda recorder: half_cached(recorder, Stack(512, 514)),
     "half_direct": lambda recorder: half(recorder, Stack(512, 514)),
     "hooked_on_its_own_stream": partial(hooked, own_stream=True, mp_policy=HALF),
     "hooked_accumulating": partial(hooked, own_stream=True, accumulates=True),

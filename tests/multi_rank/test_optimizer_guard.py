@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fsdp2 import fully_shard
+from fsdp2 import HSDPMeshInfo, ShardPlacementResult, fully_shard
 from fsdp2.optimizer_guard import GUARD
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
@@ -107,3 +108,27 @@ def test_the_guard_keeps_no_optimizer_and_no_model_alive() -> None:
     del optimizer, model
     gc.collect()
     assert [ref() for ref in refs] == [None, None, None]
+
+
+@multi_rank(4)
+def test_a_step_is_seen_by_the_groups_of_every_mesh() -> None:
+    """Of one call: what is whole is gathered again in each of them, though the kernel has moved no counter."""
+    info = HSDPMeshInfo(
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), shard_mesh_dim=1, replicate_mesh_dim=0
+    )
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(None, info) if parameter.ndim == 1 else None
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), reshard_after_forward=False, shard_placement_fn=place)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(2, 8)
+    model(x).sum().backward()
+    with torch.no_grad():
+        before = model(x)  # and everything stays whole
+        optimizer.step()
+        assert not torch.equal(before, model(x))
+        found = model(x)
+        model.reshard()
+        assert torch.equal(found, model(x))

@@ -32,6 +32,7 @@ LAYERS = (
     ),
     (
         "registrations",
+        "freshness",
         "param",
         "swaps",
         "buffers",

@@ -142,6 +142,42 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
     assert all(comm is None or comm.borrowed == 2 * packs for comm in comms)
 
 
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("threshold", [0, float("inf")], ids=["direct", "packed"])
+def test_what_was_copied_in_is_sent_again_while_the_version_is_the_same(threshold: float, dtypes: list[Dtypes]) -> None:
+    whole = [[torch.randint(-99, 99, (8, 64)).to(dtype), torch.ones(3, dtype=dtype)] for dtype, _ in dtypes]
+    ranks = sources_of(whole, cuts_of(whole), dtypes, world_size=2, threshold=threshold)
+    gathers = [Gather(sources, 2, rank, CPU, None) for rank, sources in enumerate(ranks)]
+    for gather in gathers:
+        gather.free()
+    copies = sum(source.layout.shard_numel * source.unsharded.element_size() for source in ranks[0])
+    joins = threshold > 0 and len(dtypes) > 1
+    lies = [source.is_sent_as_it_lies and not joins for source in ranks[0]]
+    shown: list[list[Tensor]] = []
+    for version, is_new in (("a", True), ("a", False), ("b", True), (None, True), ("b", True), ("b", False)):
+        for sources in ranks:
+            for source in sources:
+                source.shard.add_(1)  # not seen while the version is the same
+        if is_new:
+            shown = [[source.shard.clone() for source in sources] for sources in ranks]
+        for gather in gathers:
+            gather.allocate()
+            gather.copy_in(version)
+        exchange(gathers)
+        for gather, sources in zip(gathers, ranks, strict=True):
+            gather.copy_out()
+            assert (gather.allocated_bytes == 0) == (version is None or all(lies))
+            assert gather.allocated_bytes <= copies + len(dtypes) * 32
+            for index, source in enumerate(sources):
+                slot = source.layout.slots[0]
+                found = source.unsharded[slot.unsharded_offset :][: slot.shard_numel]
+                sent = ranks[0][index].shard if lies[index] else shown[0][index]
+                assert torch.equal(found, sent[slot.shard_offset :][: slot.shard_numel].to(found.dtype))
+    for gather in gathers:
+        gather.forget()
+        assert gather.allocated_bytes == 0
+
+
 def test_while_it_is_in_flight_a_packed_gather_holds_its_staging_buffer_only() -> None:
     whole = [[torch.randn(8, 3), torch.randn(5)]]
     (first, *_) = sources_of(whole, cuts_of(whole), [(FULL, FULL)], world_size=2, threshold=float("inf"))

@@ -98,6 +98,18 @@ def test_torchs_mixed_precision_is_translated() -> None:
     assert mixed_precision(ours) is ours
 
 
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_whether_shards_are_cached_is_yes_or_no(value: Any) -> None:
+    with pytest.raises(FSDPTypeError, match=r"MixedPrecisionPolicy\.cache_shards must be a bool, got"):
+        MixedPrecisionPolicy(HALF, cache_shards=value)
+
+
+def test_policies_that_differ_in_what_they_cache_are_not_equal() -> None:
+    cached = MixedPrecisionPolicy(HALF, cache_shards=True)
+    assert cached != MixedPrecisionPolicy(HALF)
+    assert cached.for_parameter(nn.Parameter(torch.ones(2)), "x").cache_shards
+
+
 def test_torchs_override_is_taken_along() -> None:
     def override(parameter: nn.Parameter) -> None:
         return None
