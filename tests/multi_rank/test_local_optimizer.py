@@ -321,6 +321,25 @@ def test_what_the_model_gives_up_is_freed(flat: bool) -> None:
     optimizer.step()
 
 
+@multi_rank(4)
+@FORMS
+def test_gradients_of_several_meshes_and_plain_ones_are_set_to_zero(flat: bool) -> None:
+    """torch's ``zero_grad`` of a foreach or fused optimizer refuses to mix them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh["shard"])
+    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            assert not (gradient.to_local() if isinstance(gradient, DTensor) else gradient).any()
+
+
 # ---- refused -------------------------------------------------------------------------------------
 
 
