@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
@@ -176,6 +177,21 @@ class LocalOptimizer(Optimizer):
         else:
             self._step_on_lent_state(step)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the plain optimizer's, also where gradients of several meshes, or plain ones, are to be zeros together."""
+        if set_to_none or self._plain.zero_grad is not Optimizer.zero_grad:
+            super().zero_grad(set_to_none)
+            return
+        alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
+                local = _torch.local_of(gradient) if isinstance(gradient, DTensor) else gradient
+                alike[local.device, local.dtype].append(local)
+        for tensors in alike.values():
+            _torch.foreach_zero(tensors)
 
     def _step_inside(self, step: Callable[..., Any]) -> None:
         if self._flat and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

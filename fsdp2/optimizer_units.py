@@ -21,6 +21,7 @@ from fsdp2.buffers import storage_slice
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optimizer_runs import Run, runs_of
 from fsdp2.param import owner_of
+from fsdp2.ragged import dtensor_over
 
 State = dict[Any, Any]
 """Of one parameter: values by name. Of all: states by parameter."""
@@ -128,7 +129,7 @@ def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> Non
 
 
 def _wrap(parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-    return _torch.make_dtensor(local, _torch.spec_with_dtype(_torch.spec_of(parameter), local.dtype))
+    return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(parameter), local.dtype))
 
 
 def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> None:

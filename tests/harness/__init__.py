@@ -27,7 +27,7 @@ from tests.harness.compare import (
 )
 from tests.harness.fake import FakeWorlds, fake_world
 from tests.harness.models import MODEL_CASES, Batch, ModelCase
-from tests.harness.multi_rank import multi_rank
+from tests.harness.multi_rank import multi_rank, others_full
 from tests.harness.pool import WorkerPools
 from tests.harness.reference import Accumulation, Reference, StepRecord, adamw
 from tests.harness.report import RanksFailed
@@ -54,6 +54,7 @@ __all__ = [
     "full_gradients",
     "full_parameters",
     "multi_rank",
+    "others_full",
     "tolerance_for",
     "use_native_collectives",
 ]

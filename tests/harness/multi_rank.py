@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from tests.harness.pool import DEFAULT_TIMEOUT_S, WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
 
 
-def multi_rank(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[..., Any]], Any]:
+def multi_rank(
+    *world_sizes: int, full: Collection[int] = (), timeout: float = DEFAULT_TIMEOUT_S
+) -> Callable[[Callable[..., Any]], Any]:
     """Runs a test function on every rank, with `torch.distributed` initialised (gloo), once per world size.
 
     The arguments of the function are pytest's as usual: parameters and fixtures, pickled to the ranks (so
@@ -27,6 +29,7 @@ def multi_rank(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callabl
 
     Args:
         world_sizes: Numbers of ranks; they show in the test's id as `2ranks`, `4ranks`.
+        full: Further numbers of ranks, which only the full suite runs.
         timeout: Seconds until all ranks are stopped and their stacks shown.
 
     Example:
@@ -57,10 +60,16 @@ def multi_rank(*world_sizes: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callabl
             asked + [p for p in added if p.name not in own.parameters]
         )
         run_on_ranks.rank_body = body  # type: ignore[attr-defined]
-        ids = [f"{size}ranks" for size in world_sizes]
-        return pytest.mark.multi_rank(pytest.mark.parametrize("world_size", world_sizes, ids=ids)(run_on_ranks))
+        sizes = others_full(sorted((*world_sizes, *full)), world_sizes)
+        decorated = pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"{size}ranks")(run_on_ranks)
+        return pytest.mark.multi_rank(decorated)
 
     return decorate
+
+
+def others_full(values: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """``values`` to parametrize a test with; those that are not in ``short`` are run by the full suite only."""
+    return [value if value in short else pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 def run_for_pytest(pool: WorkerPool, body: Callable[..., Any], arguments: dict[str, Any], timeout: float) -> None:

@@ -88,6 +88,7 @@ class Program:
     zero: str
     clip: str  # "no", or whose function: "torch", "fsdp2"
     in_backward: bool
+    optimizer: str  # torch's, "plain", or of fsdp2.optim: "local", or "flat" too
     prefetch: tuple[tuple[str, int, tuple[int, ...]], ...]  # direction, unit, units to gather
     settings: tuple[tuple[str, Any, int, str], ...]  # name, value, step, and the point of its first pass
     events: tuple[Event, ...]
@@ -193,7 +194,9 @@ class _Drawing:
         if not in_backward and self.chance(0.35):  # torch's cannot clip over several meshes
             is_one_mesh = not self.is_tensor_parallel and len(set(replicates)) == 1
             clip = self.choose(["torch", "fsdp2"]) if is_one_mesh else "fsdp2"
-        placements = ["default", "default", "default", "zero", "one", "mixed", "uneven"]
+        placements = ["default", "default", "default", "zero", "one", "mixed", "uneven", "owned", "row blocks"]
+        if self.mesh != "dims":  # `balanced_owners` leaves DTensors out
+            placements.append("balanced")
         # Where units of tied weights may be of both kinds, which are asked for placements or not.
         is_asked = not all(replicates) and (self._has_shards or not any(replicates))
         return Program(
@@ -216,6 +219,7 @@ class _Drawing:
             zero=zero,
             clip=clip,
             in_backward=in_backward,
+            optimizer=self.choose(["plain", "plain", "local", "flat"]),
             prefetch=self._prefetch(len(units)),
             settings=self._settings(units),
             events=self._events(len(units), model, forwards, zero, in_backward),
@@ -345,6 +349,7 @@ class _Drawing:
             ("keep_storage", True),
             ("reshard_after_backward", False),
             ("reshard_after_forward", self.chance(0.5)),
+            ("prefetch_budget", self.choose([0, 2000, 10**6])),
             ("async_unshard", True),
             ("no_unshard_of_shift", True),
             ("refreeze", self.choose([True, False])),
@@ -355,8 +360,8 @@ class _Drawing:
         names = {name for name, _ in chosen}
         if names & {"custom_all_gather", "custom_reduce_scatter"}:  # exclude each other
             chosen = [(name, value) for name, value in chosen if name != "group_memory"]
-        # What these change is defined for whole passes only.
-        of_passes = ("divide_factor", "all_reduce_hook", "refreeze")
+        # What these change is defined for whole passes only; a budget is refused while one runs.
+        of_passes = ("divide_factor", "all_reduce_hook", "refreeze", "prefetch_budget")
         points = ["start", "start", "middle"]
         settings = [
             (name, value, self.choose([0, 0, 1, 2]), "start" if name in of_passes else self.choose(points))

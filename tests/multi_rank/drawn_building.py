@@ -12,7 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Owned,
+    RowBlocks,
+    balanced_owners,
+    fully_shard,
+)
+from fsdp2.owners import noted_owner
 from tests.multi_rank.drawing import Program, UnitDraw
 from tests.multi_rank.drawn_model import OWN, Drawn
 
@@ -41,7 +52,7 @@ class Builder:
         self.data_size = dist.get_world_size() // tensor_size
         self.data_rank = dist.get_rank() // tensor_size
         self.unit_of, self.modules_of = _owners(program, model)
-        self._placement = None if program.placement == "default" else _placement(program.placement)
+        self._placement = None if program.placement == "default" else _placement(program)
         self._policies = {is_root: _policy(program, is_root) for is_root in (True, False)}
 
     def modules(self, model: nn.Module) -> list[list[Any]]:
@@ -51,6 +62,9 @@ class Builder:
     def wrap(self, model: Drawn) -> None:
         """All calls of `fully_shard`, always with equal arguments. Called on all ranks."""
         program = self.program
+        if program.placement == "balanced" and not isinstance(model, FSDPModule):
+            mesh = self._data_mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+            assert balanced_owners(model, mesh, units=self.modules(model)) is self._placement
         for unit, modules in zip(program.units, self.modules(model), strict=True):
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
@@ -127,11 +141,19 @@ def _holds(model: Drawn, unit: UnitDraw, parameter: nn.Parameter, managed: set[n
     return any(parameter is each for module in modules for each in module.parameters(recurse=False))
 
 
-def _placement(kind: str) -> Callable[[nn.Parameter], Shard | None]:
-    def placement(parameter: nn.Parameter) -> Shard | None:
+def _placement(program: Program) -> Callable[[nn.Parameter], Shard | RowBlocks | Owned | None]:
+    kind, shards = program.placement, _shards(program)
+    if kind == "balanced":
+        return noted_owner
+
+    def placement(parameter: nn.Parameter) -> Shard | RowBlocks | Owned | None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.dim() == 0:
             return None
+        if kind == "owned" and parameter.dim() > 1:  # what tensor parallelism cuts, no rank can own
+            return Owned(sum(parameter.shape) % shards) if local.shape == parameter.shape else None
+        if kind in ("owned", "row blocks"):  # nor can rows be kept together that it cuts apart
+            return RowBlocks(2 if parameter.dim() == 1 else 3) if local.shape[0] == parameter.shape[0] else None
         if kind == "zero" or parameter.dim() == 1:
             return Shard(0)
         if kind == "uneven":
@@ -141,6 +163,13 @@ def _placement(kind: str) -> Callable[[nn.Parameter], Shard | None]:
         return Shard(1)
 
     return placement
+
+
+def _shards(program: Program) -> int:
+    """Into how many parts a parameter is cut by data parallelism."""
+    if program.mesh == "dims":
+        return 2 ** len(program.dims.get("shard", ()))  # "a", "b" or both, of two ranks each
+    return 4 if program.mesh == "1d_4" else 2
 
 
 def _policy(program: Program, is_root: bool) -> Any:

@@ -104,7 +104,7 @@ def _load(sharded: Sharded, action: str) -> None:
     """Through a state dict, while the parameters hold something else."""
     model = sharded.model
     if action == "load_full":
-        options = StateDictOptions(full_state_dict=True)
+        options = StateDictOptions(full_state_dict=True, strict=False)
         state = get_model_state_dict(model, options=options)
     else:
         state = model.state_dict()
@@ -113,10 +113,20 @@ def _load(sharded: Sharded, action: str) -> None:
         for parameter in sharded.handles.values():
             parameter.mul_(0)
     if action == "load_full":
+        _load_ragged(sharded, state)
         set_model_state_dict(model, state, options=options)
     else:
         model.load_state_dict(state, assign=action == "load_assign" and _may_replace(sharded))
     sharded.refresh()
+
+
+def _load_ragged(sharded: Sharded, state: dict[str, Tensor]) -> None:
+    """Takes out of ``state`` what torch cannot deal out, and loads it as docs/beyond.md says."""
+    for name, parameter in sharded.model.named_parameters(remove_duplicate=False):
+        if isinstance(parameter, fsdp2.RaggedDTensor) and name in state:
+            whole = state.pop(name)
+            with torch.no_grad():
+                parameter.copy_(fsdp2.RaggedDTensor.from_whole(whole, parameter.device_mesh, parameter.placements))
 
 
 def _may_replace(sharded: Sharded) -> bool:

@@ -65,6 +65,7 @@ INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
     ("switch to replicate", "mesh: dims *shard*", "the same"),
     ("switch to zero?", "mesh: dims replicate", "the same"),
     ("set custom_*", "set group_memory", "fsdp2 refuses both together"),
+    ("placement: balanced", "mesh: dims *", "`balanced_owners` leaves DTensors out"),
 )
 """Features that no program has together, as patterns, and why. A feature "axis: value" excludes others of its axis."""
 
@@ -141,6 +142,7 @@ def _of_training(program: Program) -> set[str]:
         f"zero_grad: {program.zero}": program.zero != "none",
         f"clip: {program.clip}": program.clip != "no",
         "optimizer in backward": program.in_backward,
+        f"optimizer: {program.optimizer}": program.optimizer != "plain",
         "two forwards": max(program.forwards) > 1,
         "several passes": len(program.forwards) > 1,
     }

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fsdp2
 from tests.multi_rank.drawing import Program
 from tests.multi_rank.drawn_model import OWN, build, inputs
 
@@ -161,10 +162,13 @@ def _sum(terms: list[Gradients], dtypes: Mapping[str, torch.dtype]) -> Gradients
     return total
 
 
-def make_optimizer(program: Program, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Momentum makes every earlier gradient count."""
-    # Parameters of several meshes do not meet in one foreach call.
-    return torch.optim.SGD(parameters, lr=learning_rate(program), momentum=0.5, foreach=False)
+def make_optimizer(program: Program, parameters: list[nn.Parameter], kind: str = "plain") -> torch.optim.Optimizer:
+    """Momentum makes every earlier gradient count. ``kind``: as `Program.optimizer`."""
+    arguments: dict[str, Any] = {"lr": learning_rate(program), "momentum": 0.5}
+    if kind == "plain":
+        # Parameters of several meshes do not meet in one foreach call.
+        return torch.optim.SGD(parameters, foreach=False, **arguments)
+    return fsdp2.optim.local(torch.optim.SGD, parameters, flat=kind == "flat", foreach=True, **arguments)
 
 
 def learning_rate(program: Program) -> float:

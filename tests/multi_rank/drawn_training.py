@@ -109,7 +109,7 @@ class Sharded:
         self.handles: dict[str, nn.Parameter] = {}
         self.left: list[Left] = []
         self.take(self.model)
-        self.optimizer = make_optimizer(program, list(self.handles.values()))
+        self.optimizer = make_optimizer(program, list(self.handles.values()), program.optimizer)
         if program.in_backward:
             self._optimize_in_backward()
         self.prepare()
@@ -146,7 +146,7 @@ class Sharded:
         for parameter in self.handles.values():
             if not parameter.is_floating_point():
                 continue
-            optimizer = make_optimizer(self.program, [parameter])
+            optimizer = make_optimizer(self.program, [parameter], self.program.optimizer)
 
             def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
                 optimizer.step()
@@ -203,6 +203,8 @@ class Sharded:
             root.set_reshard_after_backward(value)
         elif name == "reshard_after_forward":
             root.set_reshard_after_forward(value)
+        elif name == "prefetch_budget":
+            root.set_prefetch_budget(value)
         elif name == "strategy" and value[0] is None:
             root.set_strategy(value[1])
         elif name == "strategy":

@@ -72,7 +72,7 @@ GROUPS: dict[str, tuple[ModelCase, dict[str, object], int]] = {
 }
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 6 cases more, 5 s
 @pytest.mark.parametrize("name", GROUPS)
 def test_trains_like_the_reference(name: str, world_size: int) -> None:
     case, sizes, groups = GROUPS[name]

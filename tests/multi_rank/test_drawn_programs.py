@@ -111,7 +111,7 @@ def test_every_feature_is_drawn() -> None:
     assert not missing
     assert total >= 200
     assert {f"refused {reason}" for reason in REFUSALS} <= set(counts)
-    assert len({feature for feature in counts if feature.startswith("set ")}) == 16
+    assert len({feature for feature in counts if feature.startswith("set ")}) == 17
 
 
 def test_what_is_excluded_is_never_drawn() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.harness import Accumulation, Reference, StepRecord, multi_rank, use_native_collectives
+from tests.harness import Accumulation, Reference, StepRecord, multi_rank, others_full, use_native_collectives
 from tests.harness.models import Batch, ModelCase
 from tests.parity.custom_collectives import custom_all_gather
 from tests.parity.programs import is_sharded, loss_on, mesh_of, train
@@ -112,7 +112,9 @@ def _posts() -> list[bool]:
 
 @multi_rank(4)
 @EXTENDED
-@pytest.mark.parametrize("rows", [16, 13], ids=["even", "uneven"])
+@pytest.mark.parametrize(  # full: 7 cases, 5 s
+    "rows", others_full([16, 13], [13]), ids=["even", "uneven"]
+)
 def test_it_trains_like_the_unsharded_model(kind: type[Wrapped], rows: int) -> None:
     steps_like_the_reference(sharded(kind, rows, reshard_after_forward=2), rows)
 
@@ -131,7 +133,7 @@ def test_in_groups_of_two_of_one_replica() -> None:
 
 
 @multi_rank(8, timeout=180)
-@pytest.mark.parametrize("kind", [Halves, Coded], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("kind", others_full([Halves, Coded], [Coded]), ids=lambda each: each.__name__)  # full: 1 s
 def test_in_every_replica(kind: type[Wrapped]) -> None:
     model = sharded(kind, 13, mesh=mesh_of(2, 4), reshard_after_forward=2)
     steps_like_the_reference(model, 13)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, FSDPValueError, MixedPrecisionPolicy, fully_shard
-from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
+from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import CONV, FROZEN, MLP, TIED, TRANSFORMER, ModelCase
 from tests.multi_rank.optimizers import (
@@ -31,6 +31,7 @@ from tests.multi_rank.optimizers import (
     rmsprop,
     sgd_momentum,
     tolerance_of,
+    two_groups,
 )
 from tests.multi_rank.training import CASE, shard, trainable
 
@@ -42,12 +43,18 @@ def rprop(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.Rprop(parameters, lr=1e-2, foreach=False)
 
 
+FEW = [sgd_momentum, adamw_foreach, adamw_fused, two_groups, rprop]
+"""Those whose steps differ in kind; the others' arithmetic is compared with the plain optimizer's below."""
+
+
 # ---- against the reference -----------------------------------------------------------------------
 
 
 @multi_rank(2, 4)
 @FORMS
-@pytest.mark.parametrize("make", [*EVERY_KIND, rprop], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(  # full: 16 cases, 12 s
+    "make", others_full([*EVERY_KIND, rprop], FEW), ids=lambda f: f.__name__
+)
 def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, flat: bool, world_size: int) -> None:
     """Rows are uneven, and some ranks hold none of the last layer."""
     model = shard()
@@ -61,7 +68,7 @@ def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, flat: bo
                 assert (value.shape, value.placements) == (parameter.shape, parameter.placements), name
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 8 cases more, 5 s
 @FORMS
 @pytest.mark.parametrize(
     ("case", "make"),
@@ -137,7 +144,7 @@ def adam_capturable(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), eps=1e-3, fused=True, amsgrad=True)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 14 cases more, 4 s
 @pytest.mark.parametrize(
     "make",
     [*EVERY_KIND, nadam, asgd, adadelta, adamax, radam, adam_capturable],
@@ -147,7 +154,7 @@ def test_steps_like_the_plain_optimizer(make: MakeOptimizer) -> None:
     step_both(make, flat=False)
 
 
-@multi_rank(2, 4)
+@multi_rank(4, full=[2])  # 9 cases more, 2 s
 @pytest.mark.parametrize(
     "make",
     [sgd_momentum, adamw_foreach, adamw_for_loop, rmsprop, nadam, asgd, adadelta, adamax, radam],
@@ -258,7 +265,7 @@ def test_parameter_groups_divide_a_run() -> None:
     assert all(parameter.grad is not None for parameter in first)
 
 
-@multi_rank(2, 4)
+@multi_rank(4, full=[2])  # 8 cases more, 2 s
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_padding_stays_zero(make: MakeOptimizer) -> None:
     model = shard()
@@ -319,6 +326,25 @@ def test_what_the_model_gives_up_is_freed(flat: bool) -> None:
     assert all(each is None for each in alive)
     loss_of(CASE, model).backward()
     optimizer.step()
+
+
+@multi_rank(4)
+@FORMS
+def test_gradients_of_several_meshes_and_plain_ones_are_set_to_zero(flat: bool) -> None:
+    """torch's ``zero_grad`` of a foreach or fused optimizer refuses to mix them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model[1], mesh=mesh["shard"])
+    optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            assert not (gradient.to_local() if isinstance(gradient, DTensor) else gradient).any()
 
 
 # ---- refused -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import FSDPValueError, fully_shard
-from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
+from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
 from tests.harness.compare import assert_sharded_same, parameters_of
 from tests.multi_rank.optimizers import (
     MakeOptimizer,
@@ -59,7 +59,9 @@ def made_as(form: str, make: MakeOptimizer, model: nn.Module) -> torch.optim.Opt
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("make", KINDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(  # full: 18 cases, 5 s
+    "make", others_full(KINDS, [adamw_foreach, two_groups]), ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_state_dicts_go_from_one_to_the_other(way: str, make: MakeOptimizer, world_size: int) -> None:
     """By the optimizers' own methods, through a file of this rank."""
@@ -79,7 +81,7 @@ def test_state_dicts_go_from_one_to_the_other(way: str, make: MakeOptimizer, wor
     assert_trains_like(reference, second, second_optimizer, steps=2, tolerance=tolerance)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 12 cases more, 4 s
 @pytest.mark.parametrize("api", ["sharded", "full"])
 @pytest.mark.parametrize("way", WAYS)
 def test_distributed_state_dicts_go_from_one_to_the_other(way: str, api: str, world_size: int) -> None:
@@ -211,7 +213,7 @@ def test_copies_and_pickles(flat: bool) -> None:
 # ---- parameters that change ----------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 10 cases more, 4 s
 @FORMS
 @pytest.mark.parametrize("make", KINDS, ids=lambda f: f.__name__)
 def test_made_before_wrapping(make: MakeOptimizer, flat: bool, world_size: int) -> None:
@@ -314,7 +316,7 @@ def test_schedulers(flat: bool) -> None:
                 assert torch.equal(mine.to_local(), other.to_local())
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 4 cases more, 1 s
 @FORMS
 @pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
 def test_grad_scaler(make: MakeOptimizer, flat: bool, world_size: int) -> None:
@@ -418,7 +420,7 @@ def test_a_step_that_raises_can_be_repeated(flat: bool) -> None:
         assert state["exp_avg"].shape == other["exp_avg"].shape
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 12 cases more, 3 s
 @FORMS
 @pytest.mark.parametrize("make", [adamw_foreach, two_groups, sgd_momentum], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stepped", [0, 1])

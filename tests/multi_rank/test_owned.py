@@ -24,7 +24,7 @@ from fsdp2 import (
     Owned,
     fully_shard,
 )
-from tests.harness import Accumulation, Reference, adamw, multi_rank, use_native_collectives
+from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full, use_native_collectives
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_sharded_same, gradients_of, parameters_of, tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.training import assert_trains_like
@@ -93,13 +93,13 @@ def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> Non
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 4 cases, 1 s
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_it_trains_like_the_reference(make: Any, reshard_after_forward: bool | None, world_size: int) -> None:
     train(sharded(reshard_after_forward=reshard_after_forward), make=make)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("fused", [False, True])
 def test_fused_and_single_optimizers(fused: bool, world_size: int) -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -147,7 +147,7 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(*WIDE[:2]), nn.GELU(), nn.Linear(*WIDE[1:]), nn.Linear(WIDE[2], 1))
 
 
-@multi_rank(2, 4)
+@multi_rank(4, full=[2])  # 4 cases more, 1 s
 @pytest.mark.parametrize("owners", [None, OneOwner(1)], ids=["balanced", "one"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_large_ones_are_gathered_straight_into_place(
@@ -172,7 +172,7 @@ def UNEVEN_MLP_256(generator: torch.Generator) -> Any:
     return type(batch)(torch.randn(4, 256, generator=generator), batch.targets)
 
 
-@multi_rank(2, 4)
+@multi_rank(4, full=[2])  # 2 cases more, 1 s
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_owns_all_and_the_others_nothing(rank: int, world_size: int) -> None:
     train(sharded(owners=OneOwner(rank)))
@@ -186,7 +186,7 @@ def test_more_ranks_than_matrices() -> None:
     train(sharded(owners=place))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_in_mixed_precision(reduce_dtype: torch.dtype | None, world_size: int) -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
@@ -217,7 +217,7 @@ def test_muon_with_replicas() -> None:
     assert_trains_like(reference, model, Both(model), steps=3, tolerance=ORTHOGONALIZED)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("accumulation", list(Accumulation))
 def test_microbatches(accumulation: Accumulation, world_size: int) -> None:
     model = sharded()
@@ -272,7 +272,7 @@ def test_resharded_to_fewer_ranks_after_forward(make: Any) -> None:
     train(sharded(reshard_after_forward=2), make=make)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 3 cases more, 1 s
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_strategies(strategy: Any, world_size: int) -> None:
     model = sharded()
@@ -280,7 +280,7 @@ def test_strategies(strategy: Any, world_size: int) -> None:
     train(model)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("gradients", [False, True])
 def test_offloaded(gradients: bool, world_size: int) -> None:
     train(sharded(offload_policy=CPUOffloadPolicy(gradients=gradients or None)))

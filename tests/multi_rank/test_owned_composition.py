@@ -29,6 +29,7 @@ from tests.harness.compare import tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.reference import adamw
 from tests.harness.training import assert_trains_like
+from tests.multi_rank.optimizers import local_like
 from tests.multi_rank.owned import NET, OneOwner, sharded
 from tests.multi_rank.test_owned import owner_of, train
 from tests.multi_rank.training import loss_on, trainable
@@ -201,6 +202,26 @@ def test_a_copy_of_the_model_and_its_optimizer(world_size: int) -> None:
     assert owner_of(model.blocks[0].up.weight) is not None
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor)
+
+
+def in_blocks(parameter: nn.Parameter) -> fsdp2.RowBlocks:
+    return fsdp2.RowBlocks(3)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
+@pytest.mark.parametrize("owners", [OneOwner(1), in_blocks], ids=["owned", "row_blocks"])
+def test_the_state_of_a_local_optimizer_lies_like_the_parameters(owners: Any, flat: bool) -> None:
+    """Its tensors are of the parameters' class: what is copied, saved and computed with them works."""
+    model = sharded(owners=owners)
+    reference = Reference(NET, world_size=2)
+    optimizer = local_like(adamw(trainable(model)), flat=flat)
+    assert_trains_like(reference, model, optimizer, steps=2)
+    weight = model.blocks[0].up.weight
+    assert isinstance(weight, fsdp2.RaggedDTensor)
+    assert type(optimizer.state[weight]["exp_avg"]) is type(optimizer.state[weight]["exp_avg"].mul(1)) is type(weight)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    assert_trains_like(reference, model, optimizer, steps=2)
 
 
 @multi_rank(2, 4)

@@ -31,7 +31,7 @@ from fsdp2 import (
     fully_shard,
     unwrap,
 )
-from tests.harness import Accumulation, Reference, adamw, multi_rank
+from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
 from tests.harness.training import assert_trains_like
 from tests.multi_rank.row_blocks import (
@@ -51,7 +51,7 @@ BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 8 cases, 3 s
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_they_train_like_the_reference(rows: int, reshard_after_forward: bool | None, world_size: int) -> None:
     model = sharded(rows, reshard_after_forward=reshard_after_forward)
@@ -88,7 +88,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@multi_rank(2, 4)
+@multi_rank(4, full=[2])  # 6 cases more, 1 s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, world_size: int) -> None:
     train(sharded(4), make_optimizer=OPTIMIZERS[name], tolerance=ROUNDED)
@@ -139,13 +139,13 @@ def test_with_replicas(rows: int) -> None:
     train(model, max_norm=0.1, tolerance=SUM_ORDER)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=["pinned", "not"])
 def test_offloaded(policy: CPUOffloadPolicy, world_size: int) -> None:
     train(sharded(4, offload_policy=policy))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 3 cases more, 1 s
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_strategies(strategy: str, world_size: int) -> None:
     model: Any = BLOCKY.build()
@@ -179,7 +179,7 @@ def test_in_mixed_precision(world_size: int) -> None:
     )
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("accumulation", list(Accumulation))
 def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
     model: Any = sharded(5)
