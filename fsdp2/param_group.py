@@ -20,11 +20,12 @@ from fsdp2.comm_context import FSDPCommContext, Ticket
 from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.param import Freshness, FSDPParam, succeed
+from fsdp2.param import Freshness, FSDPParam
 from fsdp2.plan import GradientsPlan, GroupPlan
 from fsdp2.primitives import Form, form_of
 from fsdp2.reducer import GradientReducer
 from fsdp2.storage import GroupStorage
+from fsdp2.succession import succeed
 from fsdp2.swaps import Swaps
 
 
@@ -209,8 +210,6 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
         self._freshness.stale = True
-        if self.comm is not None:
-            self.comm.gathers_follow_readers()
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:

@@ -32,6 +32,7 @@ LAYERS = (
     ),
     (
         "registrations",
+        "succession",
         "param",
         "swaps",
         "buffers",
