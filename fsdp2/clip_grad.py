@@ -41,8 +41,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.mesh import device_of
-from fsdp2.param import owner_of, successor_of
+from fsdp2.param import owner_of
 from fsdp2.spread import RankGroup, Spread, spread_of
+from fsdp2.succession import successor_of
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 

@@ -15,6 +15,7 @@ from fsdp2.copying import complete_copies, shared_in_copies
 from fsdp2.forward_methods import restore_methods
 from fsdp2.optimizer_guard import GUARD
 from fsdp2.state import FSDPState, state_of
+from fsdp2.succession import link_copies
 
 
 def _state(module: Any) -> FSDPState:
@@ -40,6 +41,7 @@ def deepcopied(module: Any, original: type, memo: dict[int, Any]) -> Any:
     copied = make(*arguments)
     memo[id(module)] = copied
     copied.__setstate__(copy.deepcopy(attributes, memo))
+    link_copies(memo)
     return copied
 
 

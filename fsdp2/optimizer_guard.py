@@ -27,8 +27,9 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.freshness import Freshness
 from fsdp2.optimizer_offload import offload_as_policies_ask
-from fsdp2.param import FSDPParam, former_of, owner_of, successor_of
+from fsdp2.param import FSDPParam, owner_of
 from fsdp2.param_group import FSDPParamGroup
+from fsdp2.succession import former_of, is_stranded, successor_of
 from fsdp2.whole import Former
 
 
@@ -131,8 +132,9 @@ def rekey(optimizer: Optimizer) -> None:
     the state is gathered: then collective.
 
     Raises:
-        FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient.
+        FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient, or train nothing.
     """
+    _refuse_stranded(optimizer)
     present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
@@ -152,6 +154,17 @@ def rekey(optimizer: Optimizer) -> None:
             if parameter in optimizer.state:
                 state = _gathered(optimizer.state.pop(parameter), parameter, successor)
                 optimizer.state[successor] = _shard_state(state, successor)
+
+
+def _refuse_stranded(optimizer: Optimizer) -> None:
+    stranded = [each for group in optimizer.param_groups for each in group["params"] if is_stranded(each)]
+    if stranded and all(each.grad is None for each in stranded):
+        raise FSDPRuntimeError(
+            f"the optimizer holds {len(stranded)} parameters that are copies of such as were sharded, unsharded or "
+            "replaced since the optimizer was built, and that no module holds: its steps would train nothing. Copy it "
+            "together with the model, copy.deepcopy((model, optimizer)), pickle it after its first step, or build one "
+            "from the parameters of the copy."
+        )
 
 
 def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> Any:

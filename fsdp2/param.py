@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -23,24 +23,7 @@ from fsdp2.placement import Sharding, local_shard
 from fsdp2.policies import MixedPrecisionPolicy
 from fsdp2.ragged import RaggedDTensor, dtensor_over, is_ragged
 from fsdp2.registrations import registration
-
-Target = TypeVar("Target")
-
-
-class Link(Generic[Target]):
-    """A reference kept in a parameter's attributes, which does not travel with copies and pickles of that parameter."""
-
-    __slots__ = ("target",)
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copied as None."""
-
-    def __reduce__(self) -> Any:
-        """Pickled as None."""
-        return type(None), ()
+from fsdp2.succession import OWN, Link, note_former, succeed
 
 
 def refuse_share_memory() -> NoReturn:
@@ -431,7 +414,7 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
 
 def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
-    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in _OWN})
+    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
     explicit, dtype = _torch.grad_dtype_policy(predecessor)
     if explicit:
         successor.grad_dtype = dtype
@@ -448,40 +431,15 @@ def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     successor.requires_grad_(requires_grad)
 
 
-_OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_")
-"""Attributes of parameters that are not the user's."""
-
-
 def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
     """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
     link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
     return link.target if link is not None and link.target.sharded is parameter else None
 
 
-def succeed(predecessor: torch.Tensor, sharded: nn.Parameter) -> None:
-    """Note on ``predecessor`` that ``sharded`` takes its place, for an optimizer that was built on it."""
-    predecessor._fsdp_successor = Link(sharded)  # type: ignore[attr-defined]
-
-
 def disown(sharded: nn.Parameter, successor: nn.Parameter, former: object) -> None:
     """Note that ``sharded`` belongs to no group any more: ``successor`` is whole; ``former``: how it was sharded."""
     FSDPParam.identity_changes += 1
     del sharded._fsdp_param  # type: ignore[attr-defined]
-    sharded._fsdp_former = Link(former)  # type: ignore[attr-defined]
+    note_former(sharded, former)
     succeed(sharded, successor)
-
-
-def former_of(parameter: torch.Tensor) -> Any:
-    """What `disown` noted on ``parameter``, if it did."""
-    link: Link[object] | None = getattr(parameter, "_fsdp_former", None)
-    return None if link is None else link.target
-
-
-def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
-    """The sharded parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
-    successor: nn.Parameter | None = None
-    link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
-    while link is not None:
-        successor = link.target
-        link = getattr(successor, "_fsdp_successor", None)
-    return successor

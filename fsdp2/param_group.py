@@ -21,11 +21,12 @@ from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPha
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.freshness import Freshness
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.param import FSDPParam, succeed
+from fsdp2.param import FSDPParam
 from fsdp2.plan import GradientsPlan, GroupPlan
 from fsdp2.primitives import Form, form_of
 from fsdp2.reducer import GradientReducer
 from fsdp2.storage import GroupStorage
+from fsdp2.succession import succeed
 from fsdp2.swaps import Swaps
 
 
@@ -224,8 +225,6 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
         self._gathered_version = None
-        if self.comm is not None:
-            self.comm.gathers_follow_readers()
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:

@@ -17,9 +17,10 @@ from fsdp2.custom_comm import AllGather
 from fsdp2.gather import Gather, Source
 from fsdp2.layout import Cut
 from fsdp2.mesh import DataParallelMesh
-from fsdp2.param import FSDPParam, succeed
+from fsdp2.param import FSDPParam
 from fsdp2.placement import local_shard, post_forward_placement
 from fsdp2.ragged import dtensor_over
+from fsdp2.succession import succeed
 
 
 class PostForward:

@@ -50,10 +50,8 @@ class GroupStorage:
     def lay_out(self) -> None:
         """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move).
 
-        Nothing keeps the buffers of before alive, although the next gather may be prepared much later.
+        Nothing keeps the shard buffers of before alive, although the next gather may be prepared much later.
         """
-        for buffers in self._buffers:
-            buffers.unsharded.free()  # also what keeps its memory: others take its place
         self._buffers, self._gather = (), None
         if self.post_forward is not None:
             self.post_forward.let_go()

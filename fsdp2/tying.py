@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fsdp2.common import FSDPValueError
-from fsdp2.param import FSDPParam, owner_of, successor_of
+from fsdp2.param import FSDPParam, owner_of
 from fsdp2.placement import dim_blocks_owner, requested_placement
 from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.succession import successor_of
 from fsdp2.wrapping import Wrapping
 
 Use = tuple[nn.Module, str, str]

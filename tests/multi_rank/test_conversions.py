@@ -230,13 +230,11 @@ def test_moving_to_where_it_is_changes_nothing(ran_before: bool) -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("neighbours", [None, 2])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_moving_away_leaves_no_memory_behind(neighbours: int | None, keeps: bool) -> None:
+def test_moving_away_leaves_no_memory_behind(neighbours: int | None) -> None:
     """As from a GPU to the CPU: the next gather is prepared when the model is back, if ever."""
     model: Any = LAYERS.build()
     for unit in LAYERS.units(model):
         fully_shard(unit, reshard_after_forward=neighbours)
-    model.set_keep_unsharded_storage(keeps)
     reference = Reference(LAYERS, world_size=4)
     assert_trains_like(reference, model, optimizer_of(model), steps=2, tolerance=tolerance_for(4))
     model.zero_grad()

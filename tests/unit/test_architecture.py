@@ -33,6 +33,7 @@ LAYERS = (
     (
         "registrations",
         "freshness",
+        "succession",
         "param",
         "swaps",
         "buffers",
