@@ -25,9 +25,11 @@ from fsdp2 import (
     CPUOffloadPolicy,
     FSDPValueError,
     MixedPrecisionPolicy,
+    Owned,
     fully_shard,
     gather,
     register_fsdp_forward_method,
+    step_on_owners,
     unwrap,
 )
 from fsdp2.optimizer_guard import GUARD
@@ -316,6 +318,25 @@ def test_steps_are_seen(how: str, make: Callable[[list[nn.Parameter]], torch.opt
             assert torch.equal(*losses)
         for each in steps:
             each()
+        assert_alike(*models)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("make", [sgd, adamw_foreach, adamw_fused])
+def test_steps_on_owners_are_seen(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Of stand-ins, which no group knows."""
+
+    def place(parameter: nn.Parameter) -> Owned | None:
+        return Owned(parameter.shape[0] % 2) if parameter.ndim == 2 else None
+
+    models = [shard(policy, shard_placement_fn=place) for policy in (PLAIN, CACHED)]
+    optimizers = [make([p for p in model.parameters() if p.ndim == 2]) for model in models]
+    for step in range(3):
+        for micro in range(2):
+            losses = [microbatch(model, step, micro) for model in models]
+            assert torch.equal(*losses)
+        for optimizer in optimizers:
+            step_on_owners(optimizer)
         assert_alike(*models)
 
 
