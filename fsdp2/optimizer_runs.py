@@ -43,7 +43,12 @@ class _Place(NamedTuple):
 
     @property
     def can_be_flat(self) -> bool:
-        """Whether its gradient lies on the buffer now, and is like the parameter."""
+        """Whether its gradient lies on the buffer now, and is like the parameter.
+
+        An owned parameter only on its owner: on other ranks its place is that of others, which are owned there.
+        """
+        if self.slot.cut.owner is not None and self.owner.local.numel() == 0:
+            return False
         delivered = self.gradients.delivered
         if delivered is None or self.owner.sharded.grad is not delivered.gradients[self.position]:
             return False

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.common import FSDPRuntimeError
 
 _FIRST_TAG = 0x46000000
 _TAGS = 1 << 24
@@ -49,6 +50,7 @@ class _Exchange:
         self._line = line
         self._number = line.begun
         self._messages: list[dist.Work] = []
+        self._failure = ""
         line.kept[line.begun] = self
         line.begun += 1
 
@@ -61,10 +63,21 @@ class _Exchange:
         self._messages.append(_torch.send(part, target, self.group, self.tag))
 
     def wait(self) -> bool:
-        """Block the host until all has arrived; nothing to do the second time."""
-        for message in self._messages:
-            message.wait()
-        self._messages = []
+        """Block the host until all has arrived; nothing to do the second time.
+
+        Raises:
+            RuntimeError: the backend's, of a message that failed. From then on: FSDPRuntimeError, without waiting.
+        """
+        if self._failure:
+            raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
+        messages = self._messages
+        try:
+            while messages:  # each once: gloo would wait for another of the same tag
+                messages[-1].wait()
+                messages.pop()
+        except Exception as failure:
+            self._failure = str(failure) or type(failure).__name__
+            raise
         kept = self._line.kept
         for number in [each for each in kept if each <= self._number]:
             del kept[number]

@@ -33,6 +33,7 @@ from tests.multi_rank.optimizers import (
     tolerance_of,
     two_groups,
 )
+from tests.multi_rank.owned import FROZEN_NET, MIXED_NET, NET, sharded
 from tests.multi_rank.training import CASE, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
@@ -249,6 +250,22 @@ def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_siz
     assert counts == [reference.state[p].get("step") for p in plain.parameters()]
     assert (runs[0] > 0) is flat
     assert runs[:2] == ([1, 1] if flat else [0, 0])
+
+
+@multi_rank(2, 4)
+@FORMS
+@pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [NET, FROZEN_NET, MIXED_NET], ids=lambda case: case.name)
+def test_owned_parameters(case: ModelCase, make: MakeOptimizer, flat: bool, world_size: int) -> None:
+    """Those of several owners have one place in memory, which each rank steps on for its own only."""
+    model = sharded(case)
+    optimizer = local_like(make(trainable(model)), flat=flat)
+    reference = Reference(case, world_size=world_size, make_optimizer=make)
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
+    if flat:
+        counts = [torch.zeros(()) for _ in range(world_size)]
+        dist.all_gather(counts, torch.tensor(float(number_of_runs(optimizer))))
+        assert sum(counts) > 0, "some are stepped on together"
 
 
 @multi_rank(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -124,6 +126,25 @@ def test_what_was_abandoned_is_mistaken_for_nothing(world_size: int) -> None:
         parts = [content(other + step, numel, torch.float32) for other in range(world_size)]
         assert torch.equal(output, torch.cat(parts)) and total.eq(world_size).all()
         assert not peers._LINES[world()].kept, "nothing stays once later exchanges are done"
+
+
+@multi_rank(3)
+def test_what_failed_is_not_waited_for_again(world_size: int) -> None:
+    """Gloo waits for another message if it is asked for one that arrived: each later use took the group's timeout."""
+    timeout = timedelta(seconds=4)
+    group = dist.new_group(timeout=timeout)
+    works: list[dist.Work] = []
+    if dist.get_rank() < world_size - 1:  # the last rank is busy with something else
+        peers.all_gather(torch.zeros(world_size * 5), torch.ones(5), group, works)
+        with pytest.raises(RuntimeError, match=r"Timed out|closed|reset|closure"):
+            works[0].wait()
+        for _ in range(3):
+            begun = time.monotonic()
+            with pytest.raises(FSDPRuntimeError, match="has failed before"):
+                works[0].wait()
+            assert time.monotonic() - begun < timeout.total_seconds() / 2
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
 def plan_of(model: nn.Module) -> str:
