@@ -19,9 +19,10 @@ from torch.nn.utils import parametrize
 from fsdp2 import _torch
 from fsdp2.common import FSDPValueError
 from fsdp2.module import FSDPModule
-from fsdp2.param import owner_of, successor_of
+from fsdp2.param import owner_of
 from fsdp2.state import state_of
 from fsdp2.structure import has_forward
+from fsdp2.succession import successor_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
