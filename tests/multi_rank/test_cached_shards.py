@@ -324,20 +324,18 @@ def test_steps_are_seen(how: str, make: Callable[[list[nn.Parameter]], torch.opt
 @multi_rank(2)
 @pytest.mark.parametrize("make", [sgd, adamw_foreach, adamw_fused])
 def test_steps_on_owners_are_seen(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Of stand-ins, which no group knows."""
-
-    def place(parameter: nn.Parameter) -> Owned | None:
-        return Owned(parameter.shape[0] % 2) if parameter.ndim == 2 else None
-
-    models = [shard(policy, shard_placement_fn=place) for policy in (PLAIN, CACHED)]
+    models = [shard(policy, shard_placement_fn=_owned_if_matrix) for policy in (PLAIN, CACHED)]
     optimizers = [make([p for p in model.parameters() if p.ndim == 2]) for model in models]
     for step in range(3):
         for micro in range(2):
-            losses = [microbatch(model, step, micro) for model in models]
-            assert torch.equal(*losses)
+            assert torch.equal(*(microbatch(model, step, micro) for model in models))
         for optimizer in optimizers:
             step_on_owners(optimizer)
         assert_alike(*models)
+
+
+def _owned_if_matrix(parameter: nn.Parameter) -> Owned | None:
+    return Owned(parameter.shape[0] % 2) if parameter.ndim == 2 else None
 
 
 def step_of(model: Any, how: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[], object]:
@@ -402,17 +400,14 @@ def test_averages_are_swapped_in_and_out() -> None:
     models = [shard(policy) for policy in (PLAIN, CACHED)]
     averages = [[parameter.detach().clone() * 0.5 for parameter in model.parameters()] for model in models]
     for micro in range(3):
-        losses = [microbatch(model, 0, micro) for model in models]
-        assert torch.equal(*losses)
+        assert torch.equal(*(microbatch(model, 0, micro) for model in models))
         kept = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
         for values in (averages, kept):
-            for model, of_model in zip(models, values, strict=True):
-                with torch.no_grad():
+            with torch.no_grad():
+                for model, of_model in zip(models, values, strict=True):
                     for parameter, value in zip(model.parameters(), of_model, strict=True):
                         parameter.copy_(value)
-            with torch.no_grad():
-                results = [loss_on(CASE, model, 0, 0) for model in models]
-            assert torch.equal(*results)
+                assert torch.equal(*(loss_on(CASE, model, 0, 0) for model in models))
     assert_alike(*models)
 
 
@@ -499,7 +494,7 @@ def test_an_exception_while_casting_leaves_nothing_that_looks_cast() -> None:
         microbatch(model, 0, 0)
         model.reshard()
         halve(model)
-    with mock.patch("fsdp2._torch.foreach_copy", side_effect=RuntimeError("out of memory")):  # noqa: SIM117
-        with pytest.raises(RuntimeError, match="out of memory"):
-            microbatch(models[1], 0, 1)
+    broken = mock.patch("fsdp2._torch.foreach_copy", side_effect=RuntimeError("out of memory"))
+    with broken, pytest.raises(RuntimeError, match="out of memory"):
+        microbatch(models[1], 0, 1)
     assert torch.equal(*(microbatch(model, 0, 1) for model in models))
