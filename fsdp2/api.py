@@ -343,14 +343,13 @@ def _shard(
             _check_neighbours(sharding, neighbours, uses[0][2], name)
     home = wrapping.home
     _move_to_device(managed, found, mesh.device, buffer_dtype)
-    freshness = Freshness()
-    by_mesh: dict[Any, list[FSDPParam]] = {}
+    by_mesh: dict[Any, tuple[Freshness, list[FSDPParam]]] = {}
     for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
-        param = FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name)
-        by_mesh.setdefault(sharding.mesh.key, []).append(param)
+        freshness, params = by_mesh.setdefault(sharding.mesh.key, (Freshness(), []))
+        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name))
     unit: Unit = tuple(
         FSDPParamGroup(params, params[0].sharding.mesh, home, freshness=freshness, name=name)
-        for params in by_mesh.values()
+        for freshness, params in by_mesh.values()
     )
     for group in unit:
         if neighbours is not None and neighbours < group.mesh.world_size:

@@ -279,21 +279,19 @@ class Recipe:
         Raises:
             FSDPRuntimeError: one of them is not sharded as it was.
         """
-        freshness = Freshness()
         with torch.inference_mode(False):
             return tuple(
-                self._make_group(facts, uses, identity, freshness)
+                self._make_group(facts, uses, identity)
                 for facts, uses, identity in zip(self.facts.groups, self.uses, self.identities, strict=True)
             )
 
-    def _make_group(
-        self, facts: GroupFacts, uses: Sequence[Any], identity: Identity, freshness: Freshness
-    ) -> FSDPParamGroup:
+    def _make_group(self, facts: GroupFacts, uses: Sequence[Any], identity: Identity) -> FSDPParamGroup:
         name = self.facts.class_name
         module, attribute = uses[0][0]
         owner = owner_of(module._parameters[attribute])
         if owner is not None and owner.group.identity is identity:  # tied: another state was completed before
             return owner.group  # type: ignore[no-any-return]
+        freshness = Freshness()
         params = [self._make_param(*each, freshness) for each in zip(facts.params, uses, strict=True)]
         group = FSDPParamGroup(params, facts.mesh, facts.home, freshness=freshness, name=name)
         group.identity = identity
