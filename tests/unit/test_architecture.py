@@ -65,6 +65,7 @@ LAYERS = (
         "unwrapping",
         "clip_grad",
         "tying",
+        "replicated",
         "api",
     ),
     ("__init__",),
