@@ -32,6 +32,7 @@ from fsdp2.policies import (
     policy_or_function,
 )
 from fsdp2.post_forward import PostForward
+from fsdp2.replicated import absorb, is_small, mesh_of_small, share
 from fsdp2.root import Unit
 from fsdp2.state import FSDPState, state_of
 from fsdp2.strategies import Strategy, info_for, refuse_contradictions, residence_of
@@ -57,6 +58,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
+    replicate_below: int = ...,
 ) -> Module: ...
 @overload
 def fully_shard(
@@ -70,6 +72,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
+    replicate_below: int = ...,
 ) -> list[Module]: ...
 def fully_shard(
     module: Any,
@@ -82,6 +85,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
+    replicate_below: int = 0,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -135,6 +139,9 @@ def fully_shard(
             ``set_requires_gradient_sync(False)``. ``"replicate"``: nothing is sharded, over either dim of ``mesh``;
             gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
             `FSDPModule.set_strategy`.
+        replicate_below: parameters of fewer bytes (whole, in their original dtype) are not sharded but replicated over
+            all ranks of ``mesh``, whatever ``shard_placement_fn`` says. Those of all calls below one another that pass
+            it form one group: one all-reduce at the end of the backward.
 
     Returns:
         ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
@@ -160,7 +167,10 @@ def fully_shard(
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = validated_ignored(ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    wrapping = Wrapping(data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy)
+    small = mesh_of_small(replicate_below, info)
+    wrapping = Wrapping(
+        data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
+    )
     if _is_repetition(modules, wrapping):
         return module
     managed = _managed_modules(modules)
@@ -172,11 +182,13 @@ def fully_shard(
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         check_tied(tied, wrapping, policy.of_parameters[len(found) :], name)
-        unit = _shard(found, managed, wrapping, policy.of_parameters[: len(found)], policy.buffer_dtype, name)
+        unit = _shard(found, managed, wrapping, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
+        unit, absorbed = absorb(modules, unit, wrapping, name)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
     state = FSDPState(modules, unit, policy, wrapping, ignored)
+    share(absorbed)
     if strategy is not None:
         state.reshard_after_forward, state.reshard_after_backward = residence_of(strategy)
     for each_module in modules:
@@ -330,17 +342,21 @@ def _shard(
     policies: Sequence[MixedPrecisionPolicy],
     buffer_dtype: torch.dtype | None,
     name: str,
+    small: DataParallelMesh | None,
 ) -> Unit:
-    """Shard the parameters, each by its policy, and group them by their meshes."""
+    """Shard the parameters, each by its policy, and group them by their meshes; ``small``: that of small ones."""
     mesh = wrapping.mesh
     neighbours = wrapping.reshard_after_forward[1]
     shardings = [
         _requested_sharding(parameter, uses[0][2], name, wrapping.shard_placement_fn, mesh)
+        if small is None or not is_small(parameter, wrapping.replicate_below)
+        else _requested_sharding(parameter, uses[0][2], name, None, small)
         for parameter, uses in found.items()
     ]
     if neighbours is not None:
         for sharding, uses in zip(shardings, found.values(), strict=True):
-            _check_neighbours(sharding, neighbours, uses[0][2], name)
+            if sharding.mesh is not small:
+                _check_neighbours(sharding, neighbours, uses[0][2], name)
     home = wrapping.home
     _move_to_device(managed, found, mesh.device, buffer_dtype)
     by_mesh: dict[Any, tuple[Freshness, list[FSDPParam]]] = {}

@@ -25,6 +25,7 @@ class Wrapping:
         offload_policy: the same.
         ignored_params: those below the module.
         strategy: as it was passed.
+        replicate_below: as it was passed.
         grouping: of a model that `auto_shard` was called on: how it chose groups, its arguments by name. No argument of
             `fully_shard`.
     """
@@ -36,6 +37,7 @@ class Wrapping:
     offload_policy: OffloadPolicy
     ignored_params: frozenset[nn.Parameter]
     strategy: Strategy | None = None
+    replicate_below: int = 0
     grouping: tuple[tuple[str, str | int], ...] = ()
 
     @property
@@ -59,6 +61,8 @@ class Wrapping:
         """
         if self.strategy != other.strategy:
             return "strategy"
+        if self.replicate_below != other.replicate_below:
+            return "replicate_below"
         mine, theirs = self.mesh, other.mesh
         if mine.dims != theirs.dims or mine.spmd_mesh != theirs.spmd_mesh:
             passed = [each.device_mesh if each.spmd_mesh is None else each.spmd_mesh for each in (mine, theirs)]

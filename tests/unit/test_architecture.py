@@ -66,6 +66,7 @@ LAYERS = (
         "unwrapping",
         "clip_grad",
         "tying",
+        "replicated",
         "api",
         "module_tree",
         "blocks",

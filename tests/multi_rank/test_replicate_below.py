@@ -1,0 +1,183 @@
+"""`replicate_below`: small parameters of all calls in one replicated group, reduced once at the end of the backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPNotImplementedError,
+    FSDPTypeError,
+    FSDPValueError,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    unwrap,
+)
+from tests.harness import fake_world, multi_rank
+from tests.harness.compare import SUM_ORDER, Tolerance, full_parameters, tolerance_for
+from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.reference import adamw
+from tests.multi_rank.staged import HOW, reference_for, shard, train
+from tests.multi_rank.training import loss_on, trainable
+
+ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
+SOME, ALL = 256, 10**9
+
+
+def is_replicated(parameter: Any) -> bool:
+    return all(isinstance(placement, Replicate) for placement in parameter.placements)
+
+
+def assert_small_ones_are_replicated(model: Any, below: int) -> None:
+    for parameter in model.parameters():
+        assert is_replicated(parameter) is (parameter.numel() * parameter.element_size() < below)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("below", [SOME, ALL])
+@pytest.mark.parametrize("setting", ["uneven", "transformer", "frozen", "tied", "mixed precision", "offloaded", "kept"])
+def test_it_trains_like_the_reference(setting: str, below: int, how: str, world_size: int) -> None:
+    case = {"transformer": TRANSFORMER, "frozen": FROZEN, "tied": TIED}.get(setting, UNEVEN_MLP)
+    options: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    tolerance = SUM_ORDER if setting == "tied" else tolerance_for(world_size)
+    if setting == "mixed precision":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        extra = {"param_dtype": torch.bfloat16, "grad_dtype": torch.float32, "reduce_dtype": torch.float32}
+        tolerance = None if world_size == 2 else ROUNDED
+    elif setting == "offloaded":
+        options["offload_policy"] = CPUOffloadPolicy()
+    elif setting == "kept":
+        options["reshard_after_forward"] = False
+    model = shard(case, None, replicate_below=below, **options)
+    assert_small_ones_are_replicated(model, below)
+    train(reference_for(case, world_size, how, **extra), model, how=how, tolerance=tolerance)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("setting", ["hsdp", "neighbours"])
+def test_over_parts_of_the_ranks(setting: str, how: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    options: dict[str, Any] = {"mesh": mesh} if setting == "hsdp" else {"reshard_after_forward": 2}
+    model = shard(UNEVEN_MLP, None, replicate_below=SOME, **options)
+    assert_small_ones_are_replicated(model, SOME)
+    train(reference_for(UNEVEN_MLP, 4, how), model, how=how, tolerance=SUM_ORDER)
+
+
+def micro(case: ModelCase, model: Any, step: int = 0) -> None:
+    loss_on(case, model, step, dist.get_rank()).backward()
+
+
+@multi_rank(2)
+def test_clipping_agrees_with_the_sharded_model() -> None:
+    models = [shard(TRANSFORMER, None, replicate_below=below) for below in (0, SOME)]
+    norms = []
+    for model in models:
+        micro(TRANSFORMER, model)
+        norms.append(clip_grad_norm_(model.parameters(), 0.1))
+    values = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    torch.testing.assert_close(*values)
+
+
+@multi_rank(2)
+def test_copies_pickles_unwrap_and_second_calls() -> None:
+    model = shard(TRANSFORMER, None, replicate_below=SOME)
+    optimizer = adamw(trainable(model))
+    micro(TRANSFORMER, model)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert shard(TRANSFORMER, None, model, replicate_below=SOME) is model
+    with pytest.raises(FSDPValueError, match="another argument 'replicate_below'"):
+        fully_shard(model, replicate_below=SOME + 1)
+    expected = full_parameters(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_small_ones_are_replicated(copied, SOME)
+        for name, value in full_parameters(copied).items():
+            assert torch.equal(value, expected[name])
+        for each in (copied, model):
+            micro(TRANSFORMER, each)
+        for ours, theirs in zip(copied.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+        optimizer.zero_grad()
+    unwrap(model, optimizers=[optimizer])
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    for name, value in model.named_parameters():
+        assert torch.equal(value, expected[name])
+
+
+@multi_rank(2)
+def test_an_optimizer_between_the_calls_steps_on_the_bucket() -> None:
+    """The parameters are those of the inner calls, in another group."""
+    model = UNEVEN_MLP.build()
+    units = UNEVEN_MLP.units(model)
+    for unit in units[:-1]:
+        fully_shard(unit, replicate_below=ALL)
+    before = list(model.parameters())
+    optimizer = adamw(before)
+    fully_shard(units[-1], replicate_below=ALL)
+    assert all(map(operator.is_, before, model.parameters()))
+    train(reference_for(UNEVEN_MLP, 2, "each"), model, how="each", optimizer=optimizer)
+
+
+@multi_rank(2)
+def test_blocks_that_ran_alone_before() -> None:
+    model = UNEVEN_MLP.build()
+    units = UNEVEN_MLP.units(model)
+    for unit in units[:-1]:
+        fully_shard(unit, replicate_below=ALL)
+    with torch.no_grad():
+        units[0](UNEVEN_MLP.batch(0, 0, 0).inputs)
+    fully_shard(units[-1], replicate_below=ALL)
+    train(reference_for(UNEVEN_MLP, 2, "no_sync"), model, how="no_sync")
+
+
+@pytest.mark.parametrize("wrong", [None, True, 1.5, "1"])
+def test_it_is_a_number_of_bytes(wrong: Any) -> None:
+    with fake_world(2), pytest.raises(FSDPTypeError, match="replicate_below must be a number of bytes"):
+        fully_shard(torch.nn.Linear(2, 2), replicate_below=wrong)
+
+
+def test_contradictions_are_refused() -> None:
+    with fake_world(4):
+        with pytest.raises(FSDPValueError, match="replicate_below must be"):
+            fully_shard(torch.nn.Linear(2, 2), replicate_below=-1)
+        with pytest.raises(FSDPValueError, match="replicate_below replicates small parameters"):
+            fully_shard(torch.nn.Linear(2, 2), replicate_below=1, strategy="replicate")
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        with pytest.raises(FSDPNotImplementedError, match="dp_mesh_dims"):
+            fully_shard(
+                torch.nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), replicate_below=1
+            )
+
+
+@multi_rank(2)
+def test_checkpoints_go_to_models_that_shard_everything_and_back() -> None:
+    below = [SOME, 0, ALL]
+    models = [shard(UNEVEN_MLP, None, UNEVEN_MLP.build(seed), replicate_below=n) for seed, n in enumerate(below)]
+    for source, target in itertools.pairwise(models):
+        values = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(target, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    expected = full_parameters(models[0])
+    for model in models[1:]:
+        for name, value in full_parameters(model).items():
+            assert torch.equal(value, expected[name])
+    target = shard(UNEVEN_MLP, None, UNEVEN_MLP.build(7), replicate_below=SOME)
+    target.load_state_dict(models[0].state_dict())
+    for name, value in full_parameters(target).items():
+        assert torch.equal(value, expected[name])
+    train(reference_for(UNEVEN_MLP, 2, "each"), models[0], how="each")
