@@ -261,7 +261,7 @@ class FSDPParam:
             _torch.set_local(unsharded, alias)
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
-        succeed(unsharded, self.sharded)
+        succeed(unsharded, self.sharded, is_registered=True)
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
             kept, dtype = self.unsharded.grad, self.accumulation_dtype
             unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)

@@ -83,7 +83,7 @@ class PostForward:
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         parameter = nn.Parameter(dtensor_over(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
-        succeed(parameter, sharded)
+        succeed(parameter, sharded, is_registered=True)
         return parameter
 
     def take(self) -> None:

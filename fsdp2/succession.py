@@ -15,7 +15,9 @@ of groups.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -48,8 +50,8 @@ class _CopyPredecessor:
 
     __slots__ = ("_predecessor",)
 
-    def __init__(self, predecessor: torch.Tensor) -> None:
-        self._predecessor = weakref.ref(predecessor)
+    def __init__(self, find: Callable[[], torch.Tensor | None]) -> None:
+        self._predecessor = find
 
     def __call__(self, memo: dict[Any, Any]) -> torch.Tensor:
         predecessor = self._predecessor()
@@ -107,10 +109,20 @@ def link_copies(memo: dict[Any, Any]) -> None:
                 succeed(copied, memo[id(successor)])
 
 
-def succeed(predecessor: torch.Tensor, successor: nn.Parameter) -> None:
-    """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it."""
+def succeed(predecessor: torch.Tensor, successor: nn.Parameter, *, is_registered: bool = False) -> None:
+    """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it.
+
+    Predecessors go with their last user, as do the whole values of originals. ``is_registered``: it comes and goes in
+    modules, and goes with these; there must be no weak reference to it, for it could not be swapped then
+    (`torch.utils.swap_tensors`, by which conversions may replace parameters).
+    """
     predecessor._fsdp_successor = Link(successor)  # type: ignore[attr-defined]
-    predecessor.__deepcopy__ = _CopyPredecessor(predecessor)  # type: ignore[method-assign]
+    find = functools.partial(_itself, predecessor) if is_registered else weakref.ref(predecessor)
+    predecessor.__deepcopy__ = _CopyPredecessor(find)  # type: ignore[method-assign]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
