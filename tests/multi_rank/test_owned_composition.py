@@ -210,9 +210,9 @@ def in_blocks(parameter: nn.Parameter) -> fsdp2.RowBlocks:
 
 @multi_rank(2)
 @pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
-@pytest.mark.parametrize("owners", [OneOwner(1), in_blocks], ids=["owned", "row_blocks"])
+@pytest.mark.parametrize("owners", [None, OneOwner(1), in_blocks], ids=["balanced", "owned", "row_blocks"])
 def test_the_state_of_a_local_optimizer_lies_like_the_parameters(owners: Any, flat: bool) -> None:
-    """Its tensors are of the parameters' class: what is copied, saved and computed with them works."""
+    """Its tensors are of the parameters' class, and a flat step is on what this rank owns, not on others' places."""
     model = sharded(owners=owners)
     reference = Reference(NET, world_size=2)
     optimizer = local_like(adamw(trainable(model)), flat=flat)
