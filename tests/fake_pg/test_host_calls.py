@@ -12,7 +12,7 @@ from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_
 from benchmarks.models import LARGE_PARAMETERS, ModelSpec, small_parameters
 from benchmarks.step import Phase, Trainer
 
-CALLS_PER_GROUP = 335
+CALLS_PER_GROUP = 346
 WORLD_SIZE = 8
 
 
