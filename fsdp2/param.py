@@ -7,7 +7,8 @@ of buffers beyond the tensor it is given to lie on, and nothing of communication
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -66,6 +67,7 @@ class FSDPParam:
     """
 
     __slots__ = (
+        "__weakref__",
         "arrived_dtype",
         "fqn",
         "freshness",
@@ -261,11 +263,30 @@ class FSDPParam:
             _torch.set_local(unsharded, alias)
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
-        succeed(unsharded, self.sharded, is_registered=True)
+        if self.unsharded is not None:
+            succeed(self.unsharded, self.sharded)
+        succeed(unsharded, self.sharded, find=self._finds("unsharded"))
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
             kept, dtype = self.unsharded.grad, self.accumulation_dtype
             unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
         self.unsharded = unsharded
+
+    def rest_as(self, parameter: nn.Parameter) -> None:
+        """Take ``parameter`` for what is registered while the group is resharded to fewer ranks."""
+        if self.post_forward is not None:
+            succeed(self.post_forward, self.sharded)
+        succeed(parameter, self.sharded, find=self._finds("post_forward"))
+        self.post_forward = parameter
+
+    def _finds(self, attribute: str) -> Callable[[], nn.Parameter | None]:
+        """A function that looks up what is ``attribute`` now, and keeps nothing alive."""
+        reference = weakref.ref(self)
+
+        def find() -> nn.Parameter | None:
+            param = reference()
+            return None if param is None else getattr(param, attribute)
+
+        return find
 
     def take_gradient(self) -> torch.Tensor | None:
         """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.

@@ -20,7 +20,6 @@ from fsdp2.mesh import DataParallelMesh
 from fsdp2.param import FSDPParam
 from fsdp2.placement import local_shard, post_forward_placement
 from fsdp2.ragged import dtensor_over
-from fsdp2.succession import succeed
 
 
 class PostForward:
@@ -54,7 +53,7 @@ class PostForward:
                     whole = local_shard(whole, cut, slot.rows, self.mesh.rank)
                 self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
-                param.post_forward = self._parameter(local, param, cut)
+                param.rest_as(self._parameter(local, param, cut))
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
         self.set_custom(custom, device)
@@ -83,7 +82,6 @@ class PostForward:
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         parameter = nn.Parameter(dtensor_over(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
         _torch.set_local(parameter, local)
-        succeed(parameter, sharded, is_registered=True)
         return parameter
 
     def take(self) -> None:

@@ -15,7 +15,6 @@ of groups.
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -25,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.common import FSDPRuntimeError
 
 Target = TypeVar("Target")
 
@@ -55,7 +55,11 @@ class _CopyPredecessor:
 
     def __call__(self, memo: dict[Any, Any]) -> torch.Tensor:
         predecessor = self._predecessor()
-        assert predecessor is not None, "it is being copied"
+        if predecessor is None:
+            raise FSDPRuntimeError(
+                "an unsharded parameter cannot be copied once its model is gone; build optimizers on the "
+                "sharded parameters: before the first forward, or after reshard()."
+            )
         if id(predecessor) in memo:
             return memo[id(predecessor)]  # type: ignore[no-any-return]
         copied = _copied(predecessor, memo)
@@ -109,20 +113,17 @@ def link_copies(memo: dict[Any, Any]) -> None:
                 succeed(copied, memo[id(successor)])
 
 
-def succeed(predecessor: torch.Tensor, successor: nn.Parameter, *, is_registered: bool = False) -> None:
+def succeed(
+    predecessor: torch.Tensor, successor: nn.Parameter, *, find: Callable[[], torch.Tensor | None] | None = None
+) -> None:
     """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it.
 
-    Predecessors go with their last user, as do the whole values of originals. ``is_registered``: it comes and goes in
-    modules, and goes with these; there must be no weak reference to it, for it could not be swapped then
-    (`torch.utils.swap_tensors`, by which conversions may replace parameters).
+    ``find`` finds it while it comes and goes in modules: there must be no weak reference to it then, or it could not be
+    swapped (`torch.utils.swap_tensors`, by which conversions may replace parameters), and no cycle, which would keep
+    its memory. By default a weak reference does.
     """
     predecessor._fsdp_successor = Link(successor)  # type: ignore[attr-defined]
-    find = functools.partial(_itself, predecessor) if is_registered else weakref.ref(predecessor)
-    predecessor.__deepcopy__ = _CopyPredecessor(find)  # type: ignore[method-assign]
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    predecessor.__deepcopy__ = _CopyPredecessor(find or weakref.ref(predecessor))  # type: ignore[method-assign]
 
 
 def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
