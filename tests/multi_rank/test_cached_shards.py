@@ -50,7 +50,7 @@ ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bf
 # ---- it trains like the reference -------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("setting", ["uneven", "transformer", "tied", "offloaded", "kept", "replicated"])
 def test_it_trains_like_the_reference(setting: str, how: str, world_size: int) -> None:
@@ -146,7 +146,7 @@ class Several(nn.Module):
         return x.sum() * (self.small.float().sum() + self.low.float().square().sum())
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("some", [False, True], ids=["all", "one asks"])
 def test_several_dtypes_in_a_group(some: bool) -> None:
     def function(fqn: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:

@@ -61,7 +61,7 @@ def train(model: Any, reference: Reference, tolerance: Any, steps: int = 3) -> t
 # ---- training ------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 @pytest.mark.parametrize("case", [CASE, TRANSFORMER, TIED, FROZEN], ids=str)
 @pytest.mark.parametrize("policy", [GRADIENTS, BOTH], ids=["gradients", "gradients and state"])
 def test_it_trains_like_the_reference(case: ModelCase, policy: CPUOffloadPolicy, world_size: int) -> None:
@@ -69,7 +69,7 @@ def test_it_trains_like_the_reference(case: ModelCase, policy: CPUOffloadPolicy,
     train(shard(policy, case), Reference(case, world_size=world_size, microbatches=3), tolerance)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("policy", [GRADIENTS, BOTH], ids=["gradients", "gradients and state"])
 def test_mixed_precision_and_clipping(policy: CPUOffloadPolicy, reduce_dtype: torch.dtype, world_size: int) -> None:
@@ -136,7 +136,7 @@ class Branches(nn.Module):
         return self.layers[used](x).square().sum()  # type: ignore[no-any-return]
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 @pytest.mark.parametrize("order", [[0, 1], [0, 0, 1], [1, 0, 0], [1, 1]], ids=str)
 def test_groups_that_the_last_backward_does_not_come_to(order: list[int], world_size: int) -> None:
     model, plain = Branches(), Branches()
@@ -191,7 +191,7 @@ def memory() -> dict[int, int]:
     return {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 @pytest.mark.parametrize("policy", [GRADIENTS, OffloadPolicy()], ids=["offloaded", "not offloaded"])
 def test_between_backwards_there_are_no_gradients_on_the_device(policy: OffloadPolicy) -> None:
     with host_memory() as on_host:
@@ -252,7 +252,7 @@ def test_a_failed_backward_drops_the_sum() -> None:
 # ---- state, as the policy asks -------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 def test_the_policy_offloads_the_optimizer_state(world_size: int) -> None:
     model = shard(STATE)
     optimizer = adamw(trainable(model))

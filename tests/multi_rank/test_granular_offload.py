@@ -78,7 +78,7 @@ class PerBlock(torch.optim.AdamW):
 # ---- optimizer state -----------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
     model = shard()
@@ -111,7 +111,7 @@ def test_other_models(case: ModelCase) -> None:
     assert_trains_like(Reference(case, world_size=2, make_optimizer=two_groups), model, optimizer, steps=3)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
 def test_mixed_precision_accumulation_and_clipping(world_size: int) -> None:
     precision: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = CASE.build()
@@ -124,7 +124,7 @@ def test_mixed_precision_accumulation_and_clipping(world_size: int) -> None:
         assert_trains_like(reference, model, optimizer, steps=3, tolerance=SUM_ORDER)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
 def test_the_state_of_one_group_at_a_time_is_on_the_device() -> None:
     model = shard()
     optimizer = PerBlock(trainable(model))
@@ -255,7 +255,7 @@ def test_its_own_state_dict(make: MakeOptimizer) -> None:
     assert_trains_like(reference, second, second_optimizer, steps=2)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 4 s on two cores
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize("loads", ["offloaded", "not offloaded"])
 def test_distributed_state_dicts(full: bool, loads: str, world_size: int) -> None:

@@ -51,7 +51,7 @@ FEW = [sgd_momentum, adamw_foreach, adamw_fused, two_groups, rprop]
 # ---- against the reference -----------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
 @FORMS
 @pytest.mark.parametrize(  # full: 16 cases, 12 s
     "make", others_full([*EVERY_KIND, rprop], FEW), ids=lambda f: f.__name__
@@ -226,7 +226,7 @@ class Choosing(nn.Module):
         return x
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
 @FORMS
 @pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach], ids=lambda f: f.__name__)
 def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_size: int) -> None:
@@ -252,7 +252,7 @@ def test_parameters_without_gradients(make: MakeOptimizer, flat: bool, world_siz
     assert runs[:2] == ([1, 1] if flat else [0, 0])
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 14 s on two cores
 @FORMS
 @pytest.mark.parametrize("make", [sgd_momentum, adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("case", [NET, FROZEN_NET, MIXED_NET], ids=lambda case: case.name)

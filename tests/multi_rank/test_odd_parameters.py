@@ -100,7 +100,7 @@ def train(model: nn.Module, *, tolerance: Tolerance | None = None, **reference_o
     assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_they_train_like_the_reference(placement: str, reshard_after_forward: bool | None, world_size: int) -> None:
@@ -123,13 +123,13 @@ def test_with_replicas(placement: str) -> None:
     train(model)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_offloaded(placement: str, world_size: int) -> None:
     train(sharded(shard_placement_fn=PLACEMENTS[placement], offload_policy=CPUOffloadPolicy()))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_in_mixed_precision(placement: str, world_size: int) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -158,7 +158,7 @@ def test_in_mixed_precision(placement: str, world_size: int) -> None:
                 plain.get_parameter(name).copy_(parameter)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("accumulation", list(Accumulation))
 def test_accumulated(accumulation: Accumulation, world_size: int) -> None:
     model: Any = sharded(shard_placement_fn=last_dim)
@@ -214,7 +214,7 @@ def test_through_custom_collectives(placement: str) -> None:
 # ---- what they look like -------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_strides_are_kept(placement: str, world_size: int) -> None:
     """In the sharded parameter, its gradient and the unsharded one, where the original was dense."""
@@ -241,7 +241,7 @@ def test_strides_are_kept(placement: str, world_size: int) -> None:
         assert parameter.grad.placements == parameter.placements
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 def test_a_parameter_of_no_dims_is_replicated(world_size: int) -> None:
     model = sharded()
     for parameter in (model.temperature, model.parts[0].gain, model.parts[1].steps):
@@ -249,7 +249,7 @@ def test_a_parameter_of_no_dims_is_replicated(world_size: int) -> None:
     assert model.parts[0].steps.to_local().item() == 3
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_frozen_bytes_are_exact(placement: str, world_size: int) -> None:
     """Bit patterns that arithmetic would change: not-a-numbers of bf16, negative zeros, every byte."""
@@ -287,7 +287,7 @@ def _bits(tensor: Tensor) -> Tensor:
 # ---- state ---------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_state_dicts_go_out_and_come_back(placement: str, world_size: int, tmp_path: Path) -> None:
     options = {"shard_placement_fn": PLACEMENTS[placement]}

@@ -37,7 +37,7 @@ NORMS = Tolerance(rtol=1e-5, atol=1e-6, reason="a norm over shards is summed in 
 # ---- every kind ----------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_every_optimizer_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
     model = shard()
@@ -74,7 +74,7 @@ def train_unsharded(records: list[StepRecord], model: nn.Module, optimizer: torc
         optimizer.zero_grad()
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("make", [make for make in EVERY_KIND if make is not sgd], ids=lambda f: f.__name__)
 def test_state_from_before_wrapping_is_carried_over(make: MakeOptimizer, world_size: int) -> None:
     model = CASE.build()
@@ -190,7 +190,7 @@ def check_clipping(case: ModelCase, norm_type: float, foreach: bool | None, tole
     assert_sharded_same("clipped gradients", gradients_of(model), expected, tolerance=tolerance)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
 def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
@@ -198,14 +198,14 @@ def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
     check_clipping(CASE, norm_type, foreach, NORMS)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("foreach", [True, False])
 def test_clip_grad_norm_by_the_largest(foreach: bool, world_size: int) -> None:
     """Of a model with rows for every rank: torch has no maximum of an empty shard."""
     check_clipping(MLP, float("inf"), foreach, tolerance_for(world_size))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("case", [TRANSFORMER, TIED, FROZEN], ids=str)
 def test_clipped_training(case: ModelCase, world_size: int) -> None:
     model = shard(case)
@@ -267,7 +267,7 @@ def test_an_evaluation_after_a_write_sees_it(write: Callable[[Parameters], None]
 # ---- GradScaler ----------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 def test_grad_scaler(world_size: int) -> None:
     """Scaling by a power of two is exact, so the parameters are the reference's."""
     model = shard()
@@ -285,7 +285,7 @@ def test_grad_scaler(world_size: int) -> None:
         assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance_for(world_size))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 def test_grad_scaler_skips_on_every_rank_if_one_overflows(world_size: int) -> None:
     """The infinity lies in one row of one parameter, so in one rank's shard only."""
     model = shard()

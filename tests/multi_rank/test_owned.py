@@ -76,7 +76,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> None:
     plain, model = NET.build(), sharded()
     whole = dict(plain.named_parameters())
@@ -92,7 +92,7 @@ def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> Non
         assert torch.equal(parameter.full_tensor(), whole[name])
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 4 cases, 1 s
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_it_trains_like_the_reference(make: Any, reshard_after_forward: bool | None, world_size: int) -> None:
@@ -108,7 +108,7 @@ def test_fused_and_single_optimizers(fused: bool, world_size: int) -> None:
     train(sharded(), make=make)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_muon_trains_like_the_unsharded_model_without_a_collective_of_its_own(world_size: int) -> None:
     model, plain = sharded(), NET.build()
     reference = Reference(NET, world_size=world_size, make_optimizer=muon_of(plain), model=plain)
@@ -125,7 +125,7 @@ def test_muon_trains_like_the_unsharded_model_without_a_collective_of_its_own(wo
         assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=tolerance)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_a_group_communicates_as_often_as_without_owners(world_size: int) -> None:
     """Small ones are packed with the others: as many collectives as if all were sharded."""
     use_native_collectives()
@@ -194,7 +194,7 @@ def test_in_mixed_precision(reduce_dtype: torch.dtype | None, world_size: int) -
     train(model, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, tolerance=BF16)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_parameters_of_several_dtypes(world_size: int) -> None:
     """Each dtype has a region of its own."""
     train(sharded(MIXED_NET), MIXED_NET)
@@ -229,14 +229,14 @@ def test_microbatches(accumulation: Accumulation, world_size: int) -> None:
     train(model, microbatches=2, accumulation=accumulation, before_forward=before_forward)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_frozen_ones(world_size: int) -> None:
     model = sharded(FROZEN_NET)
     assert owner_of(model.blocks[0].up.weight) is not None, "a choice of the caller's own is followed"
     train(model, FROZEN_NET)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_without_a_gradient_anywhere_there_is_none(world_size: int) -> None:
     model = sharded()
     loss_on(NET, model, 0, dist.get_rank()).backward()
@@ -244,7 +244,7 @@ def test_without_a_gradient_anywhere_there_is_none(world_size: int) -> None:
     assert all(block.up.weight.grad is not None for block in model.blocks)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_a_gradient_on_some_ranks_only(world_size: int) -> None:
     """Rank 1 alone uses a matrix: its owner, whoever it is, gets what it sent, divided by the ranks."""
     for owner in range(world_size):
@@ -286,7 +286,7 @@ def test_offloaded(gradients: bool, world_size: int) -> None:
     train(sharded(offload_policy=CPUOffloadPolicy(gradients=gradients or None)))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_clipped(world_size: int) -> None:
     model, plain = sharded(), NET.build()
     optimizer, other = adamw(trainable(model)), adamw(trainable(plain))
@@ -302,7 +302,7 @@ def test_clipped(world_size: int) -> None:
     assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=SUM_ORDER)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_materialized_from_meta(world_size: int) -> None:
     with torch.device("meta"):
         model = NET.make_model()
@@ -324,7 +324,7 @@ def test_materialized_from_meta(world_size: int) -> None:
     train(model)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_copies_and_pickles_train_on(world_size: int) -> None:
     train(copy.deepcopy(sharded()))
     train(pickle.loads(pickle.dumps(sharded())))
@@ -334,7 +334,7 @@ def test_copies_and_pickles_train_on(world_size: int) -> None:
     train(torch.load(stream, weights_only=False))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     model = sharded()
     reference = Reference(NET, world_size=world_size)
@@ -353,7 +353,7 @@ def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     assert owner_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_state_dicts_are_loaded_and_assigned(world_size: int) -> None:
     for assign in (False, True):
         model, other = sharded(), sharded(model=NET.build(seed=1))

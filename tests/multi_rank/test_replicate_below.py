@@ -46,7 +46,7 @@ def assert_small_ones_are_replicated(model: Any, below: int) -> None:
         assert is_replicated(parameter) is (parameter.numel() * parameter.element_size() < below)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 20 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("below", [SOME, ALL])
 @pytest.mark.parametrize("setting", ["uneven", "transformer", "frozen", "tied", "mixed precision", "offloaded", "kept"])

@@ -50,7 +50,7 @@ ROUNDED = Tolerance(1e-5, 1e-6, "vector and scalar code of fused optimizers roun
 BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 8 cases, 3 s
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_they_train_like_the_reference(rows: int, reshard_after_forward: bool | None, world_size: int) -> None:
@@ -61,7 +61,7 @@ def test_they_train_like_the_reference(rows: int, reshard_after_forward: bool | 
     assert_no_block_is_cut(model, rows, world_size, dist.get_rank())
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
 def test_they_are_ragged_only_where_they_must(rows: int, world_size: int) -> None:
     for name, parameter in sharded(rows).named_parameters():
@@ -94,7 +94,7 @@ def test_optimizers(name: str, world_size: int) -> None:
     train(sharded(4), make_optimizer=OPTIMIZERS[name], tolerance=ROUNDED)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_large_parameters_travel_alone(world_size: int) -> None:
     """520 rows of 2 KiB in blocks of 128: 5 blocks; the unsharded parameter is gathered straight into place."""
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_strategies(strategy: str, world_size: int) -> None:
     train(model)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_a_changed_strategy(world_size: int) -> None:
     model: Any = BLOCKY.build()
     for unit in BLOCKY.units(model):
@@ -168,7 +168,7 @@ def test_a_changed_strategy(world_size: int) -> None:
         train(fresh, steps=2)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_in_mixed_precision(world_size: int) -> None:
     train(
         sharded(4, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
@@ -203,7 +203,7 @@ def test_recomputed(use_reentrant: bool) -> None:
     train(sharded(4, model), tolerance=SUM_ORDER)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_tied_across_calls(world_size: int) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(0)
@@ -307,7 +307,7 @@ def test_a_mesh_of_its_own() -> None:
 # ---- copies, conversions, unwrapping -------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_copies_and_pickles_train_on(world_size: int) -> None:
     model = sharded(4)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -317,7 +317,7 @@ def test_copies_and_pickles_train_on(world_size: int) -> None:
     train(copy.deepcopy(sharded(4)).double().float(), steps=2)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_on_meta_then_loaded(world_size: int) -> None:
     with torch.device("meta"):
         model = BLOCKY.make_model()
@@ -328,7 +328,7 @@ def test_on_meta_then_loaded(world_size: int) -> None:
     train(model, steps=2)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_initialized_after_sharding_like_before(world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Linear(6, 12)
@@ -341,7 +341,7 @@ def test_initialized_after_sharding_like_before(world_size: int) -> None:
     assert_same("initial", full_parameters(model), {n: p.detach() for n, p in expected.named_parameters()})
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_unwrapped_and_sharded_again(world_size: int) -> None:
     model = sharded(4)
     reference = Reference(BLOCKY, world_size=world_size)
@@ -407,7 +407,7 @@ def quantized_in_blocks(whole: Tensor, rows: int) -> Tensor:
     return torch.cat(parts)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_a_quantized_gather_cuts_no_block(world_size: int) -> None:
     """What the module computes with is the whole weight quantized block by block, as no shard cuts a block."""
     torch.manual_seed(0)
@@ -425,7 +425,7 @@ def test_a_quantized_gather_cuts_no_block(world_size: int) -> None:
     Quantized.seen.clear()
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_a_subclass_that_says_nothing(world_size: int) -> None:
     """Its values are gathered; its rows are split with the operators that such classes implement."""
     torch.manual_seed(0)

@@ -53,7 +53,7 @@ def is_whole(parameter: Any) -> bool:
     )
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("setting", ["uneven", "frozen", "checkpointed", "mixed precision", "offloaded"])
@@ -144,7 +144,7 @@ def trace_of_a_step(strategy: str, how: str) -> Trace:
     return trace
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_stages_differ_in_their_collectives(strategy: str, how: str) -> None:
@@ -172,7 +172,7 @@ def test_when_parameters_are_unsharded(strategy: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_between_microbatches_is_seen_by_the_next(strategy: str, world_size: int) -> None:
     """An optimizer that steps on what was reduced before; whole parameters of before would be stale."""
@@ -191,7 +191,7 @@ def test_a_step_between_microbatches_is_seen_by_the_next(strategy: str, world_si
 # ---- several strategies --------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 def test_several_in_one_model(how: str, world_size: int) -> None:
     case, model = TRANSFORMER, TRANSFORMER.build()
@@ -208,7 +208,7 @@ def test_several_in_one_model(how: str, world_size: int) -> None:
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected, rtol=1e-5, atol=1e-6)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("first", [None, 2], ids=str)
 def test_switching_between_iterations(first: int | None, how: str, world_size: int) -> None:
@@ -263,7 +263,7 @@ def test_between_sharded_and_whole_is_refused() -> None:
     assert not isinstance(model[2].weight, DTensor)  # type: ignore[index]
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 def test_between_sharded_and_whole_by_unwrap(world_size: int) -> None:
     """With the optimizer that trained it before."""
     reference = reference_for(UNEVEN_MLP, world_size, "one")
@@ -278,7 +278,7 @@ def test_between_sharded_and_whole_by_unwrap(world_size: int) -> None:
 # ---- state dicts and copies ----------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_dicts(strategy: str, world_size: int) -> None:
     """Those of one strategy, taken amid accumulation as well, load into another."""
@@ -300,7 +300,7 @@ def test_state_dicts(strategy: str, world_size: int) -> None:
         assert_same("what was loaded", full_parameters(target), expected, tolerance=tolerance_for(world_size))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_copies_keep_it(strategy: str, way: str, world_size: int) -> None:

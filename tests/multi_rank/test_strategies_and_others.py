@@ -54,7 +54,7 @@ REPEATED = ModelCase("repeated", Repeated, MLP.make_batch, ("block",), MLP.loss_
 LARGE = ModelCase("large", Large, MLP.make_batch, ("first",), MLP.loss_of)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("case", [REPEATED, LARGE, ODD], ids=str)
@@ -120,7 +120,7 @@ def test_an_iteration_that_fails_amid_accumulation(strategy: str) -> None:
     train(reference_for(UNEVEN_MLP, 2, "no_sync"), model, how="no_sync", steps=2)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 def test_switching_amid_accumulation(world_size: int) -> None:
     """Not what it is for; nothing is lost."""
     model = shard(UNEVEN_MLP, "zero1")
@@ -133,7 +133,7 @@ def test_switching_amid_accumulation(world_size: int) -> None:
     assert_sharded_same("gradients", gradients_of(model), record.gradients, tolerance=tolerance_for(world_size))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_evaluation_between_steps(strategy: str, world_size: int) -> None:
     model, reference = shard(UNEVEN_MLP, strategy), reference_for(UNEVEN_MLP, world_size, "no_sync")
