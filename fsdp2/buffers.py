@@ -67,8 +67,8 @@ class Resizable:
     def allocate(self) -> None:
         """Give it memory, of undefined contents unless it had some."""
         if not self._has_memory:  # resizing always moves
-            self._has_memory = True
             self.storage.resize_(self.nbytes)
+            self._has_memory = True
 
     def free(self) -> None:
         """Take its memory."""

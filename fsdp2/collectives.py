@@ -18,18 +18,13 @@ import torch.distributed as dist
 from fsdp2 import _torch, peers
 from fsdp2.custom_comm import AllGather, ReduceScatter
 from fsdp2.gather import Member
-from fsdp2.primitives import Form, form_of
+from fsdp2.primitives import Form, form_of, is_alone
 
 Works = list[Any] | None
 """Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
 
 Group = dist.ProcessGroup | None
 """Who communicates; None, or a group of one rank: nobody, and values are copied."""
-
-
-def is_alone(group: Group) -> bool:
-    """Whether there is nobody to communicate with."""
-    return group is None or group.size() == 1
 
 
 def all_gather(
@@ -67,9 +62,7 @@ def all_gather(
                 _torch.all_gather_batched(output, input, group)
         return
     for output, input in members:
-        work = _torch.all_gather_single(output, input, group, works is not None)
-        if works is not None and work is not None:
-            works.append(work)
+        _add(works, _torch.all_gather_single(output, input, group, works is not None))
 
 
 def reduce_scatter(
@@ -100,9 +93,7 @@ def reduce_scatter(
                 _torch.reduce_scatter_batched(output, input, op, group)
         return
     for output, input in members:
-        work = _torch.reduce_scatter_single(output, input, op, group, works is not None)
-        if works is not None and work is not None:
-            works.append(work)
+        _add(works, _torch.reduce_scatter_single(output, input, op, group, works is not None))
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, works: Works) -> None:

@@ -249,10 +249,7 @@ class FSDPCommContext:
 
     def compute_follows_gather(self, ticket: Ticket) -> None:
         """Let compute see the gathered parameters. Blocks the host on CPU."""
-        for work in ticket.works:
-            work.wait()
-        if ticket.event is not None:
-            self.device.wait(self.device.current_stream(), ticket.event, Wait.GATHERED)
+        self._wait_for(ticket, Wait.GATHERED)
 
     def compute_follows_gathers(self) -> None:
         """Let compute free what an interrupted all-gather may still be reading or writing."""

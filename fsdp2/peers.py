@@ -50,6 +50,7 @@ class _Exchange:
         self._line = line
         self._number = line.begun
         self._messages: list[dist.Work] = []
+        self._waited_for = 0
         self._failure = ""
         line.kept[line.begun] = self
         line.begun += 1
@@ -70,11 +71,11 @@ class _Exchange:
         """
         if self._failure:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
-        messages = self._messages
         try:
-            while messages:  # each once: gloo would wait for another of the same tag
-                messages[-1].wait()
-                messages.pop()
+            while self._waited_for < len(self._messages):
+                # Each once: gloo would wait for another of the same tag. Counted before: Ctrl-C shows after the wait.
+                self._waited_for += 1
+                self._messages[self._waited_for - 1].wait()
         except Exception as failure:
             self._failure = str(failure) or type(failure).__name__
             raise

@@ -36,7 +36,7 @@ FORMS = {
 """By backend; all others: `Form.NATIVE`."""
 
 MAX_PEERS = 8
-"""Beyond, the messages to every peer cost more host time than they save."""
+"""Beyond, nothing was measured: a rank sends a message to every other, more of them and smaller ones."""
 
 VARIABLE = "FSDP2_COMM"
 _HOST = torch.device("cpu")
@@ -49,13 +49,18 @@ def _is_native_chosen() -> bool:
     return bool(text)
 
 
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is nobody to communicate with."""
+    return group is None or group.size() == 1
+
+
 def form_of(group: dist.ProcessGroup | None) -> Form:
     """The form of collectives over ``group``; on devices other than the CPU `Form.PEERS` counts as `Form.NATIVE`.
 
     Raises:
         FSDPValueError: the environment asks for a form that there is not.
     """
-    if group is None or group.size() == 1:
+    if group is None or is_alone(group):
         return Form.ALONE
     if _is_native_chosen() or group.size() > MAX_PEERS:
         return Form.NATIVE

@@ -18,6 +18,7 @@ from fsdp2.layout import PACKED_ALIGNMENT_BYTES, Cut, align
 from fsdp2.mesh import DataParallelMesh
 from fsdp2.ownership import Region
 from fsdp2.placement import Sharding
+from fsdp2.primitives import is_alone
 
 
 class Part(NamedTuple):
@@ -41,7 +42,7 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
 
     Collective: all ranks of ``mesh`` must call it, with parts of the same tensors.
     """
-    if collectives.is_alone(mesh.group):
+    if is_alone(mesh.group):
         return [part.local.clone() for part in parts]
     shapes = [part.padded_shape(mesh.world_size) for part in parts]
     offsets, end = _offsets(parts, shapes, mesh.world_size)

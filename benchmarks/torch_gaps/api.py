@@ -94,6 +94,13 @@ class Api:
                 module.set_gradient_divide_factor(divide_by)
                 module.set_force_sum_reduction_for_comms(True)
 
+    def gradient_sum_by_one_call(self, model: nn.Module) -> None:
+        """The same without a divisor, by one call on ``model``."""
+        if self.name == "fsdp2":
+            self.method(model, "set_gradient_reduction", "recurse")("sum")
+        else:
+            self.method(model, "set_gradient_divide_factor", "recurse")(1.0, recurse=True)
+
     def precision_per_parameter(self, model: nn.Module, choose: Callable[[str, nn.Parameter], Any]) -> None:
         """``fully_shard(model)`` with ``choose(fqn, parameter)`` as the policy of each parameter."""
         if self.name == "torch":

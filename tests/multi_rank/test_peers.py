@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -145,6 +146,27 @@ def test_what_failed_is_not_waited_for_again(world_size: int) -> None:
             assert time.monotonic() - begun < timeout.total_seconds() / 2
     dist.barrier()
     dist.destroy_process_group(group)
+
+
+@multi_rank(2)
+def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
+    """Ctrl-C during a wait is raised when the message has arrived: that one must not be waited for again."""
+    works: list[Any] = []
+    output, rank = torch.zeros(10), dist.get_rank()
+    peers.all_gather(output, torch.full((5,), float(rank)), world(), works)
+    (exchange,) = works
+    first = exchange._messages[0]
+
+    class Interrupted:
+        def wait(self) -> None:
+            first.wait()
+            raise KeyboardInterrupt
+
+    exchange._messages[0] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        exchange.wait()
+    assert exchange.wait() and torch.equal(output, torch.arange(2.0).repeat_interleave(5))
+    assert not peers._LINES[world()].kept
 
 
 def plan_of(model: nn.Module) -> str:

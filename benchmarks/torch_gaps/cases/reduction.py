@@ -48,10 +48,7 @@ def gradient_sum_with_two_setters(trial: Trial) -> None:
 
 @case(AREA, "the sum for a whole model, by one call on it", asked="torchtitan#1803")
 def gradient_sum_recursive(trial: Trial) -> None:
-    def set_up(model: nn.Sequential) -> None:
-        trial.api.method(model, "set_gradient_divide_factor", "recurse")(1.0, recurse=True)
-
-    _expect_sum(trial, set_up)
+    _expect_sum(trial, trial.api.gradient_sum_by_one_call)
 
 
 def _expect_token_mean(trial: Trial, denominator: Callable[[torch.Tensor], object]) -> None:

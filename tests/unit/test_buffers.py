@@ -1,0 +1,37 @@
+"""Flat buffers that have memory only while they are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp2.buffers import Resizable
+
+
+def test_it_has_memory_between_allocate_and_free() -> None:
+    buffer = Resizable(torch.ones(3))
+    for expected in (12, 12):
+        buffer.allocate()
+        assert buffer.storage.nbytes() == expected
+    for _ in range(2):
+        buffer.free()
+        assert buffer.storage.nbytes() == 0
+
+
+def test_out_of_memory_once_is_not_taken_for_memory() -> None:
+    buffer = Resizable(torch.ones(3))
+    buffer.free()
+    storage = buffer.storage
+
+    class Full:
+        def resize_(self, size: int) -> Any:
+            raise torch.OutOfMemoryError("no memory for 12 bytes")
+
+    buffer.storage = Full()  # type: ignore[assignment]
+    with pytest.raises(torch.OutOfMemoryError):
+        buffer.allocate()
+    buffer.storage = storage
+    buffer.allocate()
+    assert storage.nbytes() == 12
