@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.tables import Table
-from fsdp2 import collectives
-from fsdp2.primitives import Form
+from fsdp2.comm import collectives
+from fsdp2.comm.primitives import Form
 
 KIB = 1 << 10
 SIZES = (16 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB, 65536 * KIB)

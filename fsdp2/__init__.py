@@ -2,7 +2,6 @@
 
 from fsdp2 import optim
 from fsdp2.api import fully_shard
-from fsdp2.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.common import (
     FSDPError,
     FSDPNotImplementedError,
@@ -10,20 +9,21 @@ from fsdp2.common import (
     FSDPTypeError,
     FSDPValueError,
 )
-from fsdp2.custom_comm import AllGather, Comm, ReduceScatter
-from fsdp2.functions import register_fsdp_forward_method, share_comm_ctx
-from fsdp2.group_choice import GroupChoice, ModuleGroup
-from fsdp2.grouping import auto_shard, choose_groups
-from fsdp2.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fsdp2.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
-from fsdp2.optimizer_offload import OptimizerStateOffload, offload_optimizer_state
-from fsdp2.owner_step import step_on_owners
-from fsdp2.owners import Owned, balanced_owners
-from fsdp2.placement import RowBlocks, ShardPlacementResult
-from fsdp2.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.ragged import RaggedDTensor, RaggedShard
-from fsdp2.unwrapping import unwrap
+from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
+from fsdp2.grouping.sharding import auto_shard, choose_groups
+from fsdp2.modules.functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
+from fsdp2.modules.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from fsdp2.modules.unwrapping import unwrap
+from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
+from fsdp2.optim.owner_step import step_on_owners
+from fsdp2.params.custom_comm import AllGather, Comm, ReduceScatter
+from fsdp2.plan.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp2.plan.owners import Owned, balanced_owners
+from fsdp2.plan.placement import RowBlocks, ShardPlacementResult
+from fsdp2.plan.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.plan.ragged import RaggedDTensor, RaggedShard
 
 __all__ = [
     "AllGather",

@@ -13,16 +13,24 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPTypeError, FSDPValueError
-from fsdp2.extensions import check_extension, is_extended
-from fsdp2.freshness import Freshness
-from fsdp2.hooks import refuse_unknown_arguments
-from fsdp2.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
-from fsdp2.module import mix_in
-from fsdp2.optimizer_guard import GUARD
-from fsdp2.param import FSDPParam, is_subclass, local_data
-from fsdp2.param_group import FSDPParamGroup
-from fsdp2.placement import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
-from fsdp2.policies import (
+from fsdp2.modules.module import mix_in
+from fsdp2.modules.replicated import absorb, is_small, mesh_of_small, share
+from fsdp2.modules.tying import Use, check_tied, take_tied
+from fsdp2.optim.guard import GUARD
+from fsdp2.params.extensions import check_extension, is_extended
+from fsdp2.params.freshness import Freshness
+from fsdp2.params.param import FSDPParam, is_subclass, local_data
+from fsdp2.params.post_forward import PostForward
+from fsdp2.params.wrapping import Wrapping
+from fsdp2.plan.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
+from fsdp2.plan.placement import (
+    Sharding,
+    ShardPlacementFn,
+    check_policy_callable,
+    requested_placement,
+    sharding_of,
+)
+from fsdp2.plan.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -31,14 +39,12 @@ from fsdp2.policies import (
     offload,
     policy_or_function,
 )
-from fsdp2.post_forward import PostForward
-from fsdp2.replicated import absorb, is_small, mesh_of_small, share
-from fsdp2.root import Unit
-from fsdp2.state import FSDPState, state_of
-from fsdp2.strategies import Strategy, info_for, refuse_contradictions, residence_of
-from fsdp2.structure import module_paths, refuse_container
-from fsdp2.tying import Use, check_tied, take_tied
-from fsdp2.wrapping import Wrapping
+from fsdp2.plan.strategies import Strategy, info_for, refuse_contradictions, residence_of
+from fsdp2.plan.structure import module_paths, refuse_container
+from fsdp2.runtime.hooks import refuse_unknown_arguments
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.root import Unit
+from fsdp2.runtime.state import FSDPState, state_of
 
 Module = TypeVar("Module", bound=nn.Module)
 

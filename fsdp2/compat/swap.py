@@ -101,7 +101,7 @@ def install() -> Swap:
 
         >>> import fsdp2.compat
         >>> print(fsdp2.compat.install())
-        torch.distributed.fsdp.FSDPModule -> fsdp2.module.FSDPModule
+        torch.distributed.fsdp.FSDPModule -> fsdp2.modules.module.FSDPModule
         ...
         >>> from accelerate import Accelerator
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2 import FSDPRuntimeError, FSDPValueError, collectives, fully_shard
-from fsdp2.layout import DIRECT_ALIGNMENT_BYTES
-from fsdp2.state import state_of, states_below
+from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
+from fsdp2.comm import collectives
+from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES
+from fsdp2.runtime.state import state_of, states_below
 from tests.harness import fake_world
 from tests.harness.internals import (
     allocated_bytes,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import collectives, fully_shard
+from fsdp2 import fully_shard
+from fsdp2.comm import collectives
 from tests.harness import fake_world
 from tests.harness.internals import gathered_first, groups_of
 

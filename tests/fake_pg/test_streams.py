@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.comm_context import Wait
-from fsdp2.gather import Gather
-from fsdp2.gradients import DtypeGradients, PackedGradients
-from fsdp2.storage import GroupStorage
+from fsdp2.comm.comm_context import Wait
+from fsdp2.params.gather import Gather
+from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.storage import GroupStorage
 from tests.harness import fake_world
 from tests.harness.happens_before import (
     HOST,

@@ -26,10 +26,10 @@ from fsdp2 import (
     HSDPMeshInfo,
     MixedPrecisionPolicy,
     ShardPlacementResult,
-    collectives,
     fully_shard,
 )
-from fsdp2.gradients import DtypeGradients
+from fsdp2.comm import collectives
+from fsdp2.params.gradients import DtypeGradients
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import STEPS, Expected, Stack, Training
 

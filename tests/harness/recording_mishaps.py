@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import collectives
+from fsdp2.comm import collectives
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import Expected, Training, adamw
 

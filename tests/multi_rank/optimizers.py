@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp2
-from fsdp2.optimizer_units import known_in
+from fsdp2.optim.units import known_in
 from tests.harness import Tolerance, tolerance_for
 from tests.harness.models import ModelCase
 

@@ -24,7 +24,7 @@ from fsdp2 import (
     register_fsdp_forward_method,
     unwrap,
 )
-from fsdp2.optimizer_guard import GUARD
+from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP

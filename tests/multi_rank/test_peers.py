@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard, peers
-from fsdp2.primitives import VARIABLE, Form, form_of
+from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
+from fsdp2.comm import peers
+from fsdp2.comm.primitives import VARIABLE, Form, form_of
 from tests.harness import multi_rank
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
-from fsdp2.state import states_below
+from fsdp2.runtime.state import states_below
 from tests.harness import multi_rank
 from tests.harness.compare import parameters_of
 from tests.harness.models import TRANSFORMER
@@ -231,23 +231,23 @@ def test_a_grouped_module_called_alone_joins_the_iteration(world_size: int) -> N
 
 
 FAULTS = [
-    "fsdp2.buffers.Resizable.allocate",
-    "fsdp2.collectives.all_gather",
-    "fsdp2.collectives.reduce_scatter",
-    "fsdp2.comm_context.FSDPCommContext.compute_follows_gather",
-    "fsdp2.comm_context.FSDPCommContext.gathers_follow_readers",
-    "fsdp2.comm_context.FSDPCommContext.add_pending",
-    "fsdp2.gather.Gather.allocate",
-    "fsdp2.gather.Gather.copy_in",
-    "fsdp2.gather.Gather.copy_out",
-    "fsdp2.gradients.DtypeGradients.pack",
-    "fsdp2.gradients.DtypeGradients.arrive",
-    "fsdp2.gradients.DtypeGradients.deliver",
-    "fsdp2.param_group.FSDPParamGroup.reduce",
-    "fsdp2.param_group.FSDPParamGroup.reshard",
-    "fsdp2.param_group.FSDPParamGroup.wait_for_unshard",
-    "fsdp2.state.after_backward_of_inputs",
-    "fsdp2.state.before_backward_of_outputs",
+    "fsdp2.params.buffers.Resizable.allocate",
+    "fsdp2.comm.collectives.all_gather",
+    "fsdp2.comm.collectives.reduce_scatter",
+    "fsdp2.comm.comm_context.FSDPCommContext.compute_follows_gather",
+    "fsdp2.comm.comm_context.FSDPCommContext.gathers_follow_readers",
+    "fsdp2.comm.comm_context.FSDPCommContext.add_pending",
+    "fsdp2.params.gather.Gather.allocate",
+    "fsdp2.params.gather.Gather.copy_in",
+    "fsdp2.params.gather.Gather.copy_out",
+    "fsdp2.params.gradients.DtypeGradients.pack",
+    "fsdp2.params.gradients.DtypeGradients.arrive",
+    "fsdp2.params.gradients.DtypeGradients.deliver",
+    "fsdp2.runtime.param_group.FSDPParamGroup.reduce",
+    "fsdp2.runtime.param_group.FSDPParamGroup.reshard",
+    "fsdp2.runtime.param_group.FSDPParamGroup.wait_for_unshard",
+    "fsdp2.runtime.state.after_backward_of_inputs",
+    "fsdp2.runtime.state.before_backward_of_outputs",
 ]
 
 
@@ -316,7 +316,7 @@ def test_a_manual_unshard_that_fails(world_size: int) -> None:
     model = sharded()
     assert isinstance(model, FSDPModule)
     model.unshard()
-    with failing_call("fsdp2.gather.Gather.allocate", 0), pytest.raises(torch.OutOfMemoryError):
+    with failing_call("fsdp2.params.gather.Gather.allocate", 0), pytest.raises(torch.OutOfMemoryError):
         model.blocks[0].unshard()
     assert_trains_on(model, world_size)
 

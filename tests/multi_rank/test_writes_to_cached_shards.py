@@ -16,7 +16,7 @@ from fsdp2 import (
     fully_shard,
     step_on_owners,
 )
-from fsdp2.optimizer_guard import GUARD
+from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 from tests.multi_rank.caching import (
     CACHED,

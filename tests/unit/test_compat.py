@@ -91,7 +91,7 @@ def test_it_says_what_it_replaced() -> None:
     with install() as swap:
         lines = str(swap).splitlines()
     assert "torch.distributed.fsdp.fully_shard -> fsdp2.api.fully_shard" in lines
-    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.module.FSDPModule" in lines
+    assert "torch.distributed._composable.fsdp.FSDPModule -> fsdp2.modules.module.FSDPModule" in lines
     assert len(lines) == len(set(lines)) >= len(swap.replacements)
 
 

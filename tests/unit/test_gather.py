@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.buffers import Resizable, in_memory_order
-from fsdp2.custom_comm import AllGather
-from fsdp2.gather import Gather, Source
-from fsdp2.layout import BufferLayout, Cut
+from fsdp2.params.buffers import Resizable, in_memory_order
+from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.gather import Gather, Source
+from fsdp2.plan.layout import BufferLayout, Cut
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]

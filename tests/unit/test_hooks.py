@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs, map_tensors, tensors_in
+from fsdp2.runtime.hooks import (
+    ForwardCall,
+    after_backward_of_inputs,
+    before_backward_of_outputs,
+    map_tensors,
+    tensors_in,
+)
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from fsdp2.gradients import _dealt_out
-from fsdp2.layout import (
+from fsdp2.params.gradients import _dealt_out
+from fsdp2.plan.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
     BufferLayout,

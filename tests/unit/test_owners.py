@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPTypeError, FSDPValueError, Owned, balanced_owners
-from fsdp2.owners import newton_schulz_flops
-from fsdp2.ownership import deal
+from fsdp2.plan.owners import newton_schulz_flops
+from fsdp2.plan.ownership import deal
 from tests.harness import fake_world
 
 

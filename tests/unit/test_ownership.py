@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2.gather import Gather
-from fsdp2.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, Cut, GradientLayout
-from fsdp2.ownership import Region
-from fsdp2.plan import BuffersPlan, GroupPlan, ParamPlan
+from fsdp2.params.gather import Gather
+from fsdp2.plan.group_plan import BuffersPlan, GroupPlan, ParamPlan
+from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, Cut, GradientLayout
+from fsdp2.plan.ownership import Region
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 

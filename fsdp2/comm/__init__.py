@@ -1,0 +1,1 @@
+"""Communication: streams and events, collectives in the form that suits each backend."""

@@ -1,0 +1,1 @@
+"""Which modules become groups: `auto_shard` and `choose_groups`."""

@@ -1,0 +1,471 @@
+"""Gradient clipping over any mix of parameters: `clip_grad_norm_` and its two halves.
+
+As `torch.nn.utils` has them, with the same arguments, for parameters that do not lie on one mesh. It works on the
+local tensors and sends a few numbers; it knows of DTensors and process groups, and nothing of the engine but which
+sharded parameter took the place of which.
+
+[Note: which collectives]
+    The norm is a sum of p-th powers (a maximum, if p is infinite) over all elements. A parameter's *spread* are the
+    process groups over which its elements are shared out: those of the mesh dims in which its placement is neither
+    Replicate nor of size 1. Parameters of one spread share a *slot*, one number. For every process group in some
+    spread, in the order in which walking the parameters meets them, mesh dims left to right, one all-reduce carries
+    the slots that have it. With ``a`` cut over (dp, tp), ``b`` over dp only, and ``c`` replicated:
+
+        slots               a: {dp, tp}    b: {dp}    c: {}
+        all-reduce over dp  a              b                      2 numbers
+        all-reduce over tp  a                                     1 number
+
+    The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot is one number for
+    each of its parameters, 1 if it has such an element on this rank; their maximum over the spread holds for the whole.
+
+    All that depends on the parameters, never on which of them have a gradient. Process groups of the same ranks count
+    as one. Numbers are float64 (where the device has it), so that the order of a sum, which an all-reduce is free to
+    choose in each of its groups, does not show in the float32 result.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.params.param import owner_of
+from fsdp2.params.succession import successor_of
+from fsdp2.plan.mesh import device_of
+from fsdp2.plan.spread import RankGroup, Spread, spread_of
+
+TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
+
+# ---- public --------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(
+    parameters: TensorOrTensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """Scale the gradients of ``parameters`` in place so that their norm, as of one vector, is at most ``max_norm``.
+
+    Parameters may be DTensors on different meshes (1D, HSDP, with tensor or expert parallelism, offloaded) beside
+    plain tensors, of several dtypes. Plain tensors, and mesh dims in which a DTensor is replicated, count once: their
+    gradients are expected to be the same on every rank. Parameters without gradient count as zeros. Those from before
+    `fully_shard`, and unsharded ones, stand for the sharded parameters that took their place.
+
+    All ranks that hold shards of ``parameters`` must call this with the same parameters in the same order, also where
+    some or all gradients are None. One all-reduce of a few numbers for each process group over which something is
+    sharded; replicated dims communicate nothing. See [Note: which collectives].
+
+    Args:
+        parameters: an iterable of tensors, or a single one.
+        max_norm: of the scaled gradients.
+        norm_type: a number > 0, inf for the largest absolute value, 0 for how many gradients are not all zeros.
+        error_if_nonfinite: raise if the norm is NaN or infinite, on every rank alike. Waits for the device.
+        foreach: False for one operation per tensor; else one for all tensors of a device and dtype.
+        mesh: further ranks, with other parameters (pipeline stages) or other values of the plain ones: the result is
+            summed over every dim of it as well, one number in each all-reduce. Dims that a parameter is sharded over
+            already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For a
+            process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
+
+    Returns:
+        The norm before clipping: (), a plain tensor on the device of the meshes, the same on every rank; float64 if a
+        parameter is, else float32.
+
+    Raises:
+        FSDPValueError: a negative ``norm_type``; a gradient that is Partial, or spread otherwise than its parameter.
+        FSDPRuntimeError: the norm is not finite, with ``error_if_nonfinite``. Nothing is scaled then.
+    """
+    every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
+    slots = _Slots.of(every, [each.grad for each in every])
+    total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
+    _scale(slots.groups(), max_norm, total, foreach)
+    return total
+
+
+def get_total_norm(
+    tensors: TensorOrTensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+) -> torch.Tensor:
+    """The norm of ``tensors``, as of one vector: the first half of `clip_grad_norm_`, on gradients themselves.
+
+    Which collectives are issued depends on the tensors: all ranks must pass those of the same parameters.
+
+    Args:
+        tensors: gradients, or anything else; arguments otherwise, result and errors as of `clip_grad_norm_`.
+    """
+    every = _as_list(tensors)
+    return _total_norm(_Slots.of(every, every), norm_type, error_if_nonfinite, foreach, mesh)
+
+
+def clip_grads_with_norm_(
+    parameters: TensorOrTensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+) -> None:
+    """Multiply the gradients of ``parameters`` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
+
+    The second half of `clip_grad_norm_`. No communication, unless ``total_norm`` is a DTensor.
+
+    Args:
+        parameters: as for `clip_grad_norm_`.
+        max_norm: of the scaled gradients.
+        total_norm: (), on any device; the same on every rank.
+        foreach: False for one operation per tensor.
+    """
+    every = _sharded_parameters(_as_list(parameters))
+    gradients = [_local_tensor(gradient) for each in every if (gradient := each.grad) is not None]
+    _scale(_by_device_and_dtype(gradients), max_norm, total_norm, foreach)
+
+
+# ---- what is passed ------------------------------------------------------------------------------
+
+
+def _as_list(tensors: TensorOrTensors, *, warn_if_empty: bool = False) -> list[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        return [tensors]
+    every = list(tensors)
+    if warn_if_empty and not every and isinstance(tensors, types.GeneratorType):
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+    return every
+
+
+def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``parameters``, with the sharded ones in the place of their predecessors, which receive no gradients."""
+    try:  # in a loop of C: all are sharded parameters
+        if all(map(operator.is_, map(_own_sharded, parameters), parameters)):
+            return parameters
+    except AttributeError:
+        pass
+    return [_sharded_parameter(each) for each in parameters]
+
+
+def _sharded_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    successor = successor_of(parameter)
+    return parameter if successor is None or owner_of(parameter) is not None else successor
+
+
+def _name_of(tensor: torch.Tensor, index: int) -> str:
+    owner = owner_of(tensor)
+    return f"'{owner.path}'" if owner is not None else f"number {index} of those passed, of shape {tuple(tensor.shape)}"
+
+
+# ---- gradients by spread -------------------------------------------------------------------------
+
+
+_Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
+"""Local tensors by device and dtype: what one foreach call takes."""
+
+_device_and_dtype = operator.attrgetter("device", "dtype")
+_dtype = operator.attrgetter("dtype")
+_own_sharded = operator.attrgetter("_fsdp_param.target.sharded")
+_mesh = operator.attrgetter("mesh")
+_placements = operator.attrgetter("placements")
+
+
+def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
+    kinds = set(map(_device_and_dtype, tensors))
+    if len(kinds) == 1:  # the usual case, in half the time
+        return {kinds.pop(): tensors}
+    groups: _Groups = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The local gradients of one spread: their powers are one number.
+
+    Attributes:
+        of_each: for each parameter in turn, None if it has none.
+        gradients: of them, those that have elements on this rank.
+        groups: the same by device and dtype.
+    """
+
+    spread: Spread
+    of_each: list[torch.Tensor | None] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    groups: _Groups = field(default_factory=dict)
+
+
+class _Slots:
+    """The gradients by spread, in the order in which the parameters were passed.
+
+    Attributes:
+        slots: one for each spread that some parameter has.
+        device: where numbers are added up: of the first mesh, else of the first parameter; None without parameters.
+        dtype: of the norm.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.slots: list[_Slot] = []
+        first = next((each for each in tensors if isinstance(each, DTensor)), None)
+        self.device = device_of(first.device_mesh) if first is not None else tensors[0].device if tensors else None
+        wide = not {torch.float64, torch.complex128}.isdisjoint(map(_dtype, tensors))
+        self.dtype = torch.float64 if wide else torch.float32
+        # By mesh and placements, which parameters share: looking at each of them costs microseconds.
+        self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> _Slots:
+        """Sort the local tensors of ``gradients``, None where there is none, by the spread of ``tensors``.
+
+        Raises:
+            FSDPValueError: a gradient is spread otherwise than its tensor, or has no norm yet; see `spread_of`.
+        """
+        self = cls(tensors)
+        if not self._take_alike(tensors, gradients):
+            for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
+                slot = self._slot_of(tensor, tensor, index)
+                local = None
+                if gradient is not None:
+                    self._check_spread(tensor, gradient, slot, index)
+                    local = _local_tensor(gradient)
+                    if local.numel():
+                        slot.gradients.append(local)
+                slot.of_each.append(local)
+        for each in self.slots:
+            each.groups = _by_device_and_dtype(each.gradients)
+        return self
+
+    def _take_alike(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Take all at once, in loops of C: the usual case, where all are spread alike, and have gradients like them.
+
+        Returns:
+            Whether that was so; else nothing is taken.
+        """
+        try:
+            specs = list(map(_torch.spec_of, tensors))
+            if not all(map(operator.is_, map(_torch.spec_of, gradients), specs)):  # type: ignore[arg-type]
+                return False
+        except AttributeError:  # of None, or of a plain tensor
+            return False
+        kinds = zip(map(id, map(_mesh, specs)), map(id, map(_placements, specs)), strict=True)
+        examples = dict(zip(kinds, range(len(specs)), strict=True))
+        slots = [self._slot_of(tensors[index], tensors[index], index) for index in sorted(examples.values())]
+        below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+        if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
+            self.slots, self._known = [], {}  # in the order of the parameters, from the first
+            return False
+        slots[0].of_each = [*below]
+        slots[0].gradients = list(filter(torch.Tensor.numel, below))
+        return True
+
+    def _check_spread(self, tensor: torch.Tensor, gradient: torch.Tensor, slot: _Slot, index: int) -> None:
+        if not _share_spec(tensor, gradient) and self._slot_of(gradient, tensor, index) is not slot:
+            raise FSDPValueError(
+                f"the gradient of parameter {_name_of(tensor, index)} is spread over other ranks than the "
+                f"parameter: {_describe(gradient)}, not {_describe(tensor)}. Give it the parameter's placements: "
+                "parameter.grad = parameter.grad.redistribute(placements=parameter.placements)."
+            )
+
+    def groups(self) -> _Groups:
+        """All gradients by device and dtype."""
+        if len(self.slots) == 1:
+            return self.slots[0].groups
+        return _by_device_and_dtype([each for slot in self.slots for each in slot.gradients])
+
+    def _slot_of(self, tensor: torch.Tensor, parameter: torch.Tensor, index: int) -> _Slot:
+        spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
+        key = None if spec is None else (id(spec.mesh), spec.placements)
+        slot = self._known.get(key)
+        if slot is not None:
+            return slot
+        what = "parameter" if tensor is parameter else "the gradient of parameter"
+        name = f"{what} {_name_of(parameter, index)}"
+        spread = () if spec is None else spread_of(spec.mesh, spec.placements, name)
+        slot = next((each for each in self.slots if each.spread == spread), None)
+        if slot is None:
+            slot = _Slot(spread)
+            self.slots.append(slot)
+        self._known[key] = slot
+        return slot
+
+
+def _share_spec(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether they lie alike for sure, which costs nothing to see."""
+    if isinstance(tensor, DTensor) and isinstance(gradient, DTensor):
+        return _torch.spec_of(tensor) is _torch.spec_of(gradient)
+    return tensor is gradient
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.placements} on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"
+
+
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return _torch.wait_for_tensor(_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """How the norm of some order is put together from parts.
+
+    A *value* is a tensor (k,) that an all-reduce can combine: the sum of the p-th powers, k = 1. For the largest,
+    k = 2, (largest, 1 if there is a NaN), since a maximum over ranks may lose a NaN on some of them. Of order 0, k is 1
+    for the number of tensors, and their number n where it is still to be found which of them are not zero.
+    """
+
+    order: float
+
+    @classmethod
+    def of(cls, norm_type: Any) -> _Norm:
+        order = float(norm_type)
+        if math.isnan(order) or order < 0:
+            raise FSDPValueError(f"norm_type must be a number >= 0 or inf, got {norm_type!r}.")
+        return cls(order)
+
+    @property
+    def op(self) -> Any:
+        """How values are combined."""
+        return dist.ReduceOp.MAX if math.isinf(self.order) else dist.ReduceOp.SUM
+
+    def of_nothing(self, device: torch.device) -> torch.Tensor:
+        """The value of no tensors."""
+        return torch.zeros(2 if math.isinf(self.order) else 1, dtype=_widest_dtype(device), device=device)
+
+    def value(self, norms: torch.Tensor) -> torch.Tensor:
+        """The value of tensors with ``norms`` (n,)."""
+        if math.isinf(self.order):
+            largest = norms.amax()
+            is_nan = largest.isnan()
+            return torch.stack((torch.where(is_nan, 0.0, largest), is_nan.to(norms.dtype)))
+        return norms.pow(self.order).sum().reshape(1)
+
+    def combine(self, values: torch.Tensor) -> torch.Tensor:
+        """The value (k,) of everything in ``values`` (n, k)."""
+        return values.amax(0) if math.isinf(self.order) else values.sum(0)
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The norm () that ``value`` (k,) stands for."""
+        if math.isinf(self.order):
+            return torch.where(value[1] > 0, math.nan, value[0])
+        return value[0] if self.order == 0 else value[0].pow(1.0 / self.order)
+
+
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@torch.no_grad()
+def _total_norm(
+    slots: _Slots, norm_type: float, error_if_nonfinite: bool, foreach: bool | None, mesh: DeviceMesh | None
+) -> torch.Tensor:
+    """Collective; see [Note: which collectives]. All slots are one number by the time ``mesh`` joins in."""
+    norm, further = _Norm.of(norm_type), _axes_of(mesh)
+    device = slots.device or (torch.device("cpu") if mesh is None else device_of(mesh))
+    spreads = [slot.spread for slot in slots.slots]
+    if norm.order == 0:
+        found = [_found_in_each(slot.of_each, device) for slot in slots.slots]
+        found = _reduced(found, spreads, dist.ReduceOp.MAX)
+        values = [_counted_once(value, spread, further) for value, spread in zip(found, spreads, strict=True)]
+    else:
+        values = [_local_value(slot.groups, norm, foreach, device) for slot in slots.slots]
+        values = _reduced(values, [[each for each in spread if each not in further] for spread in spreads], norm.op)
+    value = norm.combine(torch.stack(values)) if values else norm.of_nothing(device)
+    for group in further:
+        value = _all_reduce(value, norm.op, group)
+    total = norm.total(value).to(slots.dtype)
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise FSDPRuntimeError(
+            f"the total norm of order {norm.order} of the gradients is {total.item()}, so they cannot be clipped to a "
+            "finite one. error_if_nonfinite=False scales them by it anyway."
+        )
+    return total
+
+
+def _reduced(values: list[torch.Tensor], spreads: Sequence[Sequence[RankGroup]], op: Any) -> list[torch.Tensor]:
+    """``values``, (k,) each, combined over their ``spreads``. Collective."""
+    values = list(values)
+    for group in dict.fromkeys(group for spread in spreads for group in spread):
+        members = [index for index, spread in enumerate(spreads) if group in spread]
+        there = [values[index] for index in members]
+        reduced = _all_reduce(torch.cat(there), op, group).split([len(value) for value in there])
+        for index, value in zip(members, reduced, strict=True):
+            values[index] = value
+    return values
+
+
+def _found_in_each(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """(n,) on ``device``: 1 for each of ``tensors`` that has an element that is not zero on this rank."""
+    found = [torch.zeros((), device=device) if each is None else each.any().to(device) for each in tensors]
+    return torch.stack([each.to(_widest_dtype(device)) for each in found])
+
+
+def _counted_once(found: torch.Tensor, spread: Spread, further: Sequence[RankGroup]) -> torch.Tensor:
+    """(1,): how many of ``found`` (n,), which all ranks of ``spread`` know, so that ``further`` adds them up once."""
+    counts = all(group.ranks[0] == dist.get_rank() for group in spread if group in further)
+    return found.sum().reshape(1) if counts else found.new_zeros(1)
+
+
+def _axes_of(mesh: DeviceMesh | None) -> list[RankGroup]:
+    if mesh is None:
+        return []
+    if not isinstance(mesh, DeviceMesh):
+        raise FSDPTypeError(
+            f"mesh must be a DeviceMesh, got {type(mesh).__name__}; of a process group: "
+            "DeviceMesh.from_group(group, device_type)."
+        )
+    if mesh.get_coordinate() is None:
+        raise FSDPValueError(f"mesh must be one that this rank is part of; rank {dist.get_rank()} is not on {mesh}.")
+    return [RankGroup.of(mesh, axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+
+
+def _local_value(gradients: _Groups, norm: _Norm, foreach: bool | None, device: torch.device) -> torch.Tensor:
+    """The value (k,) on ``device`` of what this rank has. No communication."""
+    if not gradients:
+        return norm.of_nothing(device)
+    dtype = _widest_dtype(device)
+    norms = [torch.stack(_norms_of(group, norm.order, foreach)).to(device, dtype) for group in gradients.values()]
+    return norm.value(norms[0] if len(norms) == 1 else torch.cat(norms))
+
+
+def _norms_of(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+    """The norm () of each of ``tensors``, of one device and dtype and none empty; in float32 at least."""
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    if foreach is False:
+        return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in tensors]
+    return _torch.foreach_norm(tensors, order, dtype)
+
+
+def _all_reduce(value: torch.Tensor, op: Any, group: RankGroup) -> torch.Tensor:
+    """``value`` combined over the ranks of ``group``, which all must call; written in place if it is there."""
+    sent = value.to(group.device)
+    dist.all_reduce(sent, op=op, group=group.group)
+    return sent.to(value.device)
+
+
+# ---- scaling -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _scale(gradients: _Groups, max_norm: float, total_norm: torch.Tensor, foreach: bool | None) -> None:
+    """Multiply local ``gradients`` in place, without asking the device whether the factor is below 1."""
+    total = total_norm.full_tensor() if isinstance(total_norm, DTensor) else total_norm
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    for (device, _), group in gradients.items():
+        there = factor.to(device)
+        if foreach is False:
+            for gradient in group:
+                gradient.mul_(there)
+        else:
+            _torch.foreach_mul(group, there)

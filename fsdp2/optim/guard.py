@@ -1,0 +1,211 @@
+"""Optimizers that were built on parameters which never receive a gradient: found at their first step, and re-keyed.
+
+`fully_shard` puts sharded parameters in the place of the user's, and after a forward the unsharded ones of modules that
+do not reshard are registered. An optimizer that was built on either would step on nothing, silently. Before an
+optimizer's step this guard replaces them by the sharded parameters in its groups and its state. After the step it tells
+the groups that their parameters were written.
+
+The guard is one pair of global optimizer hooks, installed by the first `fully_shard`, removable with `remove`. An
+optimizer is looked through once; after that a step costs a comparison per parameter group.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fsdp2 import _torch
+from fsdp2.comm.whole import Former
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.optim.offload import offload_as_policies_ask
+from fsdp2.params.freshness import Freshness
+from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.succession import former_of, is_stranded, successor_of
+from fsdp2.runtime.param_group import FSDPParamGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What an optimizer looked like when it was looked through, and whose parameters it writes.
+
+    Attributes:
+        summing: groups whose gradients may add up on the host.
+    """
+
+    signature: tuple[int, ...]
+    freshness: tuple[Freshness, ...]
+    summing: tuple[weakref.ref[FSDPParamGroup], ...]
+
+
+class OptimizerGuard:
+    """The two hooks and what they remember of every optimizer."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        """Register the hooks, if they are not."""
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+            Freshness.unwatched = False
+
+    def remove(self) -> None:
+        """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        Freshness.unwatched = True
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.look_through(optimizer)
+        Freshness.unwatched = True  # a closure may run forwards between the writes of one step
+
+    def look_through(self, optimizer: Optimizer) -> None:
+        """Before a step: re-key ``optimizer`` if it changed since the last time.
+
+        Raises:
+            FSDPRuntimeError: the step would lose gradients.
+        """
+        seen = self._seen.get(optimizer)
+        if seen is None or seen.signature != _signature(optimizer):
+            rekey(optimizer)
+            seen = _Seen(_signature(optimizer), _freshness_of(optimizer), _summing(optimizer))
+            self._seen[optimizer] = seen
+            offload_as_policies_ask(optimizer)
+        for summing in seen.summing:
+            _refuse_to_skip(summing())
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
+            freshness.writes += 1
+        Freshness.steps += 1
+        Freshness.unwatched = not self._handles
+
+
+GUARD = OptimizerGuard()
+"""The one guard of this process: torch's optimizer hooks are global too."""
+
+
+def _signature(optimizer: Optimizer) -> tuple[int, ...]:
+    """Changes when parameters were added to the optimizer, or any sharded parameter was created or replaced."""
+    return (FSDPParam.identity_changes, *(len(group["params"]) for group in optimizer.param_groups))
+
+
+def _freshness_of(optimizer: Optimizer) -> tuple[Freshness, ...]:
+    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return tuple({id(owner.freshness): owner.freshness for owner in owners if owner is not None}.values())
+
+
+def _summing(optimizer: Optimizer) -> tuple[weakref.ref[FSDPParamGroup], ...]:
+    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    groups = [owner.group for owner in owners if owner is not None and owner.group is not None]
+    return tuple(weakref.ref(group) for group in dict.fromkeys(groups) if group.storage.home.sums_on_host)
+
+
+def _refuse_to_skip(group: FSDPParamGroup | None) -> None:
+    if group is not None and group.reducer.awaits_last():
+        raise FSDPRuntimeError(
+            f"gradients of '{group.name}' add up in host memory, as its offload_policy asks, and no backward has "
+            "brought them back, so the step would lose them: run the step's last backward with "
+            "set_is_last_backward(True) and set_requires_gradient_sync(True), or drop them with reset_iter_state()."
+        )
+
+
+def rekey(optimizer: Optimizer) -> None:
+    """Put sharded parameters in the place of their predecessors in ``optimizer``'s groups and state.
+
+    Predecessors are parameters from before `fully_shard`, unsharded ones, and sharded ones that were replaced. State
+    of the unsharded shape is cut to this rank's rows, without communication. Of parameters that `unwrap` has made whole
+    the state is gathered: then collective.
+
+    Raises:
+        FSDPRuntimeError: the optimizer then would hold a parameter twice, or lose a gradient, or train nothing.
+    """
+    _refuse_stranded(optimizer)
+    present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            successor = successor_of(parameter)
+            if successor is None or owner_of(parameter) is not None:
+                continue
+            if successor in present:
+                owner = owner_of(successor)
+                raise FSDPRuntimeError(
+                    f"the optimizer holds parameter '{owner.path if owner else '?'}' twice: sharded, and as it was "
+                    "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, "
+                    "while the model is resharded."
+                )
+            _move_gradient(parameter, successor)
+            present.add(successor)
+            group["params"][index] = successor
+            if parameter in optimizer.state:
+                state = _gathered(optimizer.state.pop(parameter), parameter, successor)
+                optimizer.state[successor] = _shard_state(state, successor)
+
+
+def _refuse_stranded(optimizer: Optimizer) -> None:
+    stranded = [each for group in optimizer.param_groups for each in group["params"] if is_stranded(each)]
+    if stranded and all(each.grad is None for each in stranded):
+        raise FSDPRuntimeError(
+            f"the optimizer holds {len(stranded)} parameters that are copies of such as were sharded, unsharded or "
+            "replaced since the optimizer was built, and that no module holds: its steps would train nothing. Copy it "
+            "together with the model, copy.deepcopy((model, optimizer)), pickle it after its first step, or build one "
+            "from the parameters of the copy."
+        )
+
+
+def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> Any:
+    """``state`` made whole if ``parameter`` was `unwrap`ped; left as it is if ``successor`` is sharded alike again."""
+    former: Former | None = former_of(parameter)
+    if former is None:
+        return state
+    owner, sharding = owner_of(successor), former.sharding
+    if owner is not None and owner.sharding.mesh.key == sharding.mesh.key and owner.sharding.cut == sharding.cut:
+        return state
+    return former.gathered(state)
+
+
+def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:
+    """Keep a gradient of zeros, which torch sets to make an optimizer create its state; refuse any other."""
+    gradient = parameter.grad
+    if gradient is None or successor.grad is not None:
+        return
+    if torch.count_nonzero(gradient):
+        owner = owner_of(successor)
+        raise FSDPRuntimeError(
+            f"the optimizer was built on parameters from before fully_shard (or on unsharded ones), and "
+            f"'{owner.path if owner else '?'}' has a gradient there that was never reduced; the step would "
+            "lose it. Build the optimizer after fully_shard, and step after a backward that reduces gradients."
+        )
+    successor.grad = _shard_value(gradient, successor)
+    parameter.grad = None
+
+
+def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: _shard_value(value, sharded) for key, value in state.items()}
+
+
+def _shard_value(value: Any, sharded: Any) -> Any:
+    owner = owner_of(sharded)
+    if owner is None or not isinstance(value, torch.Tensor) or value.shape != sharded.shape:
+        return value
+    if isinstance(value, DTensor):
+        if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
+            return value
+        value = _torch.local_of(value)  # of tensor parallelism
+    return owner.shard_of(value)

@@ -1,0 +1,326 @@
+"""`offload_optimizer_state`: an optimizer's state rests in host memory, and is on the device only while it is used.
+
+Between steps every tensor of ``optimizer.state[parameter]`` that has dims lies on the host. During a step the
+optimizer sees, in the place of its ``state``, a mapping that brings the state of a parameter to the device when it is
+asked for, and takes that of the previous parameter group back when a parameter of another group is. Optimizers need not
+know; none is stepped twice, and state dicts, which are read between steps, show the tensors on the host.
+
+What somebody still holds (the optimizer may, in lists) would not be freed, so it is taken back later: by the end of the
+step. All copies are on the current stream, and the host waits once, at the end of the step, until the last has arrived:
+whoever reads the state after a step reads all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch
+from fsdp2.comm.comm_context import finish_current_stream
+from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.params.param import owner_of
+from fsdp2.plan.ragged import dtensor_over
+
+Chooses = Callable[[torch.Tensor], bool]
+
+
+def _is_moved(value: Any) -> bool:
+    """Whether a value of a parameter's state goes to the host: counters, which have no dims, stay where they are."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+
+def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local``, as a DTensor if ``value`` is one."""
+    return dtensor_over(local, _torch.spec_of(value)) if isinstance(value, DTensor) else local
+
+
+def _is_plain(local: torch.Tensor) -> bool:
+    """Whether it is no subclass, which knows itself how it is moved."""
+    return type(local) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``value`` on ``device``."""
+    local = _local(value)
+    if not _is_plain(local):
+        return _like(value, local.to(device, non_blocking=True))
+    return _like(value, torch.empty_like(local, device=device, pin_memory=False).copy_(local, non_blocking=True))
+
+
+def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: bool) -> torch.Tensor:
+    """A copy of ``value`` on the host: ``earlier``, written, if it is alike."""
+    local = _local(value)
+    if not _is_plain(local):
+        return _like(value, local.to("cpu"))
+    if earlier is not None:
+        host = _local(earlier)
+        if (host.dtype, host.shape, host.stride()) == (local.dtype, local.shape, local.stride()):
+            host.copy_(local, non_blocking=True)
+            return earlier
+    pinned = pin_memory and local.device.type != "cpu"
+    host = torch.empty_like(local, device="cpu", pin_memory=pinned)
+    return _like(value, host.copy_(local, non_blocking=True))
+
+
+def _holders(state: dict[Any, Any], key: Any) -> list[int]:
+    """How many hold what is at ``key``: the tensor, what it wraps, its memory."""
+    value = state[key]
+    local = _local(value)
+    counts = [sys.getrefcount(value), sys.getrefcount(local)]
+    if _is_plain(local):
+        counts.append(_torch.storage_use_count(local.untyped_storage()))
+    return counts
+
+
+@functools.cache
+def _sole_holder_of_a_tensor() -> list[int]:
+    return _holders({"": torch.empty(1)}, "")
+
+
+def _is_held(state: dict[Any, Any], key: Any) -> bool:
+    """Whether anybody but ``state`` holds what is at ``key``, or a view of it."""
+    sole = _sole_holder_of_a_tensor()
+    if isinstance(state[key], DTensor):  # its wrapper holds the local tensor, and is held itself as that is
+        sole = [sole[0] - 1, sole[1] - 1, *sole[2:]]
+    return any(count > alone for count, alone in zip(_holders(state, key), sole, strict=False))
+
+
+class _StateOnLoan(MutableMapping[Any, Any]):
+    """Stands in the place of ``optimizer.state`` during a step.
+
+    Attributes:
+        kept: the state itself.
+    """
+
+    def __init__(self, kept: Any, groups: Sequence[dict[str, Any]], chooses: Chooses, *, pin_memory: bool) -> None:
+        self.kept = kept
+        self._chooses = chooses
+        self._pin_memory = pin_memory
+        self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+        self._group: int | None = None
+        # Of every parameter whose state is on the device, the tensors on the host that it was copied from.
+        self._lent: dict[torch.Tensor, dict[Any, torch.Tensor]] = {}
+
+    def __getitem__(self, parameter: Any) -> Any:
+        state = self.kept[parameter]
+        if parameter not in self._group_of or parameter in self._lent or not self._chooses(parameter):
+            return state
+        group = self._group_of[parameter]
+        if group != self._group:
+            self.take_back(also_held=False)
+            self._group = group
+        with _torch.without_grad():
+            lent = {key: value for key, value in state.items() if _is_moved(value)}
+            state.update({key: _on_device(value, parameter.device) for key, value in lent.items()})
+        self._lent[parameter] = lent
+        return state
+
+    def take_back(self, *, also_held: bool) -> None:
+        """Bring the state on the device to the host; ``also_held``: though others hold tensors of it."""
+        with _torch.without_grad():
+            for parameter in list(self._lent):
+                state = self.kept.get(parameter, {})
+                moved = [key for key in state if _is_moved(state[key])]
+                if also_held or not any(_is_held(state, key) for key in moved):
+                    earlier = self._lent.pop(parameter)
+                    for key in moved:
+                        state[key] = _on_host(state[key], earlier.get(key), pin_memory=self._pin_memory)
+
+    def __setitem__(self, parameter: Any, state: Any) -> None:
+        self.kept[parameter] = state
+        if parameter in self._group_of and self._chooses(parameter):
+            self._lent.setdefault(parameter, {})
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self.kept[parameter]
+        self._lent.pop(parameter, None)
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self.kept
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        """As of a dict: what is not there is not made."""
+        if parameter not in self.kept:
+            return default
+        return self[parameter]
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        if parameter not in self.kept:
+            self[parameter] = default
+        return self[parameter]
+
+
+class OptimizerStateOffload:
+    """What `offload_optimizer_state` returns."""
+
+    def __init__(self, optimizer: Optimizer, chooses: Chooses, *, pin_memory: bool) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._chooses = chooses
+        self._pin_memory = pin_memory
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self.settle),
+            optimizer.register_load_state_dict_post_hook(self.settle),
+        ]
+        _OFFLOADED[optimizer] = self
+        self.settle(optimizer)
+
+    def remove(self) -> None:
+        """Bring the state back to the device, for good. Calling it again does nothing."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self._handles:
+            return
+        self.settle(optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        del _OFFLOADED[optimizer]
+        with _torch.without_grad():
+            for parameter, state in self._states(optimizer):
+                for key, value in state.items():
+                    if _is_moved(value):
+                        state[key] = _on_device(value, parameter.device)
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Bring to the host what a step that raised, or a state dict that was loaded, has left on the device."""
+        if isinstance(optimizer.state, _StateOnLoan):
+            self._after_step(optimizer, (), {})
+        with _torch.without_grad():
+            for _, state in self._states(optimizer):
+                for key, value in state.items():
+                    if _is_moved(value) and not self._is_at_rest(value):
+                        state[key] = _on_host(value, None, pin_memory=self._pin_memory)
+        self._finish_copies(optimizer)
+
+    def _states(self, optimizer: Optimizer) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        state = optimizer.state
+        return [(each, state[each]) for each in parameters if each in state and self._chooses(each)]
+
+    def _is_at_rest(self, value: torch.Tensor) -> bool:
+        local = _local(value)
+        return local.device.type == "cpu" and (not self._pin_memory or local.is_pinned() or not _has_accelerator(value))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer.state, _StateOnLoan):  # the previous step raised
+            self.settle(optimizer)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise FSDPRuntimeError(
+                "an optimizer whose state is offloaded cannot be captured in a CUDA graph: its state is at other "
+                "addresses in each step. Call remove() on what offload_optimizer_state returned."
+            )
+        optimizer.state = _StateOnLoan(  # type: ignore[assignment]
+            optimizer.state, optimizer.param_groups, self._chooses, pin_memory=self._pin_memory
+        )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        state: Any = optimizer.state
+        if isinstance(state, _StateOnLoan):
+            state.take_back(also_held=True)
+            optimizer.state = state.kept
+            self._finish_copies(optimizer)
+
+    @staticmethod
+    def _finish_copies(optimizer: Optimizer) -> None:
+        """Block the host until it has what was copied to it."""
+        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+        for each in devices:
+            finish_current_stream(each)
+
+
+_OFFLOADED: weakref.WeakKeyDictionary[Optimizer, OptimizerStateOffload] = weakref.WeakKeyDictionary()
+
+
+def _has_accelerator(value: torch.Tensor) -> bool:
+    """Whether its copies go to another device than the host."""
+    return isinstance(value, DTensor) and value.device_mesh.device_type != "cpu"
+
+
+def _rests_on_host(parameter: torch.Tensor) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.group is not None and owner.group.storage.home.is_host
+
+
+def _is_on_device(parameter: torch.Tensor) -> bool:
+    return not _rests_on_host(parameter)
+
+
+def _is_to_rest_on_host(parameter: torch.Tensor) -> bool:
+    owner = owner_of(parameter)
+    return owner is not None and owner.group is not None and owner.group.storage.home.state_on_host
+
+
+def offload_as_policies_ask(optimizer: Optimizer) -> None:
+    """Offload the state of those parameters whose ``offload_policy`` says so, unless ``optimizer``'s is offloaded."""
+    if not is_offloaded(optimizer):
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        asking = [owner_of(parameter) for parameter in parameters if _is_to_rest_on_host(parameter)]
+        if asking:
+            pins = all(owner is not None and owner.group.storage.home.pins for owner in asking)
+            OptimizerStateOffload(optimizer, _is_to_rest_on_host, pin_memory=pins)
+
+
+def is_offloaded(optimizer: Optimizer) -> bool:
+    """Whether the state of ``optimizer`` is offloaded."""
+    return optimizer in _OFFLOADED
+
+
+def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) -> OptimizerStateOffload:
+    """Keep the state of ``optimizer`` in host memory between its steps; parameters and gradients stay where they are.
+
+    During a step the state of one parameter group at a time is on the device: several groups (say, one per block) make
+    that little. The optimizer steps on the device, as before, and may be any that keeps tensors in
+    ``optimizer.state[parameter]``; those of no dims (step counters) and what lies deeper stay where they are. Its
+    ``state_dict`` shows the tensors on the host, and ``load_state_dict`` leaves them there. A copy or a pickle of the
+    optimizer is not offloaded until this is called with it. On a CPU the same copies are made, within its memory.
+
+    Streams: all copies are on the stream that is current during the step, whose end the host waits for.
+
+    Args:
+        optimizer: of sharded or plain parameters, before or after its first step. Not collective.
+        pin_memory: whether the host memory is pinned, which makes the copies fast.
+
+    Returns:
+        Its ``remove()`` brings the state back to the device.
+
+    Raises:
+        FSDPTypeError: no torch optimizer.
+        FSDPValueError: the state is in host memory anyway, as its parameters are.
+        FSDPRuntimeError: it is offloaded already.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise FSDPTypeError(
+            f"offload_optimizer_state takes a torch.optim.Optimizer, got {type(optimizer).__name__}; of an object that "
+            "wraps one, pass that."
+        )
+    if is_offloaded(optimizer):
+        raise FSDPRuntimeError(
+            "the state of this optimizer is offloaded already (by an earlier call, or by the offload_policy of its "
+            "parameters); call remove() on what the earlier call returned to change how."
+        )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if parameters and all(_rests_on_host(parameter) for parameter in parameters):
+        raise FSDPValueError(
+            "the parameters of this optimizer are offloaded, so it steps on the host and its state is there: to step "
+            "on the device, shard with CPUOffloadPolicy(parameters=False, optimizer_state=True) instead."
+        )
+    return OptimizerStateOffload(optimizer, _is_on_device, pin_memory=pin_memory)

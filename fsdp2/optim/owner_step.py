@@ -1,0 +1,114 @@
+"""`step_on_owners`: the step of an optimizer that computes with whole matrices, on what their owners have of them.
+
+For optimizers that know nothing of DTensors, such as ``torch.optim.Muon``: while they step, owned parameters, their
+gradients and their state are plain tensors. Between steps all are DTensors, which checkpoints rely on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.optim.guard import GUARD
+from fsdp2.optim.offload import is_offloaded
+from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.plan.ragged import dtensor_over
+
+
+def step_on_owners(optimizer: Optimizer) -> None:
+    """``optimizer.step()`` in which each owned parameter is a plain tensor: whole on its owner, of 0 rows elsewhere.
+
+        >>> muon = torch.optim.Muon([p for p in matrices if p.dim() == 2])
+        >>> loss.backward()
+        >>> fsdp2.step_on_owners(muon)
+
+    No communication; every rank may call it on its own. Other parameters of ``optimizer`` are left as they are. Its
+    state is kept as DTensors that lie as the parameters do, so that distributed checkpoints have it, on any ranks.
+
+    Raises:
+        FSDPTypeError: not an optimizer.
+        FSDPValueError: it holds no owned parameter.
+        FSDPNotImplementedError: the optimizer's state is offloaded; or, after the step: a state tensor has neither the
+            shape of its parameter nor one element (as factors of it have), and would be lost in a checkpoint. Keep such
+            state outside of ``optimizer.state``.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise FSDPTypeError(f"step_on_owners takes an optimizer, got {type(optimizer).__name__}.")
+    GUARD.look_through(optimizer)  # which in the step sees plain tensors
+    if is_offloaded(optimizer):
+        raise FSDPNotImplementedError(
+            "step_on_owners got an optimizer whose state is offloaded (by offload_optimizer_state, or by the "
+            "offload_policy of its parameters), which it cannot bring to the device; leave the state there."
+        )
+    stand_ins: dict[nn.Parameter, FSDPParam] = {}
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            owner = owner_of(parameter)
+            if owner is not None and owner.sharding.cut.owner is not None:
+                stand_in = _stand_in(owner)
+                group["params"][index] = stand_in
+                stand_ins[stand_in] = owner
+                if parameter in optimizer.state:
+                    optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _local)
+    if not stand_ins:
+        raise FSDPValueError(
+            "step_on_owners got an optimizer without owned parameters: call its step(), or give matrices an owner with "
+            "fully_shard(..., shard_placement_fn=fsdp2.balanced_owners(...))."
+        )
+    try:
+        optimizer.step()
+    finally:
+        for group in optimizer.param_groups:
+            group["params"][:] = [stand_ins[p].sharded if p in stand_ins else p for p in group["params"]]
+        states = {owner: optimizer.state.pop(p) for p, owner in stand_ins.items() if p in optimizer.state}
+        for owner, state in states.items():
+            optimizer.state[owner.sharded] = _mapped(state, lambda value, owner=owner: _like(value, owner))
+    for owner in states:
+        _refuse_other_shapes(owner, optimizer.state[owner.sharded])
+
+
+def _stand_in(owner: FSDPParam) -> nn.Parameter:
+    stand_in = nn.Parameter(owner.local.detach(), requires_grad=owner.requires_grad)
+    gradient = owner.sharded.grad
+    if gradient is not None:
+        if gradient.dtype != stand_in.dtype:
+            stand_in.grad_dtype = gradient.dtype
+        stand_in.grad = _local(gradient)
+    return stand_in
+
+
+def _mapped(state: Any, change: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+
+def _like(value: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
+    """``value`` as a DTensor that lies like the parameter, if it has its shape on this rank."""
+    if value.dim() == 0 or value.shape != owner.local.shape:
+        return value
+    dtensor = dtensor_over(value.new_empty(0), _torch.spec_with_dtype(_torch.spec_of(owner.sharded), value.dtype))
+    _torch.set_local(dtensor, value)
+    return dtensor
+
+
+def _refuse_other_shapes(owner: FSDPParam, state: Any) -> None:
+    if not isinstance(state, dict):
+        return
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.dim() and value.numel() != 1:
+            raise FSDPNotImplementedError(
+                f"the optimizer's state '{key}' of parameter '{owner.path}' has shape {tuple(value.shape)}, where this "
+                f"rank has {tuple(owner.local.shape)} of the parameter. It differs between ranks, and a checkpoint "
+                "would keep that of one of them: keep such state outside of optimizer.state, and save it yourself."
+            )

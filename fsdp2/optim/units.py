@@ -1,0 +1,450 @@
+"""`Units`: what an optimizer of `fsdp2.optim.local` steps on: plain tensors, with plain gradients and plain state.
+
+Two ways of seeing the same memory. *Outside*, to users, hooks, schedulers and checkpoints, there are the sharded
+parameters, and a state of DTensors. *Inside*, to the optimizer's own ``step``, there are local tensors: of each
+parameter, or of a whole `Run`. Nothing is copied between the two: a DTensor outside is a wrapper around the tensor
+inside, or around a slice of it. Only counters (tensors of no dims) of a run are copied out, for outside every parameter
+has its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPNotImplementedError, FSDPValueError
+from fsdp2.optim.runs import Run, runs_of
+from fsdp2.params.buffers import storage_slice
+from fsdp2.params.param import owner_of
+from fsdp2.plan.ragged import dtensor_over
+
+State = dict[Any, Any]
+"""Of one parameter: values by name. Of all: states by parameter."""
+
+_COUNTERS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep in tensors of no dims: plain tensors, though the parameter may have no dims either."""
+
+
+def name_of(parameter: torch.Tensor) -> str:
+    """How messages call ``parameter``."""
+    owner = owner_of(parameter)
+    return f"'{owner.path}'" if owner is not None else f"of shape {tuple(parameter.shape)}"
+
+
+# ---- one parameter -------------------------------------------------------------------------------
+
+
+def refuse_partial(parameter: torch.Tensor) -> None:
+    """Refuse a parameter whose value is still to be summed.
+
+    Raises:
+        FSDPValueError: it has a Partial placement.
+    """
+    if isinstance(parameter, DTensor) and any(placement.is_partial() for placement in parameter.placements):
+        raise FSDPValueError(
+            f"parameter {name_of(parameter)} has placements {list(parameter.placements)}: what a rank holds is only a "
+            "part of a sum, which cannot be stepped on. Redistribute it to Shard or Replicate placements."
+        )
+
+
+def _local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What lies under ``gradient``, looked at closely: it is not, for sure, like its parameter.
+
+    Raises:
+        FSDPValueError: it is no DTensor of the parameter's shape, mesh and placements.
+    """
+    local = _torch.local_of(parameter)
+    alike = (
+        isinstance(gradient, DTensor)
+        and gradient.shape == parameter.shape
+        and gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
+        and tuple(gradient.placements) == tuple(parameter.placements)  # type: ignore[attr-defined]
+    )
+    if not alike:
+        found = f"placements {list(gradient.placements)}" if isinstance(gradient, DTensor) else "a plain tensor"
+        raise FSDPValueError(
+            f"the gradient of parameter {name_of(parameter)} is not sharded like it: {found} of shape "
+            f"{tuple(gradient.shape)}, not {list(parameter.placements)} of {tuple(parameter.shape)}. "  # type: ignore[attr-defined]
+            "Give it the parameter's placements: parameter.grad = "
+            "parameter.grad.redistribute(placements=parameter.placements)."
+        )
+    below = _torch.wait_for_tensor(_torch.local_of(gradient))
+    if below.dtype != local.dtype:
+        local.grad_dtype = None  # any
+    return below
+
+
+def _inside(parameter: torch.Tensor, state: State) -> State:
+    """``state`` of the sharded ``parameter`` with local tensors for DTensors.
+
+    Raises:
+        FSDPValueError: a tensor is not sharded like the parameter.
+    """
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            if tuple(value.placements) != tuple(parameter.placements) or value.shape != parameter.shape:  # type: ignore[attr-defined]
+                raise FSDPValueError(
+                    f"the optimizer's state '{name}' of parameter {name_of(parameter)} has placements "
+                    f"{list(value.placements)}, not the parameter's {list(parameter.placements)}. "  # type: ignore[attr-defined]
+                    "Load it with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+                )
+            value = _torch.local_of(value)
+        elif isinstance(value, torch.Tensor) and value.dim():
+            raise FSDPValueError(
+                f"the optimizer's state '{name}' of parameter {name_of(parameter)} is a plain tensor of shape "
+                f"{tuple(value.shape)}, not sharded like the parameter. Load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict (full_state_dict=True if it is "
+                "whole)."
+            )
+        found[name] = value
+    return found
+
+
+def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
+    """Whether ``value`` of a state inside, for a tensor of ``shape``, has an element for each of its."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == shape and not (value.dim() == 0 and name in _COUNTERS)
+
+
+def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> None:
+    """Look at what the optimizer has made for a tensor of ``shape``.
+
+    Raises:
+        FSDPNotImplementedError: it is not elementwise.
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+            raise FSDPNotImplementedError(
+                f"the optimizer keeps a state '{name}' of shape {tuple(value.shape)} for parameter "
+                f"{name_of(parameter)}, of which this rank holds {tuple(shape)}: it is not elementwise, and steps on "
+                "shards wrongly. Use it without fsdp2.optim.local."
+            )
+
+
+def _wrap(parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
+    return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(parameter), local.dtype))
+
+
+def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> None:
+    """Bring ``outside`` up to date: DTensors that lie on the same tensor stay the same."""
+    shape = _torch.local_of(parameter).shape
+    for name in [name for name in outside if name not in inside]:
+        del outside[name]
+    for name, value in inside.items():
+        if not _is_whole(name, value, shape):
+            outside[name] = value
+        else:
+            known = outside.get(name)
+            if not isinstance(known, DTensor) or _torch.local_of(known) is not value:
+                outside[name] = _wrap(parameter, value)
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+class FlatUnit:
+    """The parameters of a `Run`, stepped on as one tensor of one dim.
+
+    Attributes:
+        run: they.
+        state: inside.
+    """
+
+    def __init__(self, run: Run, states: Sequence[State]) -> None:
+        """Copy ``states`` of the parameters, which agree, into one."""
+        self.run = run
+        self.state: State = {}
+        self._shown: list[dict[str, tuple[Any, int]]] = []
+        for name, value in states[0].items():
+            if isinstance(value, DTensor):
+                local = _torch.local_of(value)
+                flat = torch.zeros(run.numel, dtype=local.dtype, device=local.device)
+                for parameter, offset, state in zip(run.params, run.offsets, states, strict=True):
+                    self._slice(flat, offset, parameter).copy_(_torch.local_of(state[name]))
+                value = flat
+            elif isinstance(value, torch.Tensor):
+                value = value.clone()
+            self.state[name] = value
+
+    @staticmethod
+    def _slice(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+        local = _torch.local_of(parameter)
+        return storage_slice(flat, int(flat.storage_offset()) + offset, local.shape, local.stride())
+
+    def check(self) -> None:
+        """Look at what the optimizer has made.
+
+        Raises:
+            FSDPNotImplementedError: it is not elementwise.
+        """
+        _check_made(self.run.params[0], self.state, torch.Size((self.run.numel,)))
+
+    def show(self, outside: State) -> None:
+        """Put the state of every parameter in ``outside``."""
+        self._shown = []
+        shape = torch.Size((self.run.numel,))
+        for parameter, offset in zip(self.run.params, self.run.offsets, strict=True):
+            shown: State = outside.get(parameter, {})
+            shown.clear()
+            for name, value in self.state.items():
+                if _is_whole(name, value, shape):
+                    shown[name] = _wrap(parameter, self._slice(value, offset, parameter))
+                else:
+                    shown[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            self._shown.append({name: (value, _version(value)) for name, value in shown.items()})
+
+    def is_unchanged(self, outside: State) -> bool:
+        """Whether what `show` has put in ``outside`` is there yet."""
+        return bool(self._shown) and all(
+            _is_unchanged(outside.get(parameter, {}), shown)
+            for parameter, shown in zip(self.run.params, self._shown, strict=True)
+        )
+
+    def is_of(self, run: Run) -> bool:
+        """Whether ``run`` is of the same parameters."""
+        return len(run.params) == len(self.run.params) and all(map(operator.is_, run.params, self.run.params))
+
+
+def _version(value: Any) -> int:
+    """Changes when a counter is written; whole tensors lie on the same memory inside, and may be written."""
+    return _torch.version_of(value) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else 0
+
+
+def _is_unchanged(state: State, shown: dict[str, tuple[Any, int]]) -> bool:
+    return state.keys() == shown.keys() and all(
+        state[name] is value and _version(value) == version for name, (value, version) in shown.items()
+    )
+
+
+def _agreement(state: State) -> object:
+    """Equal for parameters whose states may become one. Reads counters from the device."""
+    found: list[object] = []
+    for name, value in sorted(state.items()):
+        if isinstance(value, DTensor):
+            found.append((name, value.dtype, _torch.local_of(value).device))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, value.dtype, value.device, value.item() if value.numel() == 1 else id(value)))
+        else:
+            found.append((name, value if isinstance(value, (int, float, bool, str, type(None))) else id(value)))
+    return tuple(found)
+
+
+# ---- a parameter group ---------------------------------------------------------------------------
+
+
+class Units:
+    """What one parameter group is stepped on as.
+
+    Attributes:
+        flats: runs.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], outside: State, *, flat: bool, earlier: list[FlatUnit]) -> None:
+        """Take over the state ``outside``.
+
+        Args:
+            params: of the group, sharded or not.
+            outside: of all parameters.
+            flat: step on runs, where there are any now.
+            earlier: units of before, whose memory is used again where nothing has changed.
+        """
+        self._params = list(params)
+        self._unchecked = True
+        self.flats: list[FlatUnit] = []
+        for parameter in params:
+            refuse_partial(parameter)
+        unchanged = {id(each): unit for unit in earlier if unit.is_unchanged(outside) for each in unit.run.params}
+
+        def agreement(parameter: torch.Tensor) -> object:
+            unit = unchanged.get(id(parameter))  # whose counters need not be read
+            return _agreement(outside.get(parameter, {})) if unit is None else id(unit)
+
+        runs = runs_of(params, agreement) if flat else []
+        for run in runs:
+            known = unchanged.get(id(run.params[0]))
+            if known is not None and known.is_of(run):
+                known.run = run
+            else:
+                known = FlatUnit(run, [_checked(each, outside.get(each, {})) for each in run.params])
+            self.flats.append(known)
+        in_runs = {id(parameter) for run in runs for parameter in run.params}
+        rest = [parameter for parameter in params if id(parameter) not in in_runs]
+        self._sharded = [parameter for parameter in rest if isinstance(parameter, DTensor)]
+        self._plain = [parameter for parameter in rest if not isinstance(parameter, DTensor)]
+        self._specs = list(map(_torch.spec_of, self._sharded))
+        self._lent: list[torch.Tensor] = []
+        self._states = [_inside(each, outside.get(each, {})) for each in self._sharded]
+        self._states += [outside.get(each, {}) for each in self._plain]
+
+    def is_of(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether they are the parameters that these units are made of."""
+        return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+
+    def lend(self) -> tuple[list[torch.Tensor], list[State]] | None:
+        """The tensors to step on, with their gradients, and their states; None if a run is none any more.
+
+        Until `take_back` the gradients are held.
+
+        Raises:
+            FSDPValueError: a gradient is not sharded like its parameter. Call `take_back` then, too.
+        """
+        tensors: list[torch.Tensor] = []
+        states: list[State] = []
+        for unit in self.flats:
+            found = unit.run.tensors()
+            if found is None:
+                return None
+            found[0].grad = found[1]
+            tensors.append(found[0])
+            states.append(unit.state)
+        self._lent = locals_ = list(map(_torch.local_of, self._sharded))
+        gradients = [parameter.grad for parameter in self._sharded]
+        for local, gradient in zip(locals_, self._local_gradients(gradients), strict=True):
+            local.grad = gradient
+        return tensors + locals_ + self._plain, states + self._states
+
+    def _local_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What lies under ``gradients``.
+
+        Raises:
+            FSDPValueError: one is not sharded like its parameter.
+        """
+        try:  # the usual case, in loops of C: all are there, and lie like their parameters for sure
+            if all(map(operator.is_, map(_torch.spec_of, gradients), self._specs)):  # type: ignore[arg-type]
+                below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
+                if set(map(type, below)) <= {torch.Tensor}:
+                    return below  # type: ignore[return-value]
+        except AttributeError:  # of None, or of a plain tensor
+            pass
+        return [
+            None if gradient is None else _local_gradient(parameter, gradient)
+            for parameter, gradient in zip(self._sharded, gradients, strict=True)
+        ]
+
+    def in_lending_order(self) -> list[torch.Tensor]:
+        """The parameters as `lend` lends their tensors, where there are no runs."""
+        return [*self._sharded, *self._plain]
+
+    def take_back(self, states: Sequence[State] | None) -> None:
+        """Let go of the gradients; ``states``: those of the tensors that were lent, after the step."""
+        for local in self._lent:
+            local.grad = None
+        self._lent = []
+        if states is not None:
+            for unit, state in zip(self.flats, states, strict=False):
+                unit.state = state
+            self._states = list(states[len(self.flats) :])
+
+    def check(self) -> None:
+        """Look at what the optimizer has made, the first time that it has made anything.
+
+        Raises:
+            FSDPNotImplementedError: it is not elementwise.
+        """
+        if self._unchecked:
+            for unit in self.flats:
+                unit.check()
+            for parameter, state in zip(self._sharded, self._states, strict=False):
+                _check_made(parameter, state, _torch.local_of(parameter).shape)
+            self._unchecked = not any(self._states) and not any(unit.state for unit in self.flats)
+
+    def show(self, outside: State) -> None:
+        """Put the states of all parameters in ``outside``, as of a plain optimizer on the sharded parameters.
+
+        In the order of the parameters, which is the same on every rank: what gathers a state walks through it.
+        """
+        made = {id(parameter) for unit in self.flats if unit.state for parameter in unit.run.params}
+        rest = [*self._sharded, *self._plain]
+        made.update(id(parameter) for parameter, state in zip(rest, self._states, strict=True) if state)
+        for parameter in self._params:
+            if id(parameter) in made:
+                outside.setdefault(parameter, {})
+        for unit in self.flats:
+            unit.show(outside)
+        for parameter, state in zip(self._sharded, self._states, strict=False):
+            if parameter in outside:
+                _update_outside(parameter, state, outside[parameter])
+        for plain, state in zip(self._plain, self._states[len(self._sharded) :], strict=True):
+            if plain in outside:
+                outside[plain] = state
+
+
+class _Through(MutableMapping[Any, Any]):
+    """The state of a sharded parameter as seen from inside, over the one outside, which it holds no tensor of."""
+
+    def __init__(self, parameter: torch.Tensor, outside: State) -> None:
+        self._parameter = parameter
+        self._outside = outside
+
+    def __getitem__(self, name: Any) -> Any:
+        value = self._outside[name]
+        return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        shape = _torch.local_of(self._parameter).shape
+        _check_made(self._parameter, {name: value}, shape)
+        self._outside[name] = _wrap(self._parameter, value) if _is_whole(name, value, shape) else value
+
+    def __delitem__(self, name: Any) -> None:
+        del self._outside[name]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._outside)
+
+    def __len__(self) -> int:
+        return len(self._outside)
+
+
+class LentState(MutableMapping[Any, Any]):
+    """Stands for the state inside, over a mapping that brings the state outside when it is asked for.
+
+    Args:
+        outside: that mapping.
+        params: the parameters outside.
+        tensors: for each of them, what is stepped on; by parameter group.
+    """
+
+    def __init__(self, outside: Any, params: Sequence[torch.Tensor], tensors: Sequence[list[torch.Tensor]]) -> None:
+        self._outside = outside
+        self._outer = dict(zip([each for group in tensors for each in group], params, strict=True))
+
+    def __getitem__(self, key: Any) -> Any:
+        parameter = self._outer.get(key, key)
+        state = self._outside[parameter]
+        return _Through(parameter, state) if isinstance(parameter, DTensor) else state
+
+    def __setitem__(self, key: Any, state: Any) -> None:
+        parameter = self._outer.get(key, key)
+        self._outside[parameter] = {} if isinstance(parameter, DTensor) else state
+        if isinstance(parameter, DTensor):
+            self[key].update(state)
+
+    def __delitem__(self, key: Any) -> None:
+        del self._outside[self._outer.get(key, key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._outer.get(key, key) in self._outside  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[Any]:
+        inner = {outer: tensor for tensor, outer in self._outer.items()}
+        return (inner.get(key, key) for key in self._outside)
+
+    def __len__(self) -> int:
+        return len(self._outside)
+
+
+def _checked(parameter: torch.Tensor, state: State) -> State:
+    _inside(parameter, state)
+    return state
+
+
+def known_in(units: Iterable[Units]) -> list[FlatUnit]:
+    """The runs of all ``units``."""
+    return [flat for each in units for flat in each.flats]

@@ -1,0 +1,486 @@
+"""The reduction of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
+
+Owns the sharded-gradient buffer and the DTensors over it; issues no collective.
+
+[Note: reusing the sharded-gradient buffer]
+The reduce-scatter writes into one flat buffer under gradient DTensors that are built once: building them anew costs
+more than the rest of the reduction. The buffer is used again only when no ``.grad`` is set and nobody else holds what
+lies on it: the Python references of every gradient and of its local tensor, and the users of the buffer's storage, are
+at the counts they had when they were built. Otherwise a new buffer is built, so a gradient (or a view of one) that the
+user keeps never changes. From the first forward after gradients were cleared until they are reduced again the buffer
+has no memory, as if it did not exist.
+
+Where gradients are delivered in another dtype or place than they are reduced in, the reduction arrives in a temporary,
+and one copy of it goes to the buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
+from fsdp2.params.buffers import Home, storage_alias
+from fsdp2.params.custom_comm import ReduceScatter
+from fsdp2.params.gather import Member
+from fsdp2.params.host_sums import HostSum
+from fsdp2.params.param import FSDPParam
+from fsdp2.plan.layout import GradientLayout, GradientSlot
+from fsdp2.plan.ragged import dtensor_over
+
+
+class _GradientBuffer:
+    """A flat sharded-gradient buffer and the gradients on it."""
+
+    def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
+        self.flat = flat
+        self.gradients = gradients
+        self._storage = flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._has_memory = True
+        self._baseline = self._counts()
+
+    def _counts(self) -> list[int]:
+        """Holders of the storage, then of each gradient and of its local tensor."""
+        count = sys.getrefcount
+        locals_ = map(_torch.local_of, self.gradients)
+        own = (count(self._storage), _torch.storage_use_count(self._storage))
+        return [*own, *map(count, self.gradients), *map(count, locals_)]
+
+    def is_free(self) -> bool:
+        """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""
+        return not self._has_memory or self._counts() == self._baseline
+
+    def allocate(self) -> None:
+        """Give the buffer memory. On the stream that writes it first."""
+        if not self._has_memory:
+            self._storage.resize_(self._nbytes)
+            self._has_memory = True
+
+    def release(self) -> None:
+        """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
+        if self._has_memory and self._counts() == self._baseline:
+            self._storage.resize_(0)
+            self._has_memory = False
+
+
+@dataclass(slots=True)
+class PackedGradients:
+    """One reduction under way: what it sends, where it arrives, and what must stay alive until it has.
+
+    Attributes:
+        members: of the reduce-scatter.
+        output: flat, where it arrives, in the reduce dtype.
+        delivered: flat, what the gradients lie on; None until `DtypeGradients.arrive`.
+        missing: indices of parameters without a gradient on this rank.
+        inputs: the gradients themselves.
+        is_borrowed: ``output`` is a custom collective's, which may use it again.
+    """
+
+    members: list[Member]
+    output: torch.Tensor
+    delivered: torch.Tensor | None
+    missing: list[int]
+    inputs: list[torch.Tensor | None]
+    is_borrowed: bool
+
+    def release_inputs(self) -> None:
+        """Let go of what was sent, once it has been."""
+        self.members = []
+        self.inputs = []
+
+
+def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce."""
+    cut = slot.cut
+    if cut.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    if rows * world_size == size:
+        return gradient.reshape(outer, world_size, rows * row_numel).transpose(0, 1)
+    full, rest = divmod(size, rows)
+    whole = gradient.reshape(outer, size, row_numel)
+    pieces = gradient.new_zeros(world_size, slot.shard_numel)
+    evenly = whole[:, : full * rows].unflatten(1, (full, rows)).transpose(0, 1)
+    pieces[:full].view(full, outer, rows, row_numel).copy_(evenly)
+    if rest:
+        pieces[full, : outer * rest * row_numel].view(outer, rest, row_numel).copy_(whole[:, full * rows :])
+    return pieces
+
+
+class DtypeGradients:
+    """Packs the unsharded gradients of a group's trainable parameters that are reduced in one dtype, and delivers them.
+
+    Attributes:
+        params: the parameters, in the order of the group.
+        dtype: in which gradients are reduced.
+        layout: of the reduce-scatter.
+        partial: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
+        sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: GradientLayout,
+        dtype: torch.dtype,
+        *,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        home: Home,
+    ) -> None:
+        self.params = tuple(params)
+        self.layout = layout
+        self.dtype = dtype
+        self.partial: torch.Tensor | None = None
+        self._partial_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
+        self._presence_scale = 1.0
+        self._world_size = world_size
+        self._device = device
+        self._home = home
+        self._local_shapes = [slot.local_shape(rank) for slot in layout.slots]
+        dtypes = {param.delivery_dtype(dtype) for param in self.params}
+        self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        self._arrives_in_place = self._delivery_dtype is dtype and home.device == device
+        self.sum: HostSum | None = None
+        if home.sums_on_host:
+            self.sum = HostSum(home, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
+        self._buffer: _GradientBuffer | None = None
+        self._carried = layout.carried
+        self._holes = self._make_holes()
+        self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
+
+    def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
+        if dtype not in self._templates:
+            sizes = [slot.pad_numel for slot in self._carried]
+            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in {0, *sizes}}
+            template: list[torch.Tensor] = []
+            for hole, size in zip(self._holes, sizes, strict=True):
+                if hole is not None and hole >= 0:
+                    template.append(zeros[0])
+                    if size:
+                        template.append(zeros[size])
+            shape = (self._world_size, len(self.params))
+            template.append(torch.full(shape, self._presence_scale, dtype=dtype, device=self._device))
+            self._templates[dtype] = template
+        return self._templates[dtype]
+
+    def _make_holes(self) -> list[int | None]:
+        """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
+        holes: list[int | None] = []
+        position = 0
+        for slot in self._carried:
+            if slot.shard_numel == 0:
+                holes.append(None)
+            elif slot.direct:
+                holes.append(-1)
+            else:
+                holes.append(position)
+                position += 2 if slot.pad_numel else 1
+        return holes
+
+    def expect_divisor(self, divisor: float) -> None:
+        """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
+        self._presence_scale = min(max(1.0, divisor), 1024.0)
+        self._templates.clear()
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Take autograd's gradients off the unsharded parameters."""
+        if not self._are_plain:
+            return [param.take_gradient() for param in self.params]
+        gradients: list[torch.Tensor | None] = []
+        for param in self.params:
+            unsharded = param.unsharded
+            if unsharded is None:
+                gradients += [None]
+            else:
+                gradients += [unsharded.grad]
+                unsharded.grad = None
+        return gradients
+
+    def pack(
+        self, gradients: list[torch.Tensor | None], *, in_place: bool, custom: ReduceScatter | None
+    ) -> PackedGradients:
+        """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
+
+        On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
+        written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
+        """
+        layout, world_size = self.layout, self._world_size
+        numel = layout.numel
+        if custom is not None:
+            output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
+        elif in_place and self._arrives_in_place:
+            output = self._delivery_flat()
+        else:
+            output = torch.empty(numel, dtype=self.dtype, device=self._device)
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        dtype = self._common_dtype(gradients)
+        packing = self._template_of(dtype).copy()
+        direct: list[Member] = []
+        carried = gradients if layout.region is None else self._with_region(gradients, dtype)
+        for hole, slot, gradient in zip(self._holes, self._carried, carried, strict=True):
+            if hole is None:  # of no elements
+                continue
+            if gradient is None:
+                gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
+            if gradient.is_sparse:
+                self._refuse_sparse(gradient, gradients)
+            if slot.cut.order:
+                gradient = gradient.permute(slot.cut.order)
+            if slot.direct:
+                destination = output.narrow(0, slot.offset, slot.shard_numel)
+                direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
+                continue
+            if gradient.dtype is not dtype:
+                gradient = gradient.to(dtype)
+            if slot.is_dealt_out:
+                gradient = _dealt_out(gradient, slot, world_size)
+            packing[hole] = gradient
+        if missing:
+            packing[-1] = self._without(packing[-1], missing)
+        size = world_size * layout.packed_numel
+        if custom is not None:
+            packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+        else:
+            packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
+        _torch.chunk_cat(packing, world_size, packed)
+        members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
+        return PackedGradients(
+            members, output, output if self._owns(output) else None, missing, gradients, custom is not None
+        )
+
+    def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
+        layout = self.layout
+        assert layout.region is not None, "some are owned"
+        dtype = self.dtype if layout.region.direct else dtype
+        flat = torch.empty(layout.region.cut.numel, dtype=dtype, device=self._device)
+        pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
+        gaps, filled, sources, start = [], [], [], 0
+        for (index, numel), piece in zip(layout.filling, pieces, strict=True):
+            offset, start = start, start + numel
+            gradient = None if index is None else gradients[index]
+            if index is None or gradient is None:
+                gaps.append(piece)
+                continue
+            if gradient.is_sparse:
+                self._refuse_sparse(gradient, gradients)
+            cut = layout.slots[index].cut
+            filled.append(storage_alias(flat, offset, cut.shape, cut.stride(cut.shape)))
+            sources.append(gradient)
+        if gaps:
+            _torch.foreach_zero(gaps)  # padding, and what has no gradient on this rank
+        if filled:
+            _torch.foreach_copy(filled, sources)
+        return [*(each for each, slot in zip(gradients, layout.slots, strict=True) if slot.cut.owner is None), flat]
+
+    def _refuse_sparse(self, gradient: torch.Tensor, gradients: list[torch.Tensor | None]) -> NoReturn:
+        index = next(index for index, each in enumerate(gradients) if each is gradient)
+        raise FSDPNotImplementedError(
+            f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use sparse=False."
+        )
+
+    def _common_dtype(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
+        """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
+        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        return dtypes.pop() if len(dtypes) == 1 else self.dtype
+
+    def _owns(self, output: torch.Tensor) -> bool:
+        """Whether gradients may be delivered where they arrived."""
+        return self._buffer is not None and output is self._buffer.flat
+
+    @staticmethod
+    def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
+        if not missing:
+            return presence
+        presence = presence.clone()
+        presence[:, missing] = 0
+        return presence
+
+    def accumulate_partial(self, packed: PackedGradients) -> None:
+        """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
+        if self.partial is None:
+            self.partial = packed.output.clone() if packed.is_borrowed else packed.output
+            self._partial_missing = set(packed.missing)
+        else:
+            self.partial.add_(packed.output)
+            self._partial_missing.intersection_update(packed.missing)
+
+    def add_partial(self, packed: PackedGradients) -> None:
+        """Add what `accumulate_partial` kept. On the reduce-scatter stream."""
+        if self.partial is not None:
+            packed.output.add_(self.partial)
+            packed.missing = [index for index in packed.missing if index in self._partial_missing]
+            self.partial = None
+
+    def continues(self, earlier: DtypeGradients) -> bool:
+        """Whether what waits in ``earlier`` can wait here."""
+        dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
+        return self.layout == earlier.layout and dtypes[0] == dtypes[1]
+
+    def take_partial(self, earlier: DtypeGradients) -> None:
+        """Go on with what ``earlier``, which this continues, has kept."""
+        self.partial, earlier.partial = earlier.partial, None
+        self._partial_missing = earlier._partial_missing
+        self.sum = earlier.sum
+
+    def waits(self) -> bool:
+        """Whether a later backward is to go on with what earlier ones have reduced."""
+        return self.partial is not None or (self.sum is not None and self.sum.waits)
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self.partial = None
+        if self.sum is not None:
+            self.sum.drop()
+
+    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None, keeps: bool) -> None:
+        """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
+
+        ``keeps``: to the host instead, where it waits for the last backward.
+
+        On the stream that reduced last; the current stream where there are none.
+        """
+        if divisor is not None:
+            packed.output.div_(divisor)
+        if self.sum is not None and (keeps or self.sum.waits):
+            packed.output = self.sum.added_to(packed.output)
+            if keeps:
+                self.sum.keep(packed.output, packed.missing)
+                return
+            packed.missing = sorted(self.sum.still_missing(packed.missing))
+            self.sum.drop()
+        if self._delivery_dtype is None and packed.is_borrowed:
+            packed.output = packed.output.clone()
+        if packed.delivered is None and self._delivery_dtype is not None:
+            if self._arrives_in_place and not packed.is_borrowed:
+                packed.delivered = packed.output
+            else:
+                packed.delivered = self._delivery_flat()
+                packed.delivered.copy_(packed.output, non_blocking=True)
+
+    def _delivery_flat(self) -> torch.Tensor:
+        """Where gradients are delivered: their own buffer, or a temporary if some ``.grad`` is set."""
+        assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
+        if not self._are_cleared():
+            return self._home.empty(self.layout.numel, self._delivery_dtype)
+        if self._buffer is None or not self._buffer.is_free():
+            flat = self._home.empty(self.layout.numel, self._delivery_dtype)
+            self._buffer = _GradientBuffer(flat, self._gradients_on(flat))
+        self._buffer.allocate()
+        return self._buffer.flat
+
+    @property
+    def delivered(self) -> _GradientBuffer | None:
+        """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
+        return self._buffer
+
+    def release(self) -> None:
+        """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
+        if self._buffer is not None and self._are_cleared():
+            self._buffer.release()
+
+    def needs_values(self, packed: PackedGradients) -> bool:
+        """Whether `deliver` does more than to set ``.grad``."""
+        if packed.delivered is None or not self._are_cleared() or self._have_tensor_hooks():
+            return True
+        return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
+
+    def _are_cleared(self) -> bool:
+        """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
+        for param in self.params:  # noqa: SIM110
+            if param.sharded.grad is not None:
+                return False
+        return True
+
+    def _have_tensor_hooks(self) -> bool:
+        for param in self.params:  # noqa: SIM110
+            if _torch.tensor_hooks(param.sharded):
+                return True
+        return False
+
+    def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
+        return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
+
+    def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
+        """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
+        slot, shape = self.layout.slots[index], self._local_shapes[index]
+        local = storage_alias(flat, slot.offset, shape, slot.cut.stride(shape))
+        local = local.to(device=self._home.device, dtype=dtype)
+        spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
+        # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+        gradient = dtensor_over(local.new_empty(0), spec)
+        _torch.set_local(gradient, local)
+        return gradient
+
+    def deliver(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
+
+        A parameter that had no gradient on any rank is left as it is, unless ``zeros_for_unused``. The users' hooks on
+        parameters are called here, with the reduced gradient: autograd never sees the sharded parameters.
+        """
+        absent = set() if zeros_for_unused else self._absent(packed)
+        buffer, delivered = self._buffer, packed.delivered
+        if delivered is None or self._have_tensor_hooks():
+            self._accumulate_each(packed.output if delivered is None else delivered, absent)
+        elif buffer is not None and delivered is buffer.flat:
+            for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
+                if index not in absent:
+                    param.sharded.grad = gradient
+        elif buffer is not None and not absent and self._accumulates_in(buffer):
+            buffer.flat.add_(delivered)
+        else:
+            self._accumulate_each(delivered, absent)
+        self._call_hooks(absent)
+
+    def _absent(self, packed: PackedGradients) -> set[int]:
+        """Parameters without a gradient on any rank. Reads the device only if one is missing on this rank."""
+        if not packed.missing:
+            return set()
+        start = self.layout.presence_offset
+        presence = packed.output[start : start + len(self.params)].tolist()
+        return {index for index in packed.missing if presence[index] == 0}
+
+    def _accumulates_in(self, buffer: _GradientBuffer) -> bool:
+        return all(
+            param.sharded.grad is gradient for param, gradient in zip(self.params, buffer.gradients, strict=True)
+        )
+
+    def _accumulate_each(self, flat: torch.Tensor, absent: set[int]) -> None:
+        for index, param in enumerate(self.params):
+            if index in absent:
+                continue
+            gradient: torch.Tensor = self._gradient_on(flat, index, param.delivery_dtype(self.dtype))
+            for hook in (_torch.tensor_hooks(param.sharded) or {}).values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            existing = param.sharded.grad
+            if existing is None:
+                param.sharded.grad = gradient
+            elif isinstance(existing, DTensor) and existing.placements == param.sharded.placements:  # type: ignore[attr-defined]
+                existing.add_(gradient)
+            else:
+                raise FSDPRuntimeError(
+                    f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not sharded like "
+                    "its parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with "
+                    "the parameter's placements."
+                )
+
+    def _call_hooks(self, absent: set[int]) -> None:
+        """Call the users' post-accumulate-grad hooks."""
+        for index, param in enumerate(self.params):
+            hooks = _torch.post_accumulate_grad_hooks(param.sharded)
+            if hooks and index not in absent:
+                for hook in tuple(hooks.values()):
+                    hook(param.sharded)

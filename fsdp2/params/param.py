@@ -1,0 +1,466 @@
+"""`FSDPParam`: one parameter of a group, from the user's original to its sharded and unsharded forms.
+
+Owns the identities: which `nn.Parameter` objects exist, and in which module slots they are registered. Knows nothing
+of buffers beyond the tensor it is given to lie on, and nothing of communication.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.params.freshness import Freshness
+from fsdp2.params.registrations import registration
+from fsdp2.params.succession import OWN, Link, note_former, succeed
+from fsdp2.plan.layout import Cut
+from fsdp2.plan.placement import Sharding, local_shard
+from fsdp2.plan.policies import MixedPrecisionPolicy
+from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged
+
+
+def refuse_share_memory() -> NoReturn:
+    """Takes the place of ``share_memory_`` on sharded parameters, where torch's own would crash the process.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    raise FSDPRuntimeError(
+        "share_memory() is not possible on sharded parameters, which lie in one buffer per group; share the memory of "
+        "the module before sharding it."
+    )
+
+
+class FSDPParam:
+    """One parameter of a group, registered in one or more module slots (several if it is shared in the group).
+
+    Attributes:
+        fqn: its name below the module that `fully_shard` was called on.
+        path: its name below the root, for messages; ``fqn`` until the root is known.
+        group_name: that module's class.
+        uses: the modules that hold it, and under which names.
+        registrations: how to write there; all hold the same object at any time.
+        sharding: which dim is cut, over which ranks; what the DTensors look like.
+        policy: its own mixed precision policy.
+        shape: of the unsharded parameter on this rank: the whole, or its part under tensor parallelism.
+        sharded: the `nn.Parameter` over a sharded DTensor, which optimizers and state dicts see. Its identity
+            changes only when the user replaces it.
+        local: the local tensor of ``sharded`` when it was last looked at, to notice when it is replaced.
+        unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer (a DTensor under tensor
+            parallelism); None before lazy initialization.
+        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks; None if that
+            is ``sharded``, as of a tensor that gathers itself.
+        requires_grad: what the plan was made for.
+        grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
+        arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
+        group: that holds it.
+        freshness: of the group.
+        identity_changes: (of the class) how many sharded parameters were ever created or replaced.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrived_dtype",
+        "fqn",
+        "freshness",
+        "grad_dtype",
+        "group",
+        "group_name",
+        "local",
+        "path",
+        "policy",
+        "post_forward",
+        "registrations",
+        "requires_grad",
+        "shape",
+        "sharded",
+        "sharding",
+        "unsharded",
+        "uses",
+    )
+    identity_changes: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        original: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        freshness: Freshness,
+        group_name: str,
+    ) -> None:
+        self._begin(fqn, uses, sharding, policy, freshness, group_name)
+        self.shape = tuple(local_data(original).shape)
+        self.adopt(shard_parameter(original, sharding))
+
+    @classmethod
+    def of_sharded(
+        cls,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharded: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        shape: tuple[int, ...],
+        freshness: Freshness,
+        group_name: str,
+    ) -> FSDPParam:
+        """Of a parameter that is sharded already."""
+        param = cls.__new__(cls)
+        param._begin(fqn, uses, sharding, policy, freshness, group_name)
+        param.shape = shape
+        param.adopt(sharded)
+        return param
+
+    def _begin(
+        self,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        freshness: Freshness,
+        group_name: str,
+    ) -> None:
+        self.fqn = fqn
+        self.path = fqn
+        self.group_name = group_name
+        self.freshness = freshness
+        self.uses = tuple(uses)
+        self.registrations = tuple(registration(module, name) for module, name in self.uses)
+        self.sharding = sharding
+        self.policy = policy
+        self.unsharded: nn.Parameter | None = None
+        self.post_forward: nn.Parameter | None = None
+        self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
+        self.arrived_dtype: torch.dtype | None = None
+        self.group: Any = None
+
+    def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Register the sharded parameter in further modules, which hold its original (or itself)."""
+        self.uses += tuple(uses)
+        self.registrations += tuple(registration(module, name) for module, name in uses)
+        for mapping, name in self.registrations:
+            mapping[name] = self.sharded
+
+    def adopt(self, sharded: nn.Parameter) -> None:
+        """Take ``sharded`` as the sharded parameter, and register it everywhere."""
+        FSDPParam.identity_changes += 1
+        self.sharded = sharded
+        self.local = _torch.local_of(sharded)
+        self.requires_grad = sharded.requires_grad
+        explicit, dtype = _torch.grad_dtype_policy(sharded)
+        if explicit:
+            self.grad_dtype = (True, dtype)
+        elif self.grad_dtype[0]:  # conversions make parameters without it
+            sharded.grad_dtype = self.grad_dtype[1]
+        sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
+        sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
+        for mapping, name in self.registrations:
+            mapping[name] = sharded
+        for other in (self.unsharded, self.post_forward):
+            if other is not None and other.requires_grad is not self.requires_grad:
+                other.requires_grad_(self.requires_grad)
+
+    @property
+    def resting(self) -> nn.Parameter:
+        """The parameter that is registered while the group is resharded to fewer ranks."""
+        return self.sharded if self.post_forward is None else self.post_forward
+
+    def rename(self, paths: Mapping[nn.Module, str]) -> None:
+        """Take the ``path`` of the first use that is below a root, whose modules are called as ``paths`` says."""
+        for module, name in self.uses:
+            if module in paths:
+                self.path = f"{paths[module]}.{name}" if paths[module] else name
+                return
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The original dtype, in which the sharded parameter is kept."""
+        return self.local.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        dtype = self.policy.param_dtype
+        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype | None:
+        """The dtype in which unsharded gradients add up while reduction is disabled; None: as they arrive."""
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        explicit, dtype = self.grad_dtype
+        return dtype if explicit else self.dtype
+
+    @property
+    def default_reduce_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient is reduced if the policy says nothing: a matter of the torch version."""
+        if not _torch.reduces_in_grad_dtype:
+            return self.param_dtype
+        explicit, dtype = self.grad_dtype
+        return (dtype or self.arrived_dtype or self.param_dtype) if explicit else self.dtype
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether its gradients are reduced in the dtype in which they arrive."""
+        explicit, dtype = self.grad_dtype
+        return _torch.reduces_in_grad_dtype and self.policy.reduce_dtype is None and explicit and dtype is None
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the unsharded parameter on this rank."""
+        return math.prod(self.shape)
+
+    def delivery_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient, reduced in ``reduce_dtype``."""
+        explicit, dtype = self.grad_dtype
+        return (dtype or reduce_dtype) if explicit else self.dtype
+
+    def lie_on(self, local: torch.Tensor) -> None:
+        """Move the sharded parameter's values onto ``local`` (its local shape and dtype) and keep it there."""
+        with torch.no_grad():
+            if local.device.type != "meta":
+                local.copy_(self.local)
+        _torch.set_local(self.sharded, local)
+        self.local = local
+
+    def move(self, device: torch.device) -> None:
+        """Move the sharded parameter's local tensor, which lies in no buffer, to ``device``."""
+        if self.local.device != device:
+            self.local = self.local.to(device)
+            _torch.set_local(self.sharded, self.local)
+
+    def lies_under(self, found: nn.Parameter) -> bool:
+        """Whether ``found`` is just another wrapper around the local tensor that the group knows."""
+        local = _torch.local_of(found)
+        if is_subclass(local) or is_subclass(self.local):
+            return found is self.sharded and local is self.local
+        return (
+            local.data_ptr() == self.local.data_ptr()
+            and (found is self.sharded or local.numel() > 0)  # empty ones all have the same address
+            and local.dtype == self.local.dtype
+            and local.device == self.local.device
+        )
+
+    def take_unsharded(self, alias: torch.Tensor) -> None:
+        """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor."""
+        data = alias
+        spec = self.sharding.unsharded_spec
+        if spec is not None:
+            placeholder = torch.empty(0, dtype=alias.dtype, device=alias.device)
+            data = _torch.make_dtensor(placeholder, _torch.spec_with_dtype(spec, alias.dtype))
+        unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
+        if spec is not None:
+            _torch.set_local(unsharded, alias)
+        if alias.dtype.is_floating_point or alias.dtype.is_complex:
+            unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
+        if self.unsharded is not None:
+            succeed(self.unsharded, self.sharded)
+        succeed(unsharded, self.sharded, find=self._finds("unsharded"))
+        if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
+            kept, dtype = self.unsharded.grad, self.accumulation_dtype
+            unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
+        self.unsharded = unsharded
+
+    def rest_as(self, parameter: nn.Parameter) -> None:
+        """Take ``parameter`` for what is registered while the group is resharded to fewer ranks."""
+        if self.post_forward is not None:
+            succeed(self.post_forward, self.sharded)
+        succeed(parameter, self.sharded, find=self._finds("post_forward"))
+        self.post_forward = parameter
+
+    def _finds(self, attribute: str) -> Callable[[], nn.Parameter | None]:
+        """A function that looks up what is ``attribute`` now, and keeps nothing alive."""
+        reference = weakref.ref(self)
+
+        def find() -> nn.Parameter | None:
+            param = reference()
+            return None if param is None else getattr(param, attribute)
+
+        return find
+
+    def take_gradient(self) -> torch.Tensor | None:
+        """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.
+
+        Under tensor parallelism it is first brought to the parameter's own placements, which may communicate.
+        """
+        unsharded = self.unsharded
+        if unsharded is None or unsharded.grad is None:
+            return None
+        gradient: torch.Tensor = unsharded.grad
+        unsharded.grad = None
+        if self.sharding.unsharded_spec is None:
+            return gradient
+        return _torch.wait_for_tensor(_torch.local_of(self._placed(gradient)))
+
+    def _placed(self, gradient: torch.Tensor) -> DTensor:
+        spec = self.sharding.unsharded_spec
+        if not isinstance(gradient, DTensor):
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' is a DTensor on {spec.mesh}, but autograd left it a plain gradient; compute "
+                "with the parameter as a DTensor (parallelize_module does), or take it with to_local()."
+            )
+        mesh, wanted = self.sharding.mesh, list(spec.placements)
+        if mesh.spmd_mesh is not None and mesh.dims is not None:  # our own reduction handles the data-parallel dims
+            names = spec.mesh.mesh_dim_names
+            for name in mesh.dims.shard_names + mesh.dims.replicate_names:
+                wanted[names.index(name)] = gradient.placements[names.index(name)]
+        if tuple(wanted) == tuple(gradient.placements):
+            return gradient
+        return gradient.redistribute(placements=wanted)
+
+    def shard_of(self, whole: torch.Tensor) -> DTensor:
+        """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
+        mesh, cut = self.sharding.mesh, self.sharding.cut
+        if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
+            spec = self.sharding.unsharded_spec
+            whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+        local = local_shard(whole, cut, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
+        return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
+
+    def registered(self) -> nn.Parameter:
+        """What the modules hold now, for comparison with ``sharded``.
+
+        Raises:
+            FSDPRuntimeError: it is not a DTensor parameter that this group can adopt.
+        """
+        mapping, name = self.registrations[0]
+        for other, other_name in self.registrations:
+            if other.get(other_name) is not self.sharded:
+                mapping, name = other, other_name
+                break
+        found = mapping.get(name)
+        spec = _torch.spec_of(self.sharded)
+        other_owner = owner_of(found) if isinstance(found, torch.Tensor) else None
+        if other_owner is not None and other_owner is not self:
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' was replaced after fully_shard by the sharded parameter '{other_owner.path}' "
+                f"of {other_owner.group_name}: tie weights before calling fully_shard, or unwrap() the model, tie "
+                "them, and shard it again."
+            )
+        if (
+            isinstance(found, nn.Parameter)
+            and isinstance(found, DTensor)
+            and found.shape == self.sharded.shape
+            and found.device_mesh == spec.mesh
+            and tuple(found.placements) == tuple(spec.placements)
+            and (not is_ragged(spec) or _is_a_part(found, self.local))
+        ):
+            return found
+        raise FSDPRuntimeError(
+            f"parameter '{self.path}' was replaced after fully_shard by {describe(found)}, which cannot be adopted; "
+            f"expected a nn.Parameter over a DTensor of shape {tuple(self.sharded.shape)} with placements "
+            f"{list(spec.placements)} on "
+            f"{spec.mesh}. Write into the parameter in place, load with load_state_dict(), or replace it by "
+            "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
+        )
+
+
+def describe(value: object) -> str:
+    """A short description of whatever was found in a parameter's place."""
+    if value is None:
+        return "nothing (it was removed)"
+    if isinstance(value, DTensor):
+        return f"a DTensor of shape {tuple(value.shape)}, placements {list(value.placements)}, {value.device_mesh}"
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} that is not a DTensor"
+    return f"a {type(value).__name__}"
+
+
+def _is_a_part(found: DTensor, local: torch.Tensor) -> bool:
+    """Whether ``found``, of ragged placements, is what they say: torch's functions may make DTensors that are not."""
+    return isinstance(found, RaggedDTensor) and _torch.local_of(found).shape == local.shape
+
+
+def _padded_shard(data: torch.Tensor, cut: Cut, world_size: int, rank: int) -> torch.Tensor:
+    """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
+
+    Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
+    """
+    dim = cut.dim or 0
+    is_chunked = cut.is_chunked(world_size)
+    chunks = torch.chunk(data, world_size, dim) if is_chunked else torch.split(data, cut.rows(world_size), dim)
+    padded = data.new_zeros(chunks[0].size())
+    length = chunks[rank].size(dim) if rank < len(chunks) else 0
+    part = padded.narrow(dim, 0, length)
+    if length:
+        part.copy_(chunks[rank])
+    return part
+
+
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a wrapper around other tensors, whose values no flat buffer can hold."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def local_data(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of an original parameter: all of it, or its part under tensor parallelism."""
+    data = parameter.detach()
+    return _torch.local_of(data) if isinstance(data, DTensor) else data
+
+
+def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+    """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
+
+    Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
+    into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
+    rank cuts its own part.
+    """
+    data, mesh, cut = local_data(original), sharding.mesh, sharding.cut
+    # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+    placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
+    sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
+    if is_subclass(data):
+        assert cut.dim is not None, "a subclass without dims is refused"
+        local = _padded_shard(data, cut, mesh.world_size, mesh.rank)
+    else:
+        local = local_shard(data, cut, cut.rows(mesh.world_size), mesh.rank)
+        stride = cut.stride(local.shape)
+        if local.stride() != stride:
+            local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
+    _torch.set_local(sharded, local)
+    carry_over(original, sharded)
+    succeed(original, sharded)
+    return sharded
+
+
+def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
+    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
+    explicit, dtype = _torch.grad_dtype_policy(predecessor)
+    if explicit:
+        successor.grad_dtype = dtype
+    hooks = (_torch.post_accumulate_grad_hooks(predecessor) or {}).values()
+    tensor_hooks = (_torch.tensor_hooks(predecessor) or {}).values()
+    if not hooks and not tensor_hooks:
+        return
+    requires_grad = successor.requires_grad
+    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
+    for hook in hooks:
+        successor.register_post_accumulate_grad_hook(hook)
+    for tensor_hook in tensor_hooks:
+        successor.register_hook(tensor_hook)
+    successor.requires_grad_(requires_grad)
+
+
+def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
+    """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
+    link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
+    return link.target if link is not None and link.target.sharded is parameter else None
+
+
+def disown(sharded: nn.Parameter, successor: nn.Parameter, former: object) -> None:
+    """Note that ``sharded`` belongs to no group any more: ``successor`` is whole; ``former``: how it was sharded."""
+    FSDPParam.identity_changes += 1
+    del sharded._fsdp_param  # type: ignore[attr-defined]
+    note_former(sharded, former)
+    succeed(sharded, successor)

@@ -1,0 +1,427 @@
+"""Where every parameter lies in the flat buffers of its group: pure arithmetic, no tensor.
+
+Used by the eager and the traced execution alike. Offsets and sizes count elements (``_numel``) or rows
+(``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), alignment of 4 elements, both packed::
+
+    rows(a) = ceil(3/2) = 2       rows(b) = 1
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot would start at the next multiple of 4
+    shard buffer, rank 1      | a2 a2 0  0  | b1 |      a has one row here, the second is padding
+    staging buffer (gathered) | a0 a0 a1 a1 | b0 | a2 a2 0  0  | b1 |
+    unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
+
+Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
+rows, is the parameter: contiguous, without a copy. Parameters that one rank owns whole share a slot: see `ownership`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp2.plan.ownership import Region
+
+DIRECT_ALIGNMENT_BYTES = 128
+"""Direct slots start at multiples of this, as collectives like it."""
+
+PACKED_ALIGNMENT_BYTES = 16
+"""Packed slots start at multiples of this: the vector width of foreach and fused optimizer kernels."""
+
+DIRECT_THRESHOLD_BYTES = 1 << 20
+"""Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """ceil(numerator / denominator) for non-negative integers."""
+    return -(-numerator // denominator)
+
+
+def align(numel: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is at least ``numel``."""
+    return ceil_div(numel, alignment) * alignment
+
+
+def alignment_numel(*, direct: bool, itemsize: int) -> int:
+    """How many elements of ``itemsize`` bytes a slot's offset is a multiple of."""
+    alignment_bytes = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
+    return max(alignment_bytes // itemsize, 1)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost; () if it is contiguous, or not dense."""
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return ()
+        step *= shape[dim]
+    dims = [dim for dim in order if shape[dim] != 1]
+    return () if dims == sorted(dims) or step == 0 else order
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
+
+    Attributes:
+        shape: of the parameter.
+        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
+        order: its dims as they follow each other in memory, outermost first; () if contiguous.
+        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
+        owner: the rank that has all rows; None: they are dealt out evenly.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    order: tuple[int, ...] = ()
+    block_rows: int = 1
+    owner: int | None = None
+
+    @property
+    def dealing(self) -> tuple[int | None, int, int | None]:
+        """What tells apart ways of dealing out: dim, block_rows and owner."""
+        return self.dim, self.block_rows, self.owner
+
+    @property
+    def size(self) -> int:
+        """Entries of ``dim``: the rows that are dealt out."""
+        return 1 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def outer(self) -> int:
+        """How many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied."""
+        return math.prod(self._memory_shape[: self.memory_dim])
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row in one of these pieces: the sizes behind ``dim``, multiplied."""
+        return math.prod(self._memory_shape if self.dim is None else self._memory_shape[self.memory_dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def memory_dim(self) -> int:
+        """Where ``dim`` is in memory order."""
+        if self.dim is None:
+            return 0
+        return self.order.index(self.dim) if self.order else self.dim
+
+    @property
+    def _memory_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
+
+    def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The strides of a tensor of ``shape``, dense and in this order."""
+        if not self.order:
+            return contiguous_stride(shape)
+        dense = contiguous_stride([shape[dim] for dim in self.order])
+        return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
+
+    def rows(self, world_size: int) -> int:
+        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        if self.dim is None:
+            return 1
+        if self.owner is not None:
+            return self.size
+        return min(ceil_div(ceil_div(self.size, self.block_rows), world_size) * self.block_rows, self.size)
+
+    def is_chunked(self, world_size: int) -> bool:
+        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        if self.owner is not None:
+            return world_size == 1
+        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
+        # Both deal out the same number to every rank but the last that has any.
+        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
+
+    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        rows = self.rows(world_size)
+        parts = [self.part(rows, rank) for rank in range(world_size)]
+        return tuple(stop - start for start, stop in parts)
+
+    def part(self, rows: int, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
+        if self.owner is not None:
+            return (0, self.size if rank == self.owner else 0)
+        return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
+
+    def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` keeps."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.part(rows, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the shard buffer and in the unsharded buffer of its group.
+
+    Attributes:
+        cut: how it is dealt out.
+        rows: that every rank keeps room for.
+        shard_offset: first element in the shard buffer.
+        unsharded_offset: first element in the unsharded buffer.
+        direct: gathered straight into the unsharded buffer; else through the staging buffer.
+    """
+
+    cut: Cut
+    rows: int
+    shard_offset: int
+    unsharded_offset: int
+    direct: bool
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that every rank keeps room for."""
+        return self.cut.outer * self.rows * self.cut.row_numel
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the sharded parameter's local tensor on ``rank``."""
+        return self.cut.local_shape(self.rows, rank)
+
+
+def unsharded_room(cut: Cut, world_size: int) -> int:
+    """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
+    if cut.dim is None or cut.outer > 1:
+        return cut.numel
+    return world_size * cut.rows(world_size) * cut.row_numel
+
+
+def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
+    start = min(rows * rank, size)
+    return start, min(start + rows, size)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The layout of one group's parameters of one dtype over ``world_size`` ranks.
+
+    ``slots`` follow the order of the parameters; in the buffers the packed ones come first.
+
+    Attributes:
+        packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
+        shard_numel: length of the shard buffer, the same on every rank.
+        unsharded_numel: length of the unsharded buffer.
+        region: the slot that owned parameters share, as of one flat parameter that is dealt out evenly.
+    """
+
+    world_size: int
+    slots: tuple[Slot, ...]
+    packed_numel: int
+    shard_numel: int
+    unsharded_numel: int
+    region: Slot | None = None
+
+    @property
+    def carried(self) -> tuple[Slot, ...]:
+        """What a gather moves: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
+
+    @classmethod
+    def build(
+        cls,
+        cuts: Sequence[Cut],
+        *,
+        world_size: int,
+        itemsize: int,
+        direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
+    ) -> BufferLayout:
+        """Lay out one parameter for each of ``cuts``."""
+        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
+        carried = [*cuts, Cut((world_size * region.capacity,))] if region else list(cuts)
+        slots: dict[int, Slot] = {}
+        shard_offset = unsharded_offset = packed_numel = 0
+        for wanted in (False, True):
+            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
+            for index, cut in enumerate(carried):
+                if cut.owner is not None:
+                    continue
+                rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
+                # Only where one piece of memory is cut is rank order the order of the parameter.
+                may = cut.dim is not None and cut.outer == 1
+                if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
+                    continue
+                shard_offset, unsharded_offset = align(shard_offset, alignment), align(unsharded_offset, alignment)
+                slots[index] = Slot(cut, rows, shard_offset, unsharded_offset, wanted)
+                shard_offset += slots[index].shard_numel
+                unsharded_offset += room
+            if not wanted:
+                packed_numel = shard_offset
+        shared = slots[len(cuts)] if region else None
+        if region and shared:
+            for index, place in enumerate(region.offsets):
+                if place is not None:
+                    slots[index] = _in_region(cuts[index], shared, shared.unsharded_offset + place)
+        placed = tuple(slots[index] for index in range(len(cuts)))
+        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
+
+    def all_packed(self) -> BufferLayout:
+        """The same buffers, every slot gathered through the staging buffer."""
+        slots = tuple(replace(slot, direct=False) for slot in self.slots)
+        region = None if self.region is None else replace(self.region, direct=False)
+        return replace(self, slots=slots, region=region, packed_numel=self.shard_numel)
+
+    def over(self, world_size: int, itemsize: int) -> BufferLayout:
+        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``.
+
+        What several ranks own, one has then.
+        """
+        moved: dict[int, Slot] = {}
+        offset = packed_numel = 0
+        for wanted in (False, True):
+            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
+            for index, slot in enumerate(self.carried):
+                if slot.direct is wanted:
+                    offset = align(offset, alignment)
+                    moved[index] = replace(slot, rows=slot.cut.rows(world_size), shard_offset=offset)
+                    offset += moved[index].shard_numel
+            if not wanted:
+                packed_numel = offset
+        carried = iter([moved[index] for index in range(len(moved))])
+        region = None if self.region is None else moved[len(moved) - 1]
+        placed = []
+        for slot in self.slots:
+            if region is not None and slot.cut.owner is not None:
+                cut = replace(slot.cut, owner=slot.cut.owner * world_size // self.world_size)
+                placed.append(_in_region(cut, region, slot.unsharded_offset))
+            else:
+                placed.append(next(carried))
+        return BufferLayout(world_size, tuple(placed), packed_numel, offset, self.unsharded_numel, region)
+
+
+def region_of(cuts: Sequence[Cut], *, world_size: int, itemsize: int) -> Region | None:
+    """Where the owned ones of ``cuts`` lie in the region that they share; None if there are none."""
+    owners = [cut.owner for cut in cuts]
+    if all(owner is None for owner in owners):
+        return None
+    alignment = alignment_numel(direct=True, itemsize=itemsize)
+    return Region.build(owners, [cut.numel for cut in cuts], world_size=world_size, alignment=alignment)
+
+
+def _in_region(cut: Cut, region: Slot, unsharded_offset: int) -> Slot:
+    """The slot of an owned parameter. (Its place in the shard buffer is the owner's; others keep nothing.)"""
+    place = (unsharded_offset - region.unsharded_offset) % region.shard_numel if region.shard_numel else 0
+    return Slot(cut, cut.size, region.shard_offset + place, unsharded_offset, region.direct)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSlot:
+    """One trainable parameter's place in the output of a reduce-scatter.
+
+    Attributes:
+        cut: of the parameter.
+        rows: that every rank receives.
+        shard_numel: elements that every rank receives, padding of short ranks included.
+        offset: first element in the output.
+        direct: its gradient is itself the input of the reduce-scatter; else it is packed.
+        is_dealt_out: what the ranks receive is not the gradient as ``torch.chunk`` cuts it, which must be rearranged.
+        pad_numel: alignment after a packed slot.
+    """
+
+    cut: Cut
+    rows: int
+    shard_numel: int
+    offset: int
+    direct: bool
+    is_dealt_out: bool
+    pad_numel: int
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that ``rank`` receives."""
+        return self.cut.local_shape(self.rows, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """The layout of the reduce-scatter of one group's trainable parameters in one dtype.
+
+    Two trainable parameters, one packed, one direct::
+
+        output, per rank  | packed slot | pad | presence (one element per parameter) | pad | direct slot |
+        packed input      | the same head for rank 0 | for rank 1 | ...                  direct input: the gradient
+
+    What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
+    ``presence`` says so; the reduced presence tells every rank whether any rank had a gradient.
+
+    Owned parameters share a slot, the ``region``, as one flat gradient would that is dealt out evenly; it is put
+    together from theirs as ``filling`` says.
+    """
+
+    slots: tuple[GradientSlot, ...]
+    presence_offset: int
+    packed_numel: int
+    numel: int
+    region: GradientSlot | None = None
+    filling: tuple[tuple[int | None, int], ...] = ()
+
+    @property
+    def carried(self) -> tuple[GradientSlot, ...]:
+        """What the reduce-scatter carries: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
+
+    @classmethod
+    def build(
+        cls,
+        cuts: Sequence[Cut],
+        direct: Sequence[bool],
+        *,
+        world_size: int,
+        itemsize: int,
+        region_threshold_bytes: float = math.inf,
+    ) -> GradientLayout:
+        """Lay out one gradient for each of ``cuts``.
+
+        ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
+        padding all the same. So does the region if it has ``region_threshold_bytes``.
+        """
+        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
+        carried = list(cuts)
+        alone = [may and cut.rows(world_size) * world_size == cut.size for may, cut in zip(direct, cuts, strict=True)]
+        if region:
+            carried.append(Cut((world_size * region.capacity,)))
+            alone = [may and cut.owner is None for may, cut in zip(alone, cuts, strict=True)]
+            alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
+        fine, coarse = (alignment_numel(direct=each, itemsize=itemsize) for each in (False, True))
+        placed: dict[int, GradientSlot] = {}
+        offset = 0
+        presence_offset = packed_numel = 0
+        for wanted in (False, True):
+            for index, cut in enumerate(carried):
+                if alone[index] is not wanted or cut.owner is not None:
+                    continue
+                rows = cut.rows(world_size)
+                numel = cut.outer * rows * cut.row_numel
+                step = align(numel, coarse if wanted else fine)
+                is_dealt_out = cut.dim is None or cut.memory_dim > 0 or rows != ceil_div(cut.size, world_size)
+                pad_numel = 0 if wanted else step - numel
+                placed[index] = GradientSlot(cut, rows, numel, offset, wanted, is_dealt_out, pad_numel)
+                offset += step
+            if not wanted:
+                presence_offset = offset
+                packed_numel = offset + len(cuts)
+                offset = align(packed_numel, coarse) if any(alone) else packed_numel
+        shared = placed.get(len(cuts))
+        for index, place in enumerate(region.offsets if region else ()):
+            if place is not None and region and shared:
+                start = shared.offset + (place % region.capacity if region.capacity else 0)
+                placed[index] = replace(shared, cut=cuts[index], offset=start)
+        ordered = tuple(placed[index] for index in range(len(cuts)))
+        return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())

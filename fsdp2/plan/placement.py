@@ -1,0 +1,336 @@
+"""Where a parameter's shards lie: which dim is cut, over which mesh, and the DTensor placements that say so.
+
+Pure: meshes and placements in, a `Sharding` out. Parameters may be plain tensors, or DTensors of tensor or expert
+parallelism, whose placements are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.plan.layout import Cut, memory_order
+from fsdp2.plan.mesh import DataParallelMesh
+from fsdp2.plan.owners import Owned
+from fsdp2.plan.ragged import RaggedShard
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
+
+    Of n rows there are ``ceil(n / rows)`` blocks, the last one maybe short; each of W ranks has ``ceil(blocks / W)`` of
+    them, the last ranks fewer or none. Where ``torch.chunk`` deals out the rows alike the sharded parameter is the
+    DTensor with ``Shard(0)`` that it always is, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for
+    as many rows as rank 0 has, so there should be at least as many blocks as ranks.
+
+    Attributes:
+        rows: of a block, at least 1.
+
+    Raises:
+        FSDPTypeError: ``rows`` is no int.
+        FSDPValueError: ``rows`` is less than 1.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
+            raise FSDPTypeError(f"RowBlocks takes the rows of a block, an int, got {self.rows!r}.")
+        if self.rows < 1:
+            raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
+
+
+@dataclass
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
+
+    Attributes:
+        placement: ``Shard(i)``, ``RowBlocks(rows)`` or ``Owned(rank)``; None is ``Shard(0)``.
+        mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
+    """
+
+    placement: Shard | RowBlocks | Owned | None
+    mesh_info: Any
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
+
+Wanted = int | RowBlocks | Owned | None
+"""The dim that is cut, or the blocks of dim 0, or the rank that has the whole; None: every rank has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """How one parameter is sharded.
+
+    Attributes:
+        mesh: over which ranks.
+        cut: which dim of the local tensor is cut, and how it lies in memory.
+        spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
+        unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
+    """
+
+    mesh: DataParallelMesh
+    cut: Cut
+    spec: Any
+    unsharded_spec: Any
+
+
+def requested_placement(
+    shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
+) -> tuple[Wanted, DataParallelMesh]:
+    """Ask ``shard_placement_fn`` (or nobody) how to deal out a parameter (dims are not negative), and over which mesh.
+
+    None for a parameter of no dims, of which every rank keeps the whole.
+
+    Raises:
+        FSDPValueError: the answer is none of Shard, RowBlocks, Owned, ShardPlacementResult and None, or names a dim or
+            a rank that there is not.
+    """
+    answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    mesh = default
+    if answer is not None and not isinstance(answer, (Shard, RowBlocks, Owned)):
+        if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
+            raise FSDPValueError(
+                f"shard_placement_fn must return Shard(i), RowBlocks(rows), Owned(rank), a ShardPlacementResult or "
+                f"None, got {answer!r} for parameter '{fqn}'."
+            )
+        mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
+    if answer is None:
+        return (0 if parameter.dim() else None), mesh
+    if isinstance(answer, RowBlocks):
+        if not parameter.dim():
+            raise FSDPValueError(f"parameter '{fqn}' has no dims, so no rows that {answer} could keep together.")
+        return answer, mesh
+    if isinstance(answer, Owned):
+        return _checked_owner(answer, parameter, fqn, mesh), mesh
+    if not isinstance(answer, Shard):
+        raise FSDPValueError(
+            f"the placement for parameter '{fqn}' must be Shard(i), RowBlocks(rows) or Owned(rank), got {answer!r}."
+        )
+    dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
+    if not 0 <= dim < parameter.dim():
+        raise FSDPValueError(
+            f"parameter '{fqn}' has {parameter.dim()} dims, {answer} shards one that it does not have."
+        )
+    return dim, mesh
+
+
+def _checked_owner(owner: Owned, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
+    if parameter.dim() == 0:
+        raise FSDPValueError(
+            f"parameter '{fqn}' has no dims, and cannot be {owner}: every rank keeps the whole of it; return None."
+        )
+    if mesh.group is None:  # nothing is sharded: every rank has the whole anyway
+        return 0
+    if owner.rank >= mesh.world_size:
+        raise FSDPValueError(
+            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.world_size} ranks: the rank counts in "
+            "that mesh dim, from 0."
+        )
+    return owner
+
+
+def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:
+    if not (hasattr(info, "mesh") and hasattr(info, "shard_mesh_dim")):
+        raise FSDPValueError(
+            f"the mesh_info for parameter '{fqn}' must be an FSDPMeshInfo or HSDPMeshInfo, got {info!r}."
+        )
+    mesh = DataParallelMesh.from_info(info)
+    if mesh.group is None:
+        raise FSDPValueError(f"the mesh_info for parameter '{fqn}' has no dim to shard over (shard_mesh_dim is None).")
+    if mesh.device != default.device:
+        raise FSDPValueError(
+            f"the mesh for parameter '{fqn}' is on {mesh.device}, the module's is on {default.device}; they must agree."
+        )
+    return mesh
+
+
+def dim_blocks_owner(wanted: Wanted) -> tuple[int | None, int, int | None]:
+    """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Cut`."""
+    if isinstance(wanted, Owned):
+        return 0, 1, wanted.rank
+    return (0, wanted.rows, None) if isinstance(wanted, RowBlocks) else (wanted, 1, None)
+
+
+def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh, where: str) -> Sharding:
+    """How ``parameter`` is sharded over ``mesh``. ``wanted``: as `requested_placement` says; ``where``: for errors.
+
+    Raises:
+        FSDPValueError: the parameter's own mesh or placements do not fit.
+    """
+    unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
+    local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
+    dim, block_rows, owner = dim_blocks_owner(wanted)
+    cut = Cut(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
+    if isinstance(wanted, Owned) and unsharded_spec is not None and local.shape != parameter.shape:
+        raise FSDPValueError(
+            f"{where} is to be {wanted}, but is cut by tensor parallelism ({list(unsharded_spec.placements)} on "
+            f"{unsharded_spec.mesh}): no rank could have it whole. Return Shard(i) or None for it."
+        )
+    if isinstance(wanted, RowBlocks) and unsharded_spec is not None:
+        _refuse_cut_blocks(wanted, unsharded_spec, where)
+    if mesh.spmd_mesh is not None:
+        spmd_mesh, placements = _spmd_placements(unsharded_spec, cut, mesh, where)
+    elif unsharded_spec is None:
+        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(cut, mesh.world_size)))
+    else:
+        spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
+        placement = _strided(cut, mesh.world_size, unsharded_spec.mesh, unsharded_spec.placements)
+        placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
+    stride = parameter.stride() if unsharded_spec is not None else cut.stride(cut.shape)
+    spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
+    return Sharding(mesh, cut, spec, unsharded_spec)
+
+
+def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
+    return () if mesh.replicate_group is None else (Replicate(),)
+
+
+def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
+    return () if mesh.group is None else (placement,)
+
+
+def _placement(cut: Cut, world_size: int) -> Placement:
+    if cut.dim is None:
+        return Replicate()
+    return Shard(cut.dim) if cut.is_chunked(world_size) else RaggedShard(cut.rows_of_ranks(world_size))
+
+
+def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
+    for axis, placement in enumerate(spec.placements):
+        if _cuts(placement, 0) and spec.mesh.size(axis) > 1:
+            raise FSDPValueError(
+                f"{where} has placement {placement} in mesh dim {axis} of {spec.mesh}: tensor parallelism has cut the "
+                f"rows that {wanted} is to keep together. Use RowBlocks for parameters that it cuts in another dim."
+            )
+
+
+def _strided(
+    cut: Cut, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
+) -> Placement:
+    """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
+
+    They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
+    """
+    dim = cut.dim
+    if dim is None or not cut.is_chunked(world_size):
+        return _placement(cut, world_size)
+    factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
+    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
+
+
+def post_forward_placement(
+    sharding: Sharding, cut: Cut, neighbours: DeviceMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
+
+    ``cut``: how it is dealt out over the neighbours.
+    """
+    spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
+    alone = (Replicate(), _placement(cut, size))
+    if spec is None:
+        return neighbours, alone
+    whole = _torch.root_mesh(neighbours)
+    assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
+    others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
+    kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
+    if not others:
+        return neighbours, alone
+    mesh = whole[tuple([*names, *others])]
+    return mesh, (Replicate(), _strided(cut, size, mesh[tuple(others)], kept), *kept)
+
+
+def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
+    try:
+        return _torch.concatenate_meshes([data_parallel, model_parallel])
+    except Exception as error:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {model_parallel}, which cannot be combined with the data-parallel "
+            f"{data_parallel}: {error}. "
+            "Both must be slices of one mesh, with different dims: mesh = init_device_mesh(..., "
+            "mesh_dim_names=('dp', 'tp')); parallelize_module(module, mesh['tp'], ...); fully_shard(module, "
+            "mesh=mesh['dp'])."
+        ) from error
+
+
+def _spmd_placements(
+    unsharded_spec: Any, cut: Cut, mesh: DataParallelMesh, where: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
+    spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
+    assert spmd_mesh is not None and dims is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    if unsharded_spec is None:
+        raise FSDPValueError(
+            f"{where} is a plain tensor; with dp_mesh_dims every parameter must be a DTensor on the whole mesh, "
+            "replicated in its data-parallel dims: torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    if unsharded_spec.mesh != spmd_mesh:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {unsharded_spec.mesh}; with dp_mesh_dims it must be on the mesh that is passed "
+            f"to fully_shard, {spmd_mesh}."
+        )
+    names, placements = spmd_mesh.mesh_dim_names, list(unsharded_spec.placements)
+    for name in dims.shard_names + dims.replicate_names:
+        if not isinstance(placements[names.index(name)], Replicate):
+            raise FSDPValueError(
+                f"{where} has placement {placements[names.index(name)]} in the data-parallel mesh dim '{name}'; it "
+                "must be Replicate() there."
+            )
+    for name in dims.shard_names:
+        index = names.index(name)
+        others = tuple(unsharded_spec.placements)
+        placements[index] = _strided(cut, mesh.world_size, spmd_mesh, others, first=index + 1)
+    if len(dims.shard_names) < 2:
+        return spmd_mesh, tuple(placements)
+    return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)
+
+
+def _with_flattened_shards(
+    mesh: DataParallelMesh, shard_names: tuple[str, ...], replicate_names: tuple[str, ...], placements: list[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh in which the dims that are sharded over together are one, in the place of the first of them."""
+    spmd_mesh = mesh.spmd_mesh
+    assert spmd_mesh is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    parts: list[DeviceMesh] = []
+    flattened: list[Placement] = []
+    for index, name in enumerate(spmd_mesh.mesh_dim_names):
+        if name == shard_names[0]:
+            parts.append(mesh.device_mesh)
+            flattened += [*_replicated(mesh), placements[index]]
+        elif name not in shard_names and name not in replicate_names:
+            parts.append(spmd_mesh[name])
+            flattened.append(placements[index])
+    return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
+
+
+def local_shard(whole: torch.Tensor, cut: Cut, rows: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
+    if cut.dim is None:
+        return whole
+    start, stop = cut.part(rows, rank)
+    return whole.narrow(cut.dim, start, stop - start)
+
+
+def check_policy_callable(shard_placement_fn: object) -> None:
+    """Refuse a ``shard_placement_fn`` that is none.
+
+    Raises:
+        FSDPTypeError: it cannot be called.
+    """
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise FSDPTypeError(f"shard_placement_fn must be a function of a parameter, got {shard_placement_fn!r}.")

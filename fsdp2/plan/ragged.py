@@ -1,0 +1,376 @@
+"""`RaggedShard`: rows dealt out in any numbers, and `RaggedDTensor`: the DTensor that has this placement.
+
+torch's ``Shard`` deals out rows as ``torch.chunk`` does. Where shards must not cut through a block of rows, or a rank
+holds everything, they do not: that needs a placement that says how many rows each rank has, and a DTensor that torch's
+operators, which do not know it, are kept away from (`ragged_operators`). Whole tensors, copies, pickles and distributed
+checkpoints are as of any DTensor. veScale-FSDP has the same placement.
+
+Three ranks, ``RaggedShard((4, 0, 3))``, a tensor of 7 rows::
+
+    rank 0  | r0 r1 r2 r3 |        rank 1  | |        rank 2  | r4 r5 r6 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fsdp2 import _torch
+from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.plan import ragged_operators
+from fsdp2.plan.layout import contiguous_stride
+
+
+class RaggedShard(Placement):
+    """Dim 0 is cut; ``rows[r]`` consecutive rows lie on rank r of the mesh dim, in rank order.
+
+    Immutable; equal to another of the same rows.
+
+    Attributes:
+        rows: one number for each rank of the mesh dim, 0 allowed; their sum is the tensor's size in dim 0.
+    """
+
+    rows: tuple[int, ...]
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        """Check ``rows``.
+
+        Raises:
+            FSDPTypeError: a number of rows that is no int.
+            FSDPValueError: a negative one, or none at all.
+        """
+        super().__init__()
+        rows = tuple(rows)
+        if not all(isinstance(each, int) and not isinstance(each, bool) for each in rows):
+            raise FSDPTypeError(f"RaggedShard takes one int for each rank of the mesh dim, got {rows}.")
+        if not rows or min(rows) < 0:
+            raise FSDPValueError(f"RaggedShard takes one number >= 0 for each rank of the mesh dim, got {rows}.")
+        object.__setattr__(self, "rows", rows)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"RaggedShard is immutable; make another one to change {name}.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RaggedShard) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return hash((RaggedShard, self.rows))
+
+    def __repr__(self) -> str:
+        return f"RaggedShard({self.rows})"
+
+    def __reduce__(self) -> Any:
+        return RaggedShard, (self.rows,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+        return self
+
+    def start(self, rank: int) -> int:
+        """The first row of ``rank``."""
+        return sum(self.rows[:rank])
+
+
+def is_ragged(spec: Any) -> bool:
+    """Whether a tensor of ``spec`` (a DTensorSpec) is a `RaggedDTensor`."""
+    return any(isinstance(placement, RaggedShard) for placement in spec.placements)
+
+
+def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor over ``local`` of the class that ``spec`` asks for."""
+    return RaggedDTensor._over(local, spec) if is_ragged(spec) else _torch.make_dtensor(local, spec)
+
+
+def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> int:
+    """The mesh dim that ``placements`` deal out raggedly, for a tensor of ``shape``.
+
+    Raises:
+        FSDPValueError: they do not fit the mesh or the shape, or another mesh dim cuts dim 0 too.
+    """
+    if len(placements) != mesh.ndim:
+        raise FSDPValueError(f"{len(placements)} placements, but {mesh} has {mesh.ndim} dims: {list(placements)}.")
+    ragged = [axis for axis, each in enumerate(placements) if isinstance(each, RaggedShard)]
+    if len(ragged) != 1:
+        raise FSDPValueError(f"one mesh dim must have a RaggedShard, the others none: {list(placements)}.")
+    placement = placements[ragged[0]]
+    assert isinstance(placement, RaggedShard), "found above"
+    if len(placement.rows) != mesh.size(ragged[0]) or not shape or sum(placement.rows) != shape[0]:
+        raise FSDPValueError(
+            f"{placement} does not fit a tensor of shape {tuple(shape)} over {mesh.size(ragged[0])} ranks: it must "
+            "have one number of rows for each rank, which add up to the tensor's size in dim 0."
+        )
+    for axis, each in enumerate(placements):
+        if each.is_partial() or (_torch.is_shard(each) and each.dim in (0, -len(shape))):  # type: ignore[attr-defined]
+            raise FSDPValueError(
+                f"{placement} cannot lie beside {each} (mesh dim {axis} of {mesh}): the rows of a rank would not "
+                "follow each other in the whole. Other mesh dims may have Replicate() or Shard(i) with i > 0."
+            )
+    return ragged[0]
+
+
+class RaggedDTensor(_torch.OwnOperators):
+    """A DTensor one of whose placements is a `RaggedShard`.
+
+    Made by `fully_shard`, by ``RaggedDTensor.from_local`` or ``RaggedDTensor.from_whole``. What acts on each element
+    for itself runs on the local tensors: arithmetic, copies, and optimizers such as Adam(W), SGD and Adagrad
+    (single-tensor, foreach and fused), with numbers and with tensors that lie alike. Sums and norms give a partial
+    DTensor. Random numbers are drawn for the whole, of which each rank keeps its rows. Other operators raise
+    `FSDPNotImplementedError`; ``full_tensor()``, ``redistribute(placements=...)`` (all ranks of the mesh must call) and
+    ``to_local()`` lead out. On torch 2.11 and 2.12 autograd differentiates only these three.
+    """
+
+    @classmethod
+    def _over(cls, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> RaggedDTensor:
+        return cls(local, spec, requires_grad=requires_grad)  # type: ignore[call-arg,arg-type]
+
+    @classmethod
+    def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on local tensors, or refuse it."""
+        return ragged_operators.run(func, args, kwargs, local_part)
+
+    @staticmethod
+    def from_local(  # type: ignore[override]
+        local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
+    ) -> RaggedDTensor:
+        """Over ``local_tensor``, this rank's part of a tensor of ``shape``. No communication; not differentiable.
+
+        Raises:
+            FSDPValueError: placements, shape and local tensor do not fit each other.
+        """
+        check_placements(device_mesh, placements, shape)
+        spec = _torch.make_spec(device_mesh, placements, shape, contiguous_stride(shape), local_tensor.dtype)
+        expected = tuple(local_part(torch.empty(tuple(shape), device="meta"), spec).shape)
+        if tuple(local_tensor.shape) != expected:
+            raise FSDPValueError(
+                f"a local tensor of shape {tuple(local_tensor.shape)} is not this rank's part of a tensor of shape "
+                f"{tuple(shape)} with placements {list(placements)}, which has shape {expected}."
+            )
+        return RaggedDTensor._over(local_tensor.detach(), spec)
+
+    @staticmethod
+    def from_whole(whole: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedDTensor:
+        """A copy of this rank's part of ``whole``, which every rank has. No communication; not differentiable.
+
+        Raises:
+            FSDPValueError: the placements do not fit it.
+        """
+        check_placements(device_mesh, placements, whole.shape)
+        shape, stride = whole.shape, contiguous_stride(whole.shape)
+        spec = _torch.make_spec(device_mesh, placements, shape, stride, whole.dtype)
+        local = local_part(whole.detach(), spec).clone(memory_format=torch.contiguous_format)
+        return RaggedDTensor._over(local, spec)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's rows. Differentiable; the gradient lies as the tensor does, whatever ``grad_placements``."""
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return _torch.local_of(self)
+        return _ToLocal.apply(self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def redistribute(  # type: ignore[override]
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """The same tensor with other ``placements``, any of torch's or a `RaggedShard`. Differentiable.
+
+        All ranks of the mesh must call it. Passes through the tensor replicated over the ragged mesh dim.
+
+        Raises:
+            FSDPValueError: another mesh, or placements that do not fit.
+        """
+        mesh = _torch.spec_of(self).mesh
+        if placements is None or (device_mesh is not None and device_mesh != mesh):
+            raise FSDPValueError(
+                f"redistribute needs placements, and no other mesh than the tensor's: {device_mesh}, {placements}."
+            )
+        wanted = tuple(placements)
+        if wanted == self.placements:
+            return self
+        gathered: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
+        if not any(isinstance(each, RaggedShard) for each in wanted):
+            return gathered.redistribute(placements=wanted, **options)
+        check_placements(mesh, wanted, self.shape)
+        between = [Replicate() if isinstance(each, RaggedShard) else each for each in wanted]
+        return _Deal.apply(gathered.redistribute(placements=between, **options), wanted)  # type: ignore[no-any-return,no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"RaggedDTensor(local_tensor={_torch.local_of(self)}, device_mesh={self.device_mesh}, "
+            f"placements={self.placements})"
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, outer_size: Any, outer_stride: Any) -> RaggedDTensor:
+        plain = DTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        return RaggedDTensor._over(_torch.local_of(plain), _torch.spec_of(plain), plain.requires_grad)
+
+    # -- torch.distributed.checkpoint, which takes half a second to import
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Where this rank's rows lie in the whole; nothing if it has none (its offset would be another rank's)."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        local = _torch.local_of(self)
+        if not local.numel() and self.numel():
+            return []
+        return [ChunkStorageMetadata(offsets=torch.Size(_offsets(_torch.spec_of(self))), sizes=local.shape)]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(_torch.local_of(self))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return _torch.local_of(self)
+
+
+torch.serialization.add_safe_globals([RaggedShard, RaggedDTensor])
+
+
+# ---- parts and wholes ----------------------------------------------------------------------------
+
+
+def _ragged_axis(spec: Any) -> tuple[int, RaggedShard]:
+    return next((axis, each) for axis, each in enumerate(spec.placements) if isinstance(each, RaggedShard))
+
+
+def _replicated(placements: Sequence[Placement]) -> list[Placement]:
+    return [Replicate() if isinstance(each, RaggedShard) else each for each in placements]
+
+
+def local_part(whole: torch.Tensor, spec: Any) -> torch.Tensor:
+    """This rank's part of ``whole``, which lies as ``spec`` says. A view, where no other mesh dim cuts it."""
+    axis, placement = _ragged_axis(spec)
+    rank = spec.mesh.get_local_rank(axis)
+    rows = whole.narrow(0, placement.start(rank), placement.rows[rank])
+    others = _replicated(spec.placements)
+    if all(each.is_replicate() for each in others):
+        return rows
+    return _torch.local_of(distribute_tensor(rows, spec.mesh, others, src_data_rank=None))
+
+
+def _offsets(spec: Any) -> tuple[int, ...]:
+    """Where this rank's part begins in the whole."""
+    axis, placement = _ragged_axis(spec)
+    offsets = [0] * len(spec.shape)
+    offsets[0] = placement.start(spec.mesh.get_local_rank(axis))
+    for other, each in enumerate(spec.placements):
+        if isinstance(each, Shard):
+            size = spec.shape[each.dim]
+            rows = -(-size // spec.mesh.size(other))
+            offsets[each.dim] = min(rows * spec.mesh.get_local_rank(other), size)
+    return tuple(offsets)
+
+
+def _gathered(tensor: DTensor) -> DTensor:
+    """``tensor``, replicated over its ragged mesh dim.
+
+    One all-gather of parts as large as the largest; one broadcast, if one rank has everything.
+    """
+    spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
+    axis, placement = _ragged_axis(spec)
+    having = [rank for rank, rows in enumerate(placement.rows) if rows]
+    if len(having) == 1:
+        local = _broadcast_rows(local, having[0], spec.mesh, axis, placement.rows[having[0]])
+    elif len(placement.rows) > 1:
+        local = _gather_rows(local, placement, spec.mesh, axis)
+    placements = _replicated(spec.placements)
+    meta = spec.tensor_meta
+    return _torch.make_dtensor(local, _torch.make_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype))
+
+
+def _gather_rows(local: torch.Tensor, placement: RaggedShard, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    device = local.device if local.device.type == mesh.device_type else _mesh_device(mesh)
+    room = max(placement.rows)
+    sent = torch.zeros((room, *local.shape[1:]), dtype=local.dtype, device=device)
+    sent[: local.shape[0]].copy_(local)
+    received = torch.empty((len(placement.rows) * room, *local.shape[1:]), dtype=local.dtype, device=device)
+    if sent.numel() and not local.is_meta:
+        wire = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
+        _torch.all_gather_single(*wire, group=mesh.get_group(axis), async_op=False)
+    parts = received.split(room) if room else ()
+    return torch.cat([part[:rows] for part, rows in zip(parts, placement.rows, strict=False)] or [sent]).to(
+        local.device
+    )
+
+
+def _broadcast_rows(local: torch.Tensor, owner: int, mesh: DeviceMesh, axis: int, rows: int) -> torch.Tensor:
+    """A copy of what ``owner`` has, on all ranks: no rank sends or receives more."""
+    device = local.device if local.device.type == mesh.device_type else _mesh_device(mesh)
+    whole = torch.empty((rows, *local.shape[1:]), dtype=local.dtype, device=device)
+    if mesh.get_local_rank(axis) == owner:
+        whole.copy_(local)
+    if mesh.size(axis) > 1 and whole.numel() and not local.is_meta:
+        dist.broadcast(whole.view(-1).view(torch.uint8), group=mesh.get_group(axis), group_src=owner)
+    return whole.to(local.device)
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+# ---- autograd ------------------------------------------------------------------------------------
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> torch.Tensor:  # type: ignore[override]
+        """The local tensor."""
+        ctx.spec = _torch.spec_of(tensor)
+        local = _torch.local_of(tensor)
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:  # type: ignore[override]
+        """The gradient, which lies as the tensor did."""
+        return RaggedDTensor._over(gradient.contiguous(), _torch.spec_with_dtype(ctx.spec, gradient.dtype))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RaggedDTensor) -> DTensor:  # type: ignore[override]
+        """The tensor replicated over its ragged mesh dim."""
+        ctx.spec = _torch.spec_of(tensor)
+        return _gathered(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> DTensor:  # type: ignore[override]
+        """This rank's rows of the gradient."""
+        return _dealt(gradient.redistribute(placements=_replicated(ctx.spec.placements)), ctx.spec.placements)
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:  # type: ignore[override]
+        """This rank's rows of a tensor that is replicated where ``placements`` are ragged."""
+        return _dealt(tensor, placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: RaggedDTensor) -> tuple[DTensor, None]:  # type: ignore[override]
+        """The whole gradient."""
+        return _gathered(gradient), None
+
+
+def _dealt(tensor: DTensor, placements: Sequence[Placement]) -> RaggedDTensor:
+    meta = _torch.spec_of(tensor).tensor_meta
+    spec = _torch.make_spec(tensor.device_mesh, placements, meta.shape, contiguous_stride(meta.shape), meta.dtype)
+    axis, placement = _ragged_axis(spec)
+    rank = spec.mesh.get_local_rank(axis)
+    local = _torch.local_of(tensor).narrow(0, placement.start(rank), placement.rows[rank])
+    return RaggedDTensor._over(local.clone(memory_format=torch.contiguous_format), spec)

@@ -1,0 +1,1 @@
+"""What runs in forward and backward: groups, hooks, the order of communication, the root."""

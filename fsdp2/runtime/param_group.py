@@ -1,0 +1,499 @@
+"""`FSDPParamGroup`: the parameters of one `fully_shard` call on one mesh, and the three operations on them.
+
+Unshard, reshard and reduce, as a phase machine over the group's flat buffers. Knows streams and collectives through
+the layers below; does not know modules' hooks, order or prefetch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from fsdp2 import _torch
+from fsdp2.comm import collectives
+from fsdp2.comm.comm_context import FSDPCommContext, Ticket
+from fsdp2.comm.primitives import Form, form_of
+from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
+from fsdp2.params.buffers import Home
+from fsdp2.params.custom_comm import AllGather, ReduceScatter
+from fsdp2.params.freshness import Freshness
+from fsdp2.params.param import FSDPParam
+from fsdp2.params.storage import GroupStorage
+from fsdp2.params.succession import succeed
+from fsdp2.params.swaps import Swaps
+from fsdp2.plan.group_plan import GradientsPlan, GroupPlan
+from fsdp2.plan.mesh import DataParallelMesh
+from fsdp2.runtime.reducer import GradientReducer
+
+
+class FSDPParamGroup:
+    """The parameters that are gathered together and whose gradients are reduced together.
+
+    Attributes:
+        name: of the module, below the root once that is known.
+        params: all of one mesh.
+        mesh: over which they are sharded and replicated.
+        storage: the memory that they lie on.
+        reducer: the gradient side.
+        gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
+        unshards_in_backward: whether backward needs the parameters.
+        sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
+            gathered for each of them, and reduced when the backward of all is over.
+        users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
+        took_part: of a shared group, whether the running backward has come to any of them.
+        identity: by which copies of other modules refer to it.
+    """
+
+    def __init__(
+        self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home, *, freshness: Freshness, name: str
+    ) -> None:
+        self.name = name
+        self.params = tuple(params)
+        self.mesh = mesh
+        self.storage = GroupStorage(params, mesh, home)
+        self.reducer = GradientReducer(mesh, home)
+        self.gathers_on_compute = False
+        self.unshards_in_backward = True
+        self.sharers: list[Any] = []
+        self.users: set[object] = set()
+        self.took_part = False
+        self.identity = Identity()
+        self.comm: FSDPCommContext | None = None
+        self.plan: GroupPlan | None = None
+        self._freshness = freshness
+        self._phase = ParamPhase.SHARDED
+        self._ticket: Ticket | None = None
+        self._issuing = False
+        self._resumes = False  # the gather under way is from where the parameters rest after forward
+        self._awaits_copy_out = False
+        self._by_hand = False
+        self._sharded = tuple(param.sharded for param in self.params)
+        self._gathered_version: int | None = 0
+        self._gathered_writes = 0
+        self._reuses = False  # the gather under way may send what was cast for an earlier one
+        self._swaps = Swaps(self.params)
+        self._form = Form.NATIVE
+        for param in self.params:
+            param.group = self
+        self._lay_out()
+
+    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
+        self.name = name
+        for param in self.params:
+            param.rename(paths)
+        if self.plan is not None:
+            self.plan = dataclasses.replace(self.plan, name=name)
+
+    # -- what the group is made of
+
+    def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let modules outside of this group's own hold ``param`` as well."""
+        self.reshard()
+        param.tie(uses)
+        self._swaps = Swaps(self.params)
+        self.unshards_in_backward = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether weights are tied across `fully_shard` calls."""
+        return len(self.sharers) > 1
+
+    def _lay_out(self) -> None:
+        self.plan = None
+        self.storage.lay_out()
+
+    def prepare(self, comm: FSDPCommContext) -> None:
+        """Freeze the plan and build everything that the hot path uses. Nothing is communicated.
+
+        Raises:
+            FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
+        """
+        self.adopt_replaced()
+        self.storage.check_devices(self.name)
+        self.comm = comm
+        # Buffers made under inference mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self.storage.prepare()
+        self._form = form_of(self.mesh.group)
+        self.reducer.lay_out(self.params)
+        buffers, extended = self.storage.plans()
+        gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
+        ranks = f"{self.mesh}, peer to peer" if self._form is Form.PEERS else str(self.mesh)
+        self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
+        if self._phase is ParamPhase.UNSHARDING:
+            self.reshard()
+        with torch.inference_mode(False):
+            self.storage.set_custom(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce with ``comm``; None: with torch.distributed's. Everything then travels packed."""
+        self.reducer.custom = comm
+        self.settings_changed()
+
+    def settings_changed(self) -> None:
+        """Take over a changed setting of the reducer, once the reductions in flight have ended as they began."""
+        if self.comm is not None:
+            self.comm.retire_reduces(0)
+        self.reducer.settings_changed()
+
+    def set_gradient_reduction(self, divide_factor: float | None, denominator: float | torch.Tensor | None) -> None:
+        """Divide the sum of gradients by ``denominator``, else by ``divide_factor``, else by the number of ranks."""
+        reducer = self.reducer
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # which use the denominator that they began with
+        is_other_way = (reducer.denominator is None) is not (denominator is None)
+        reducer.denominator = denominator
+        if is_other_way or reducer.divide_factor != divide_factor:
+            reducer.divide_factor = divide_factor
+            reducer.settings_changed()
+
+    def refuse_rescaling(self) -> None:
+        """Refuse another scaling while gradients that were scaled by the present one wait for their all-reduce.
+
+        Raises:
+            FSDPRuntimeError: they do.
+        """
+        if self.comm is not None:
+            self.comm.retire_reduces(0)
+        if self.reducer.awaits_all_reduce():
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
+                "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
+                "or after the one that all-reduces."
+            )
+
+    def set_gathers_on_compute(self, enable: bool) -> None:
+        """Whether all-gathers are issued from the current stream, as asynchronous works."""
+        self.settle()  # what is kept lies in memory of the other stream
+        self.gathers_on_compute = enable
+
+    def rest_on_all_ranks(self) -> None:
+        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
+        is_under_way = self._phase is ParamPhase.UNSHARDING and self._resumes
+        if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
+            self.reshard()
+        self.storage.post_forward = None
+
+    def keep_unsharded_storage(self, keep: bool) -> None:
+        """Whether resharding leaves the unsharded buffers their memory, so that addresses repeat."""
+        self.storage.keep_memory(keep)
+        if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
+            self._free_unsharded()
+
+    def _version(self) -> int:
+        """Changes with writes to the sharded parameters, alike on all ranks."""
+        return sum(map(_torch.version_of, self._sharded))
+
+    def _is_stale(self) -> bool:
+        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
+        return self._gathered_writes != self._freshness.writes or self._gathered_version != self._version()
+
+    def _sent_version(self) -> object:
+        """Changes with writes to this rank's shards; None if they may be written unseen."""
+        if Freshness.unwatched:
+            return None
+        of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
+        return self._version(), of_locals, self._freshness.writes, Freshness.steps
+
+    def settle(self) -> None:
+        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen."""
+        self.reshard()
+        self.storage.forget_sent()
+
+    # -- replaced parameters
+
+    def adopt_replaced(self) -> None:
+        """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
+
+        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
+        there was one.
+
+        Raises:
+            FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
+        """
+        if self._phase is not ParamPhase.SHARDED or self._swaps.hold_sharded() or self._adopt_in_place():
+            return
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        self._take_over(self._replacements())
+        self._gathered_version = None
+        with torch.inference_mode(False):
+            self._lay_out()
+        if self.comm is not None:
+            self.comm.gathers_follow_compute()  # which has just written the new shard buffers
+        if self.comm is not None and all(param.local.device == self.storage.home.device for param in self.params):
+            self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+
+    def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
+        """What is registered now, all of it looked at before anything is changed."""
+        return [(param, param.registered()) for param in self.params]
+
+    def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
+        for param, found in replacements:
+            if found is not param.sharded:
+                succeed(param.sharded, found)
+            param.adopt(found)
+        self._sharded = tuple(param.sharded for param in self.params)
+
+    def _adopt_in_place(self) -> bool:
+        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
+
+        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
+
+        Returns:
+            Whether that was all.
+        """
+        replacements = self._replacements()
+        if not all(param.lies_under(found) for param, found in replacements):
+            return False
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        was_stale = self._is_stale()
+        self._take_over(replacements)
+        self._gathered_version = self._version() if not was_stale else None
+        self.storage.forget_sent()  # its version was that of others
+        if self.plan is not None:
+            self.reducer.lay_out(self.params)
+        return True
+
+    # -- unshard
+
+    @property
+    def phase(self) -> ParamPhase:
+        """Where the parameters stand."""
+        return self._phase
+
+    def _enter(self, phase: ParamPhase) -> None:
+        assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
+        self._phase = phase
+
+    def unshard(self, *, for_backward: bool = False, by_hand: bool = False, ahead: bool = False) -> None:
+        """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
+
+        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
+        ``by_hand``: the user waits for it, so a custom all-gather may be asynchronous. ``ahead``: of a backward that is
+        only expected: nothing is done if the values of its forward are gone.
+
+        Raises:
+            FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
+
+        Stream: allocates, copies in, gathers and copies out on the all-gather stream.
+        """
+        self._by_hand = by_hand
+        # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
+        self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
+        if for_backward and ahead and self._is_stale():
+            return
+        if self._phase is not ParamPhase.SHARDED:
+            if for_backward or not self._is_stale():
+                if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
+                    return
+                if self._rests_as_left():
+                    self._start()
+                    return
+            self.reshard()
+        if for_backward and not ahead and self._is_stale():
+            self._refuse_backward()
+        if not self._swaps.hold_sharded():
+            if for_backward and not self._adopt_in_place():
+                self._refuse_backward()
+            self.adopt_replaced()
+        if self.plan is None and self.comm is not None:
+            self.prepare(self.comm)
+        self._start()
+
+    def _rests_as_left(self) -> bool:
+        """Whether what is registered after forward is what was, neither written nor frozen."""
+        post_forward = self.storage.post_forward
+        assert post_forward is not None, "the parameters rest there"
+        return post_forward.changed() is None and self._swaps.hold_post_forward()
+
+    def _refuse_backward(self) -> NoReturn:
+        raise FSDPRuntimeError(
+            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
+            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
+        )
+
+    def _start(self) -> None:
+        self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
+        # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
+        self._enter(ParamPhase.UNSHARDING)
+        if not self._resumes:
+            self._gathered_writes, self._gathered_version = self._freshness.writes, self._version()
+        if _torch.profiler_is_running():
+            with record_function(f"fsdp2::all_gather {self.name}"):
+                self._issue_all_gather()
+        else:
+            self._issue_all_gather()
+
+    def _issue_all_gather(self) -> None:
+        assert self.comm is not None, "unshard follows lazy initialization"
+        device, storage = self.comm.device, self.storage
+        group, form = self.mesh.group, self._form
+        if self._resumes and storage.post_forward is not None:
+            group = storage.post_forward.mesh.group
+            form = form_of(group)
+        as_works = not device.has_streams or self.gathers_on_compute
+        stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
+        with device.use(stream):
+            gather = storage.gather_from(resumes=self._resumes)
+            gather.allocate()
+            self._ticket = Ticket([])
+            self._issuing = self._awaits_copy_out = True
+            version = self._sent_version() if self._reuses and not self._resumes else None
+            members = storage.copy_in(gather, resumes=self._resumes, version=version)
+            if storage.home.is_host and device.has_streams:
+                self.comm.host_writes_shards_after(device.record(stream))
+            works = self._ticket.works if as_works else None
+            is_async = self._by_hand or self.gathers_on_compute
+            collectives.all_gather(members, group, works, storage.custom, is_async, form)
+            self._issuing = False
+            if not as_works:
+                self._copy_out()
+                self._ticket.event = device.record(stream)
+
+    def _copy_out(self) -> None:
+        self.storage.copy_out(resumes=self._resumes)
+        self._awaits_copy_out = False
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
+
+        Stream: the current stream waits; on CPU the host does.
+        """
+        if self._phase is not ParamPhase.UNSHARDING:
+            return
+        self._finish_all_gather()
+        self._swaps.register_unsharded()
+        if self.storage.post_forward is not None:
+            self.storage.post_forward.free()
+        self._enter(ParamPhase.UNSHARDED)
+
+    def _finish_all_gather(self) -> None:
+        assert self.comm is not None and self._ticket is not None, "an all-gather is under way"
+        self.comm.compute_follows_gather(self._ticket)
+        self._ticket = None
+        if self._awaits_copy_out:
+            self._copy_out()
+
+    # -- reshard
+
+    def reshard_after_forward(self) -> None:
+        """Reshard to where the parameters rest until backward: all ranks, or fewer of them."""
+        post_forward = self.storage.post_forward
+        if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
+            self.reshard()
+            return
+        post_forward.take()
+        self._swaps.register_post_forward()
+        self._enter(ParamPhase.SHARDED_POST_FORWARD)
+        self._free_unsharded()
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
+
+        Stream: the all-gather stream waits for the current stream, which may still be reading.
+
+        Raises:
+            FSDPRuntimeError: the user changed a parameter while it was unsharded.
+        """
+        if self._phase is ParamPhase.SHARDED:
+            return
+        assert self.comm is not None, "resharding follows unsharding"
+        if self._ticket is not None and not self._issuing:
+            self._finish_all_gather()
+        elif self._ticket is not None:
+            self._ticket.wait_for_works()
+        self._ticket = None
+        replaced: FSDPParam | None = None
+        if self._phase is ParamPhase.UNSHARDED:
+            replaced = self.storage.changed()
+        elif self._phase is ParamPhase.SHARDED_POST_FORWARD and self.storage.post_forward is not None:
+            replaced = self.storage.post_forward.changed()
+        if self._swaps.hold_unsharded():
+            self._swaps.register_sharded()
+        else:
+            replaced = self._swaps.restore_sharded() or replaced
+        if self._issuing:
+            # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
+            # leave it the buffers, and lay out others.
+            self.comm.compute_follows_gathers()
+            self._issuing = self._awaits_copy_out = False
+            self.plan = None
+        else:
+            self.storage.free_rests()
+            self._free_unsharded()
+        self._enter(ParamPhase.SHARDED)
+        if replaced is not None:
+            self._refuse(replaced)
+
+    def _free_unsharded(self) -> None:
+        if self.comm is not None:
+            self.comm.gathers_follow_readers()
+        self.storage.free()
+
+    def _refuse(self, replaced: FSDPParam) -> None:
+        self.plan = None  # the unsharded parameters are laid out anew
+        raise FSDPRuntimeError(
+            f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
+            "value is lost, the sharded parameter is registered again. Change parameters only while they are "
+            "sharded: call reshard() on the module that fully_shard was called on first."
+        )
+
+    # -- gradients
+
+    def reduce(self) -> None:
+        """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
+        assert self.comm is not None, "reducing follows lazy initialization"
+        if _torch.profiler_is_running():
+            with record_function(f"fsdp2::reduce_scatter {self.name}"):
+                self.reducer.reduce(self.comm)
+        else:
+            self.reducer.reduce(self.comm)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the sharded parameters' gradients, which `nn.Module.zero_grad` misses while they are not registered."""
+        for param in self.params:
+            gradient = param.sharded.grad
+            if gradient is not None and set_to_none:
+                param.sharded.grad = None
+            elif gradient is not None:
+                gradient.zero_()
+        self.reducer.accumulated = self.reducer.accumulated and self.reducer.has_gradients()
+
+    def refuse_lost_gradients(self) -> None:
+        """Between iterations: raise if a backward left gradients that no hook noticed.
+
+        Raises:
+            FSDPRuntimeError: naming the group and the remedy.
+        """
+        reducer = self.reducer
+        if reducer.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
+            raise FSDPRuntimeError(
+                f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
+                "noticed: no tensor was found in what the sharded modules returned. Return tensors, or tuples, lists, "
+                "dicts or dataclasses of them."
+            )
+
+    # -- after an exception
+
+    def abandon(self) -> bool:
+        """Drop what an iteration that failed left behind: sharded again, without unsharded gradients.
+
+        The reductions in flight have been dropped before.
+
+        Returns:
+            Whether gradients of earlier microbatches, accumulated without communication, were lost.
+        """
+        lost = self.reducer.abandon()
+        self.reshard()
+        return lost

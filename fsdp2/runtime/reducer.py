@@ -1,0 +1,411 @@
+"""`GradientReducer`: the gradient side of a group: what is reduced, over whom, how it is scaled, when it is kept back.
+
+Owns the group's gradient buffers and its communication settings for gradients. Independent of where the parameters
+stand: a group can be unsharded again while its reduction is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.comm import collectives
+from fsdp2.comm.collectives import Scaling
+from fsdp2.comm.comm_context import FSDPCommContext, PendingReduce, Ticket
+from fsdp2.comm.primitives import Form, form_of
+from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, FSDPValueError, GradPhase
+from fsdp2.params.buffers import Home
+from fsdp2.params.custom_comm import ReduceScatter
+from fsdp2.params.gather import Member
+from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.param import FSDPParam
+from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
+from fsdp2.plan.mesh import DataParallelMesh
+
+_LARGE_DIVISOR = 1024.0
+AllReduceHook = Callable[[torch.Tensor], None]
+
+
+class _Sent(NamedTuple):
+    """One dtype's part of a reduction under way."""
+
+    gradients: DtypeGradients
+    packed: PackedGradients
+    scaling: Scaling
+
+
+def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Member]]]:
+    """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
+    launches: list[tuple[Any, list[Member]]] = []
+    for _, packed, scaling in sent:
+        if scaling.before != 1.0:
+            for _, input in packed.members:
+                input.div_(scaling.before)
+        if launches and launches[-1][0] == scaling.scatter_op:
+            launches[-1][1].extend(packed.members)
+        else:
+            launches.append((scaling.scatter_op, list(packed.members)))
+    return launches
+
+
+class GradientReducer:
+    """Reduces the gradients of one group.
+
+    Attributes:
+        requires_gradient_sync: whether the end of the group's backward reduces; else gradients stay unsharded.
+        requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
+        is_last: the backward that runs is the last of its step: what has added up on the host comes back.
+        accumulated: unsharded gradients of earlier backwards wait for a reduction.
+        divide_factor: the sum is divided by it; None: by the number of ranks.
+        denominator: if there is one, the sum is divided by it instead, outside the collectives: it may differ from step
+            to step, and be a 0-D tensor, whose value the host need not know.
+        only_sums: collectives only ever sum, and scaling is separate.
+        max_pending: how many reductions may be in flight; the largest of all groups counts.
+        zeros_for_unused: parameters without any gradient get zeros.
+        all_reduce_hook: called with every flat result, before it is delivered.
+        all_reduce_hook_stream: where; None: on the all-reduce stream.
+        custom: takes the place of the reduce-scatter.
+        scatter_group: the process group of the reduce-scatter, if it has one of its own.
+        dtypes: how gradients are laid out, one for each dtype they are reduced in.
+    """
+
+    def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.is_last = True
+        # What has been issued and not been delivered; it may still be on its way.
+        self._awaits_all_reduce = False
+        self._adds_up = False  # on the host
+        self.accumulated = False
+        self.divide_factor: float | None = None
+        self.denominator: float | torch.Tensor | None = None
+        self.only_sums = mesh.device.type == "mtia"  # which has no other reductions
+        self.max_pending = 1
+        self.zeros_for_unused = False
+        self.all_reduce_hook: AllReduceHook | None = None
+        self.all_reduce_hook_stream: Any = None
+        self.custom: ReduceScatter | None = None
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.dtypes: tuple[DtypeGradients, ...] = ()
+        self._mesh = mesh
+        self._home = home
+        self._phase = GradPhase.IDLE
+        self._to_widen: tuple[FSDPParam, ...] = ()
+        self._follow_arrivals: tuple[FSDPParam, ...] = ()
+        self._scalings: list[Scaling] = []
+        self._params: tuple[FSDPParam, ...] = ()
+        self._form = Form.NATIVE
+
+    # -- what is reduced
+
+    def lay_out(self, params: Sequence[FSDPParam]) -> None:
+        """Lay out the gradients of the trainable ones of ``params``."""
+        self._params = tuple(params)
+        # Gradients that were accumulated before a parameter was frozen are still due.
+        is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        due = {param for one in self.dtypes for param in one.params} if is_due else set()
+        trainable = [param for param in params if param.requires_grad or param in due]
+        by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
+        for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
+            by_dtype.setdefault(dtype, []).append(param)
+        before = {one.dtype: one for one in self.dtypes if one.waits()}
+        dtypes = tuple(self._gradients(params, dtype) for dtype, params in by_dtype.items())
+        kept = {one.dtype for one in dtypes if one.dtype in before and one.continues(before[one.dtype])}
+        lost = [one for dtype, one in before.items() if dtype not in kept]
+        if lost:
+            raise FSDPRuntimeError(
+                f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
+                "for their all-reduce over replicas, or on the host for the last backward; change them after a "
+                "backward with set_requires_all_reduce(True) and set_is_last_backward(True)."
+            )
+        for one in dtypes:
+            if one.dtype in kept:
+                one.take_partial(before[one.dtype])
+        self.dtypes = dtypes
+        self._to_widen = tuple(
+            param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
+        )
+        self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
+        self._refuse_zeros_of_any_dtype()
+        self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
+        self._form = form_of(self._group)
+        for one, scaling in zip(self.dtypes, self._scalings, strict=True):
+            one.expect_divisor(_LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after)
+
+    def _gradients(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> DtypeGradients:
+        mesh = self._mesh
+        may_travel_alone = self.custom is None and self._scaling(dtype).before == 1.0
+        layout = GradientLayout.build(
+            [param.sharding.cut for param in params],
+            [
+                may_travel_alone
+                and param.param_dtype == dtype
+                and param.sharding.cut.dim is not None
+                and param.sharding.cut.outer == 1
+                and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
+                for param in params
+            ],
+            world_size=mesh.world_size,
+            itemsize=dtype.itemsize,
+            region_threshold_bytes=DIRECT_THRESHOLD_BYTES if self.custom is None else math.inf,
+        )
+        return DtypeGradients(
+            params, layout, dtype, world_size=mesh.world_size, rank=mesh.rank, device=mesh.device, home=self._home
+        )
+
+    def _refuse_zeros_of_any_dtype(self) -> None:
+        if self.zeros_for_unused and self._follow_arrivals:
+            raise FSDPValueError(
+                f"parameter '{self._follow_arrivals[0].path}' has grad_dtype=None, so its gradients are reduced in the "
+                "dtype in which they arrive, and set_reduce_scatter_unused_params(True) asks for zeros where none "
+                "arrives: set MixedPrecisionPolicy.reduce_dtype to the dtype that its gradients have."
+            )
+
+    def settings_changed(self) -> None:
+        """Take over a changed setting. No reduction is in flight."""
+        if self._params:
+            self.lay_out(self._params)
+
+    def _scaling(self, dtype: torch.dtype) -> Scaling:
+        mesh = self._mesh
+        group = self._group
+        return Scaling.choose(
+            dtype,
+            mesh.world_size,
+            mesh.replicate_size,
+            factor=self.divide_factor,
+            only_sums=self.only_sums or self.denominator is not None,
+            premultiplies=group is not None
+            and self.divide_factor is not None
+            and _torch.backend_name(group, mesh.device) == "nccl",
+        )
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.scatter_group if self.scatter_group is not None else self._mesh.group
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter is reduced."""
+        return bool(self.dtypes)
+
+    def has_gradients(self) -> bool:
+        """Whether autograd has left a gradient on any unsharded parameter."""
+        for one in self.dtypes:
+            for param in one.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    return True
+        return False
+
+    def is_due(self) -> bool:
+        """Whether the end of a backward has something to do, though the group took no part in it."""
+        waits = self._awaits_all_reduce or (self.is_last and self._adds_up)
+        goes_on = waits and self.requires_gradient_sync and self.requires_all_reduce
+        return self.accumulated or self.has_gradients() or goes_on
+
+    def awaits_all_reduce(self) -> bool:
+        """Whether gradients were reduced over shards and not over replicas. Decided when a reduction is issued."""
+        return self._awaits_all_reduce
+
+    def awaits_last(self) -> bool:
+        """Whether gradients add up on the host."""
+        return self._adds_up
+
+    def owes_gradients(self) -> bool:
+        """Whether what earlier backwards have computed is still to be delivered."""
+        return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
+
+    def release(self) -> None:
+        """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
+        if self._phase is GradPhase.REDUCING:
+            return
+        for one in self.dtypes:
+            one.release()
+
+    # -- the end of a backward
+
+    def keep(self) -> None:
+        """Leave the gradients of this backward unsharded, for a later one to reduce the sum.
+
+        They add up in `FSDPParam.accumulation_dtype`: autograd adds to what is there in place, in its dtype.
+        """
+        for param in self._to_widen:
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
+        self.accumulated = True
+
+    def reduce(self, comm: FSDPCommContext) -> None:
+        """Issue the reduction. Collective, asynchronous; ``.grad`` is set when it is retired.
+
+        What travels is fixed by the plan: parameters without a gradient on this rank contribute zeros.
+
+        Stream: packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
+        """
+        if not self.dtypes:
+            return
+        comm.retire_reduces(comm.max_pending_reduces - 1)
+        if self._phase is GradPhase.REDUCING:
+            comm.retire_reduces(0)
+        if self._follow_arrivals:
+            self._follow()
+        taken = [one.take() for one in self.dtypes]
+        comm.reduces_follow_compute()
+        try:
+            pending = self._issue(taken, comm)
+        except BaseException:
+            comm.compute_follows_reduces(self.all_reduce_hook_stream)  # which may be reading what is freed now
+            raise
+        self._enter(GradPhase.REDUCING)
+        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.requires_all_reduce
+        if not self._awaits_all_reduce:
+            self._adds_up = self._home.sums_on_host and not self.is_last
+        comm.add_pending(pending)
+        self.accumulated = False
+
+    def _follow(self) -> None:
+        """Reduce in a wider dtype from now on, if gradients have arrived in one: alike on ranks of equal graphs."""
+        wider = False
+        for param in self._follow_arrivals:
+            gradient = param.unsharded.grad if param.unsharded is not None else None
+            if gradient is not None:
+                dtype = torch.promote_types(gradient.dtype, param.default_reduce_dtype)
+                wider = wider or dtype != param.default_reduce_dtype
+                param.arrived_dtype = dtype
+        if wider:
+            self.lay_out(self._params)
+
+    def _enter(self, phase: GradPhase) -> None:
+        assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
+        self._phase = phase
+
+    def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext) -> PendingReduce:
+        device = comm.device
+        ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
+        ticket = Ticket([])
+        keeps = self._home.sums_on_host and not self.is_last and not ends_here
+        works = None if device.has_streams else ticket.works
+        with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
+            sent = [
+                _Sent(one, one.pack(gradients, in_place=not (ends_here or keeps), custom=self.custom), scaling)
+                for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
+            ]
+            for op, members in _launches(sent):
+                collectives.reduce_scatter(members, self._group, op, works, self.custom, self._form)
+            if device.has_streams:
+                self._settle_partial(sent, ends_here)
+            else:  # what was packed has been read
+                for each in sent:
+                    each.packed.inputs = []
+            ticket.event = device.record(comm.reduce_scatter_stream)
+        if ends_here:
+            return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
+        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps)
+        needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
+        if not device.has_streams:
+            then = functools.partial(self._all_reduce_on_host, sent)
+            goes_on = self._mesh.replicate_group is not None
+            return PendingReduce(ticket, deliver, sent, then if goes_on else None, needs_host)
+        ticket.event = self._finish_on_stream(sent, comm, keeps)
+        return PendingReduce(ticket, deliver, sent, None, needs_host)
+
+    def _needs_values(self, sent: list[_Sent]) -> bool:
+        """Whether delivery reads what was copied to the host."""
+        return any(each.gradients.needs_values(each.packed) for each in sent)
+
+    def _settle_partial(self, sent: list[_Sent], ends_here: bool) -> None:
+        if self._mesh.replicate_group is None:
+            return
+        for each in sent:
+            if ends_here:
+                each.gradients.accumulate_partial(each.packed)
+            else:
+                each.gradients.add_partial(each.packed)
+
+    def _end_partial(self, sent: list[_Sent], settled: bool) -> None:
+        self._enter(GradPhase.IDLE)
+        if not settled:
+            with _torch.without_grad():
+                self._settle_partial(sent, ends_here=True)
+
+    def _all_reduce_on_host(self, sent: list[_Sent]) -> Ticket:
+        ticket = Ticket([])
+        with _torch.without_grad():
+            self._settle_partial(sent, ends_here=False)
+            self._all_reduce(sent, ticket.works)
+        for each in sent:
+            each.packed.release_inputs()
+        return ticket
+
+    def _all_reduce(self, sent: list[_Sent], works: list[dist.Work] | None) -> None:
+        group = self._mesh.replicate_group
+        if group is not None and group.size() > 1:
+            for each in sent:
+                collectives.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
+
+    def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext, keeps: bool) -> Any:
+        """Everything after the reduce-scatter, issued at once. Returns the event that ends it."""
+        device, stream = comm.device, comm.reduce_scatter_stream
+        if self._mesh.replicate_group is not None or self.all_reduce_hook is not None:
+            stream = comm.all_reduce_stream
+            if self.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
+                stream = self.all_reduce_hook_stream
+            comm.all_reduces_follow(stream)
+        with _torch.without_grad(), device.use(stream):
+            self._all_reduce(sent, None)
+            self._arrive(sent, keeps)
+            return device.record(stream)
+
+    def _arrive(self, sent: list[_Sent], keeps: bool) -> None:
+        for each in sent:
+            if self.all_reduce_hook is not None:
+                self.all_reduce_hook(each.packed.output)
+            divisor: float | torch.Tensor | None = None if each.scaling.after == 1.0 else each.scaling.after
+            if self.denominator is not None:
+                before = each.scaling.before
+                divisor = self.denominator if before == 1.0 else self.denominator / before
+            each.gradients.arrive(each.packed, divisor, keeps)
+
+    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool) -> None:
+        self._enter(GradPhase.IDLE)
+        with _torch.without_grad():
+            if not arrived:
+                self._arrive(sent, keeps)
+            for each in () if keeps else sent:
+                each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+
+    # -- after an exception
+
+    def abandon(self) -> bool:
+        """Drop unsharded and partly reduced gradients; the reductions in flight have been dropped before.
+
+        Returns:
+            Whether gradients of earlier microbatches were lost.
+        """
+        lost = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        self.accumulated = self._adds_up = self._awaits_all_reduce = False
+        self._phase = GradPhase.IDLE  # whatever the interrupted one was
+        for one in self.dtypes:
+            one.drop()
+            for param in one.params:
+                if param.unsharded is not None:
+                    param.unsharded.grad = None
+        return lost
+
+
+def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:
+    """The dtype in which each parameter's gradient is reduced.
+
+    Those whose policy has a ``reduce_dtype`` follow it; the others share the promoted dtype of what the installed torch
+    says for each of them.
+    """
+    followed = [param.default_reduce_dtype for param in params if param.policy.reduce_dtype is None]
+    shared = functools.reduce(torch.promote_types, followed) if followed else None
+    chosen = [param.policy.reduce_dtype or shared for param in params]
+    return [dtype for dtype in chosen if dtype is not None]

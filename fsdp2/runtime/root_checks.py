@@ -1,0 +1,110 @@
+"""What is checked when a root forms: that every parameter is owned and ready, and that the ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from fsdp2.comm import collectives
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.params.param import FSDPParam
+from fsdp2.plan.group_plan import ModelPlan
+from fsdp2.plan.mesh import DataParallelMesh
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.root import FSDPRoot
+
+
+def refuse_unowned_parameters(
+    modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
+) -> None:
+    """Every parameter below ``modules`` is one of ``params`` or ignored.
+
+    Raises:
+        FSDPRuntimeError: one is not, and would not be reduced.
+    """
+    owned = {(module, name) for param in params for module, name in param.uses}
+    for root in modules:
+        for prefix, module in root.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter in ignored or (module, name) in owned:
+                    continue
+                raise FSDPRuntimeError(
+                    f"parameter '{prefix + '.' + name if prefix else name}' of {class_name} was added after "
+                    "fully_shard and belongs to no group: its gradient would not be reduced. Add parameters before "
+                    "calling fully_shard, or call fully_shard on the module that holds it, or pass it in "
+                    "ignored_params."
+                )
+
+
+def refuse_meta_buffers(modules: Sequence[nn.Module], class_name: str) -> None:
+    """No buffer below ``modules`` is on meta.
+
+    Raises:
+        FSDPRuntimeError: one is, and has no values.
+    """
+    found = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
+    if found:
+        raise FSDPRuntimeError(
+            f"buffers of {class_name} are still on the meta device: {', '.join(found)}. Materialize the model "
+            "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+        )
+
+
+def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh) -> None:
+    """The ranks that communicate have the same plans. Collective over each mesh that ``groups`` are on.
+
+    Raises:
+        FSDPRuntimeError: on every rank, with the difference.
+    """
+    meshes = {mesh.key: mesh}
+    for group in groups:
+        meshes.setdefault(group.mesh.key, group.mesh)
+    for key, each in meshes.items():
+        plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None and group.mesh.key == key))
+        for process_group in (each.group, each.replicate_group):
+            difference = collectives.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
+            if difference is not None:
+                raise FSDPRuntimeError(
+                    "the ranks have different plans, so their collectives would not match; every rank must build the "
+                    f"same model and shard it alike. Difference:\n{difference}"
+                )
+
+
+def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
+    """Refuse `FSDPModule.finalize_backward`, called on the module ``name``, where it cannot be.
+
+    Raises:
+        FSDPRuntimeError: saying why not.
+    """
+    if not is_root:
+        raise FSDPRuntimeError(f"finalize_backward() must be called on the root, {root.name}, not on '{name}'.")
+    if not root.settings.finalizes_manually:
+        raise FSDPRuntimeError(
+            "finalize_backward() needs set_manual_backward_finalization(True), called on the root before backward."
+        )
+    if root.iteration.in_backward:
+        raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
+    root.comm.refuse_unfinished_handle("finalize_backward()")
+    for group in root.groups:
+        reducer = group.reducer
+        stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
+        if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+            raise FSDPRuntimeError(
+                f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+            )
+
+
+def refuse_list_as_root(modules: Sequence[nn.Module]) -> None:
+    """A list of modules that were sharded together is no root.
+
+    Raises:
+        FSDPRuntimeError: it is a list.
+    """
+    if len(modules) > 1:
+        names = ", ".join(type(module).__name__ for module in modules)
+        raise FSDPRuntimeError(
+            f"a list of modules ({names}) that fully_shard was called on cannot be the root, as no forward "
+            "contains them all: call fully_shard on the module that does as well, and run its forward."
+        )

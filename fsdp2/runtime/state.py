@@ -1,0 +1,500 @@
+"""`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward.
+
+Decides which operation of its groups runs when; the operations are the groups', the order across groups is the root's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.comm.comm_context import FSDPCommContext, device_for
+from fsdp2.common import FSDPRuntimeError, ParamPhase
+from fsdp2.params.wrapping import Wrapping
+from fsdp2.plan.policies import ModulePolicy
+from fsdp2.plan.structure import Structure, module_paths
+from fsdp2.runtime.attachment import STATE, Attachment
+from fsdp2.runtime.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
+from fsdp2.runtime.copying import CopyableState, Prefetch, resolve_prefetch
+from fsdp2.runtime.hooks import (
+    ForwardCall,
+    after_backward_of_inputs,
+    before_backward_of_outputs,
+    cast_floating_point,
+    cast_inputs,
+    map_tensors,
+    on_real_parameters,
+    tensors_in,
+)
+from fsdp2.runtime.root import FSDPRoot, RootSettings, SharedComm, Unit
+from fsdp2.runtime.root_checks import (
+    refuse_disagreement,
+    refuse_list_as_root,
+    refuse_meta_buffers,
+    refuse_unowned_parameters,
+)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` attached to ``module``, if it did."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    return state
+
+
+def forget_state(state: FSDPState) -> None:
+    """Take ``state``, and all that it has hung on them, off its modules."""
+    state.attachment.detach()
+    for module in state.modules:
+        del module.__dict__[STATE]
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of ``module`` and everything below it, each once, in the order of ``module.modules()``."""
+    states = (state_of(each) for each in module.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
+    """`states_below` for several modules, each state once."""
+    return list(dict.fromkeys(state for module in modules for state in states_below(module)))
+
+
+class FSDPState(CopyableState):
+    """The hooks of one module, or of a list of modules that share their groups.
+
+    Attributes:
+        modules: those that `fully_shard` was called on.
+        class_name: of the first of them, as the user calls it.
+        unit: their groups, one per mesh; empty if they have no parameters of their own.
+        mesh: of the modules; a parameter may have been given another.
+        policy: for what forward takes and returns.
+        root: set at lazy initialization; the last to claim it, if it is below several.
+        roots: all of these.
+        own_root: the root that its own module is.
+        settings: of the root, if it is one or becomes one.
+        reshard_after_forward: as the user said; None: everywhere but at the root.
+        reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
+        forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
+        backward_prefetch: the same in backward.
+        wrapping: the arguments of the call.
+        attachment: what hangs on the modules.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        policy: ModulePolicy,
+        wrapping: Wrapping,
+        ignored_params: frozenset[nn.Parameter],
+    ) -> None:
+        self._begin(modules, unit, policy, wrapping, ignored_params)
+        for module in self.modules:
+            module.__dict__[STATE] = self
+            self.attachment.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
+
+    def _begin(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        policy: ModulePolicy,
+        wrapping: Wrapping,
+        ignored_params: frozenset[nn.Parameter],
+    ) -> None:
+        self.modules = tuple(modules)
+        self.class_name = type(modules[0]).__name__
+        self.unit = unit
+        self.mesh = wrapping.mesh
+        self.policy = policy
+        self.root: FSDPRoot | None = None
+        self.roots: list[FSDPRoot] = []
+        self.own_root: FSDPRoot | None = None
+        self.is_root = False
+        self.settings = RootSettings()
+        self.reshard_after_forward = wrapping.reshard_after_forward[0]
+        self.reshard_after_backward: bool | None = True
+        self.forward_prefetch: Prefetch = None
+        self.backward_prefetch: Prefetch = None
+        self.ignored_params = ignored_params
+        self.wrapping = wrapping
+        self.attachment = Attachment()
+        self._calls: list[weakref.ref[ForwardCall]] = []
+        self._in_backward = False
+        self._awaits_finalization = False
+        self._own = unit
+        self._shared: Unit = ()
+        for group in unit:
+            group.sharers.append(self)
+        self._to_run: set[nn.Module] = set()
+        self._states: tuple[FSDPState, ...] = ()
+        self._structure = Structure(())
+
+    @property
+    def name(self) -> str:
+        """For messages: the group's name once the root is known, else the class of the (first) module."""
+        return self.unit[0].name if self.unit else self.class_name
+
+    # -- lazy initialization
+
+    def ensure_root(self) -> FSDPRoot:
+        """The root this state belongs to; on first use, makes this state's module the root. Collective then.
+
+        Raises:
+            FSDPRuntimeError: another root is using a module below, a parameter is not ready, was added or replaced, or
+                the ranks' plans differ.
+        """
+        if self.root is None:
+            self._become_root()
+        assert self.root is not None, "lazy initialization sets the root"
+        return self.root
+
+    def _become_root(self) -> None:
+        names: dict[FSDPState, str] = {}
+        paths = module_paths(self.modules)
+        for each, name in paths.items():
+            state = state_of(each)
+            if state is not None:
+                names.setdefault(state, name)
+        states = tuple(names)
+        groups = list(dict.fromkeys(group for state in states for group in state.unit))
+        # Those of tied weights too, that are not below: a reduction must be waited for by whichever root has ended.
+        related = names | {sharer: sharer.name for group in groups for sharer in group.sharers if sharer not in names}
+        refuse_busy(self.class_name, related, None)
+        self._refuse_other_settings(names)
+        shared = self._comm_ctx
+        share_context(shared, roots_of(related))
+        supersede(names)
+        for state, name in names.items():
+            for group in state.unit:
+                if group.sharers[0] is not state and group.sharers[0] in names:
+                    continue  # it is called as its owner calls it
+                group.rename(name or self.class_name, paths)
+        self._refuse_unowned()
+        refuse_meta_buffers(self.modules, self.class_name)
+        if shared.comm is None:
+            shared.comm = FSDPCommContext(device_for(self.mesh.device))
+        for group in groups:
+            if group.plan is None or group.comm is not shared.comm:
+                group.prepare(shared.comm)
+        refuse_disagreement(groups, self.mesh)
+        root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
+        root.on_backward_end = self._end_backward
+        root.on_backward_pause = self._pause_backward
+        root.on_failure = self._drop_iteration
+        root.on_dissolution = self._forget_root
+        root.shared = tuple(group for group in groups if group.is_shared)
+        for state in states:
+            state._shared = tuple(group for group in state.unit if group.is_shared)
+            state._own = tuple(group for group in state.unit if not group.is_shared)
+        resolve_prefetch(states, groups)
+        self._states, self.own_root = states, root
+        claim(root, states, self)
+
+    def _reclaim(self, root: FSDPRoot) -> None:
+        """Claim the states that another root has claimed in the meantime."""
+        lost = {state: state.name for state in self._states if state.root is not root}
+        refuse_busy(self.class_name, lost, root)
+        share_context(self._comm_ctx, roots_of(lost))
+        claim(root, self._states, self)
+
+    @property
+    def _comm_ctx(self) -> SharedComm:
+        """What roots that share a communication context have in common (torch's pipelining compares it)."""
+        settings = self.settings if self.root is None else self.root.settings
+        if settings.comm is None:
+            settings.comm = SharedComm()
+        return settings.comm
+
+    def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
+        for state, name in names.items():
+            setter = None if state is self else state.settings.setter_called()
+            if setter is not None:
+                raise FSDPRuntimeError(
+                    f"{setter} was called on '{name}' ({state.class_name}), which is not the root; call it on the "
+                    f"root, {self.class_name}."
+                )
+
+    def _refuse_unowned(self) -> None:
+        """Refuse parameters that no group owns."""
+        states = states_below_all(self.modules)
+        ignored = {parameter for state in states for parameter in state.ignored_params}
+        params = [param for state in states for group in state.unit for param in group.params]
+        refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
+        self._structure = Structure(self.modules)
+
+    def settle(self) -> None:
+        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
+        if self.root is not None:
+            self.root.recover_if_failed()
+            self.root.comm.let_host_write_shards()
+        for group in self.unit:
+            group.settle()
+
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were replaced while they were sharded."""
+        for group in self.unit:
+            group.adopt_replaced()
+
+    def take_over(self) -> None:
+        """End the roots that submodules became by running before this module, and what they have begun."""
+        for state in states_below_all(self.modules):
+            if state.root is not None:
+                state.root.reset()
+                state.root.dissolve()
+
+    # -- forward
+
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: Callable[..., Any] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
+
+        Returns:
+            The inputs to use instead, or None if they stay.
+        """
+        if self.root is None:
+            on_real_parameters(self._become_root)
+        root = self.ensure_root()
+        recompute = _torch.backward_is_running()
+        hooks = True
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        if recompute:
+            if self._in_backward and self._is_unsharded():
+                hooks = False  # its parameters are there, and its own hooks are in place
+            else:
+                on_real_parameters(self._gather_for_recompute, root)
+        else:
+            inputs = self._enter_forward(root, args, kwargs)
+        if self.policy.inputs is not None:
+            inputs = cast_inputs(self.policy.inputs, method or module.forward, *(inputs or (args, kwargs)))
+        if hooks and self._begins_round(module) and self.unit and torch.is_grad_enabled():
+            args, kwargs = inputs or (args, kwargs)
+            return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
+        return inputs
+
+    def _is_unsharded(self) -> bool:
+        return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
+
+    def _gather_for_recompute(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_recompute(self.unit)
+            for group in self._shared:
+                group.users.add(self)
+
+    def _enter_forward(
+        self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        on_real_parameters(self._gather_for_forward, root)
+        if self.is_root and self.mesh.device.type != "cpu":
+            device = self.mesh.device
+            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
+        return None
+
+    def _gather_for_forward(self, root: FSDPRoot) -> None:
+        root.recover_if_failed()
+        if self.is_root:
+            if not root.iteration.in_forward:
+                refuse_list_as_root(self.modules)
+                if root.is_disturbed:
+                    self._reclaim(root)
+                root.begin_forward()
+                if self._structure.has_changed():
+                    self._refuse_unowned()
+        elif not root.iteration.in_forward:
+            root.join()
+        if self.unit:
+            root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
+            for group in self._shared:
+                group.users.add(self)
+
+    def _new_call(self) -> ForwardCall:
+        call = ForwardCall(self._end_call)
+        # A call lives as long as its graph, and is forgotten with it.
+        if self._calls:
+            self._calls = [each for each in self._calls if each() is not None]
+        self._calls.append(weakref.ref(call))
+        return call
+
+    def _begins_round(self, module: nn.Module) -> bool:
+        """Whether this call is the first of a round over the modules of the list; always, for a single module."""
+        if len(self.modules) == 1:
+            return True
+        begins = module not in self._to_run
+        if begins:
+            self._to_run.update(self.modules)
+        return begins
+
+    def _shows_parameters(self, output: Any) -> bool:
+        """Whether ``output`` holds a parameter, or a view of one: it then stays unsharded until the backward is over.
+
+        (Or, without gradients, until the next call.)
+        """
+        tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
+        for tensor in tensors:
+            for group in self.unit:
+                if group.storage.lies_on_unsharded(tensor):
+                    return True
+        return False
+
+    def _end_round_early(self) -> None:
+        """The root's forward is over, and not all modules of the list were called in it."""
+        self._to_run.clear()
+        if self._reshards_now():
+            for group in self.unit:
+                if not group.users:
+                    group.reshard_after_forward()
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
+
+        Returns:
+            The output to use instead, or None if it stays.
+        """
+        root = self.root
+        assert root is not None, "a forward that ends has begun"
+        recompute = _torch.backward_is_running()
+        if not recompute or not self._in_backward:
+            on_real_parameters(self._leave_forward, root, module, output, recompute)
+        if self.policy.output_dtype is None:
+            return None
+        return cast_floating_point(self.policy.output_dtype, output)
+
+    def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
+        if torch.is_grad_enabled():
+            before_backward_of_outputs(self._pre_backward, output)
+        self._to_run.discard(module)
+        for group in self._shared:
+            group.users.discard(self)
+        if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(output):
+            if recompute:
+                root.keep(self.unit)
+            else:
+                for group in self.unit:
+                    if not group.users:
+                        group.reshard_after_forward()
+        if self.is_root and not recompute and root.iteration.in_forward:
+            for state in self._states:
+                if state._to_run:
+                    state._end_round_early()
+            root.end_forward()
+
+    def _reshards_now(self) -> bool:
+        """Whether the end of this forward frees the unsharded parameters.
+
+        By default the root's are kept for the backward, which needs them first; not if none can come.
+        """
+        if self.root is not None and self.root.holds_graph:
+            return False
+        if self.reshard_after_forward is None:
+            return not self.is_root or not torch.is_grad_enabled()
+        return self.reshard_after_forward
+
+    def forward_failed(self) -> None:
+        """An exception leaves the forward of (one of) this state's module(s)."""
+        if self.root is None or _torch.backward_is_running():
+            return  # not initialized; or a recompute, whose early stop is an exception too
+        if self.is_root or not self.root.iteration.in_forward:
+            self.root.iteration.failed = True
+
+    # -- backward
+
+    def _pre_backward(self, gradient: torch.Tensor) -> None:
+        root = self.root
+        if root is None:
+            raise FSDPRuntimeError(
+                f"'{self.name}', or a module above or below it, was unwrapped between a forward and its backward; run "
+                "all backwards before."
+            )
+        root.begin_backward()
+        if self._in_backward:
+            return
+        self._in_backward = True
+        on_real_parameters(self._gather_for_backward, root)
+
+    def _gather_for_backward(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
+            for group in self._shared:
+                group.users.add(self)
+                group.took_part = True
+
+    def _end_call(self) -> None:
+        """The backward of one forward call is done: reduce, unless the same backward comes to another call.
+
+        Autograd adds up the gradients of all calls before any of them shows.
+        """
+        if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
+            self.root.begin_backward()
+        reduces = True
+        for reference in self._calls:
+            call = reference()
+            if call is not None and call.is_pending():
+                reduces = False
+        on_real_parameters(self._end_module_backward, reduces)
+
+    def end_module_backward(self, *, reduces: bool) -> None:
+        """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
+        on_real_parameters(self._end_module_backward, reduces)
+
+    def _end_module_backward(self, reduces: bool) -> None:
+        self._in_backward = self._awaits_finalization = False
+        for group in self._shared:
+            group.users.discard(self)
+        root, reshards = self.root, self.reshard_after_backward
+        assert root is not None, "a backward follows a forward"
+        if not root.iteration.creates_graph:
+            for group in self.unit:
+                if not group.users and (group.reducer.requires_gradient_sync if reshards is None else reshards):
+                    group.reshard()
+        if reduces:
+            root.reduce_or_keep(self._own)
+
+    def _end_backward(self) -> None:
+        """The whole backward is done: finish the modules whose own end could not be noticed.
+
+        Such are modules whose inputs need no gradient, that hold gradients from microbatches without communication, or
+        whose gradients came by another way than their outputs (a loss that a module keeps as an attribute).
+        """
+        for state in self._states:
+            if state._in_backward or state._awaits_finalization:
+                state.end_module_backward(reduces=True)
+                continue
+            is_due = any([group.reducer.is_due() for group in state._own])
+            if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
+                state.end_module_backward(reduces=is_due)
+        assert self.root is not None, "a backward follows a forward"
+        on_real_parameters(self.root.reduce_shared)
+
+    def _pause_backward(self) -> None:
+        """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
+        for state in self._states:
+            if not state._in_backward:
+                continue
+            if any(group.reducer.requires_gradient_sync for group in state._own):
+                state._in_backward, state._awaits_finalization = False, True
+            else:
+                state.end_module_backward(reduces=True)
+        assert self.root is not None, "a backward follows a forward"
+        self.root.reduce_shared(only_keeps=True)
+
+    def _forget_root(self) -> None:
+        if self.own_root is not None:
+            release(self.own_root, self._states)
+            self._states = ()
+
+    def _drop_iteration(self) -> None:
+        for state in self._states:
+            state._in_backward = state._awaits_finalization = False
+            state._to_run.clear()
