@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch
 from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.module import mix_in
 from fsdp2.modules.replicated import absorb, is_small, mesh_of_small, share
 from fsdp2.modules.tying import Use, check_tied, take_tied
@@ -203,7 +203,7 @@ def fully_shard(
     if unit:
         state.attachment.handle_state_dicts(state, modules, managed)
     GUARD.install()
-    _torch.run_hooks_uncompiled()
+    begin_graphs_at_calls_only()
     return module
 
 

@@ -111,12 +111,14 @@ class Scaling:
         scatter_op: of the reduce-scatter.
         replicate_op: of the all-reduce over replicas.
         after: divides the result.
+        factor: by which ``scatter_op`` itself divides.
     """
 
     before: float
     scatter_op: Any
     replicate_op: Any
     after: float
+    factor: float = 1.0
 
     @classmethod
     def choose(
@@ -143,10 +145,17 @@ class Scaling:
             if factor == world_size and world_size > 1:
                 return cls(1.0, mean, total, 1.0)
             if premultiplies and world_size > 1:
-                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0)
+                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
         divisor = float(world_size * replicate_size) if factor is None else float(factor)
         before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
         return cls(before, total, total, divisor / before)
+
+    def of_any_backend(self) -> Scaling:
+        """The same mean, without an operation that scales by a factor."""
+        plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if self.scatter_op in plain:
+            return self
+        return Scaling(1.0, dist.ReduceOp.SUM, self.replicate_op, self.factor)
 
 
 def _add(works: Works, work: dist.Work | None) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
+from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.modules import communicating
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
@@ -371,12 +374,23 @@ class FSDPModule:
     # -- what nn.Module does, on sharded parameters
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """Observe exceptions: module hooks do not run on KeyboardInterrupt."""
+        """Observe exceptions (module hooks do not run on KeyboardInterrupt), and make graphs possible.
+
+        Dynamo does not take up this frame of a compiled call, so what must happen outside of the graph happens here. It
+        takes up the next one, of `_captured_call`, and reaches the module's hooks through it.
+        """
+        if torch.compiler.is_compiling():
+            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
+            if _torch.captures_frames() and prepares_graphs()(self):
+                return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self._get_fsdp_state().forward_failed()
             raise
+
+    def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
@@ -462,6 +476,7 @@ def mix_in(module: nn.Module) -> None:
         namespace = {"__module__": original.__module__}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
+    _torch.recompile_from(module)
 
 
 def mix_out(module: nn.Module) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError
+from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.forward_methods import restore_methods
 from fsdp2.optim.guard import GUARD
 from fsdp2.params.succession import link_copies
@@ -68,4 +68,4 @@ def completed() -> None:
     for state in complete_copies():
         restore_methods(state)  # type: ignore[arg-type]
         GUARD.install()
-        _torch.run_hooks_uncompiled()
+        begin_graphs_at_calls_only()

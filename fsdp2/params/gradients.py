@@ -124,6 +124,7 @@ class DtypeGradients:
         layout: of the reduce-scatter.
         partial: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
         sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
+        presence_scale: what says that a parameter has a gradient on this rank.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class DtypeGradients:
         self.dtype = dtype
         self.partial: torch.Tensor | None = None
         self._partial_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
-        self._presence_scale = 1.0
+        self.presence_scale = 1.0
         self._world_size = world_size
         self._device = device
         self._home = home
@@ -171,7 +172,7 @@ class DtypeGradients:
                     if size:
                         template.append(zeros[size])
             shape = (self._world_size, len(self.params))
-            template.append(torch.full(shape, self._presence_scale, dtype=dtype, device=self._device))
+            template.append(torch.full(shape, self.presence_scale, dtype=dtype, device=self._device))
             self._templates[dtype] = template
         return self._templates[dtype]
 
@@ -191,7 +192,7 @@ class DtypeGradients:
 
     def expect_divisor(self, divisor: float) -> None:
         """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
-        self._presence_scale = min(max(1.0, divisor), 1024.0)
+        self.presence_scale = min(max(1.0, divisor), 1024.0)
         self._templates.clear()
 
     def take(self) -> list[torch.Tensor | None]:

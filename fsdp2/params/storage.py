@@ -47,6 +47,11 @@ class GroupStorage:
         self._gather: Gather | None = None
         self._unsharded_storages: frozenset[int] = frozenset()
 
+    @property
+    def has_extensions(self) -> bool:
+        """Whether some tensors gather themselves."""
+        return bool(self._extended)
+
     def lay_out(self) -> None:
         """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move).
 

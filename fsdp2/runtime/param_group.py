@@ -1,8 +1,6 @@
 """`FSDPParamGroup`: the parameters of one `fully_shard` call on one mesh, and the three operations on them.
 
-Unshard, reshard and reduce, as a phase machine over the group's flat buffers. Knows streams and collectives through
-the layers below; does not know modules' hooks, order or prefetch.
-"""
+Unshard, reshard and reduce: a phase machine over flat buffers. Does not know modules' hooks, order or prefetch."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ class FSDPParamGroup:
         sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
             gathered for each of them, and reduced when the backward of all is over.
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
-        took_part: of a shared group, whether the running backward has come to any of them.
+        took_part: whether the running backward has come to any of them.
         identity: by which copies of other modules refer to it.
+        traced: what was prepared for graphs; None before the first.
     """
 
     def __init__(
@@ -65,6 +64,7 @@ class FSDPParamGroup:
         self.identity = Identity()
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
+        self.traced: Any = None
         self._freshness = freshness
         self._phase = ParamPhase.SHARDED
         self._ticket: Ticket | None = None
@@ -192,6 +192,10 @@ class FSDPParamGroup:
     def _version(self) -> int:
         """Changes with writes to the sharded parameters, alike on all ranks."""
         return sum(map(_torch.version_of, self._sharded))
+
+    def written(self) -> tuple[int, int]:
+        """Changes with writes to the sharded parameters, as far as they can be seen."""
+        return self._freshness.writes, self._version()
 
     def _is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
@@ -424,8 +428,7 @@ class FSDPParamGroup:
         else:
             replaced = self._swaps.restore_sharded() or replaced
         if self._issuing:
-            # An exception (Ctrl-C) came while collectives were issued, and one may run that nothing here can wait for:
-            # leave it the buffers, and lay out others.
+            # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()
             self._issuing = self._awaits_copy_out = False
             self.plan = None
@@ -487,9 +490,7 @@ class FSDPParamGroup:
     # -- after an exception
 
     def abandon(self) -> bool:
-        """Drop what an iteration that failed left behind: sharded again, without unsharded gradients.
-
-        The reductions in flight have been dropped before.
+        """Drop what an iteration that failed left behind; the reductions in flight have been dropped before.
 
         Returns:
             Whether gradients of earlier microbatches, accumulated without communication, were lost.

@@ -134,7 +134,7 @@ class GradientReducer:
         self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
         self._refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
-        self._form = form_of(self._group)
+        self._form = form_of(self.group)
         for one, scaling in zip(self.dtypes, self._scalings, strict=True):
             one.expect_divisor(_LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after)
 
@@ -174,7 +174,7 @@ class GradientReducer:
 
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         mesh = self._mesh
-        group = self._group
+        group = self.group
         return Scaling.choose(
             dtype,
             mesh.world_size,
@@ -187,7 +187,8 @@ class GradientReducer:
         )
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
+    def group(self) -> dist.ProcessGroup | None:
+        """Who reduces: the ranks that parameters are sharded over."""
         return self.scatter_group if self.scatter_group is not None else self._mesh.group
 
     @property
@@ -220,6 +221,16 @@ class GradientReducer:
     def owes_gradients(self) -> bool:
         """Whether what earlier backwards have computed is still to be delivered."""
         return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether some gradients are reduced in the dtype in which they arrive."""
+        return bool(self._follow_arrivals)
+
+    def scalings(self) -> list[tuple[DtypeGradients, Scaling]]:
+        """How what is reduced in each dtype is scaled, by operations that every backend has."""
+        common = [scaling.of_any_backend() for scaling in self._scalings]
+        return list(zip(self.dtypes, common, strict=True))
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
@@ -297,7 +308,7 @@ class GradientReducer:
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, self._group, op, works, self.custom, self._form)
+                collectives.reduce_scatter(members, self.group, op, works, self.custom, self._form)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
@@ -379,6 +390,20 @@ class GradientReducer:
                 self._arrive(sent, keeps)
             for each in () if keeps else sent:
                 each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+
+    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
+        """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
+
+        A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
+        """
+        sent = []
+        for (one, scaling), (flat, some_missing) in zip(self.scalings(), arrived, strict=True):
+            if flat is not None:
+                missing = list(range(len(one.params))) if some_missing else []
+                sent.append(_Sent(one, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
+        self._arrive(sent, keeps=False)
+        for each in sent:
+            each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
 
     # -- after an exception
 

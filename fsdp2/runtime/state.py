@@ -1,7 +1,4 @@
-"""`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward.
-
-Decides which operation of its groups runs when; the operations are the groups', the order across groups is the root's.
-"""
+"""`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward."""
 
 from __future__ import annotations
 
@@ -38,6 +35,7 @@ from fsdp2.runtime.root_checks import (
     refuse_meta_buffers,
     refuse_unowned_parameters,
 )
+from fsdp2.runtime.untraced import UNTRACED
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -83,6 +81,7 @@ class FSDPState(CopyableState):
         backward_prefetch: the same in backward.
         wrapping: the arguments of the call.
         attachment: what hangs on the modules.
+        traced: takes the place of the hooks in a graph.
     """
 
     def __init__(
@@ -126,6 +125,7 @@ class FSDPState(CopyableState):
         self.ignored_params = ignored_params
         self.wrapping = wrapping
         self.attachment = Attachment()
+        self.traced: Any = UNTRACED
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._awaits_finalization = False
@@ -165,7 +165,7 @@ class FSDPState(CopyableState):
                 names.setdefault(state, name)
         states = tuple(names)
         groups = list(dict.fromkeys(group for state in states for group in state.unit))
-        # Those of tied weights too, that are not below: a reduction must be waited for by whichever root has ended.
+        # Sharers that are not below too: a reduction must be waited for by whichever root has ended.
         related = names | {sharer: sharer.name for group in groups for sharer in group.sharers if sharer not in names}
         refuse_busy(self.class_name, related, None)
         self._refuse_other_settings(names)
@@ -199,7 +199,7 @@ class FSDPState(CopyableState):
         claim(root, states, self)
 
     def _reclaim(self, root: FSDPRoot) -> None:
-        """Claim the states that another root has claimed in the meantime."""
+        """Claim the states that another root has claimed."""
         lost = {state: state.name for state in self._states if state.root is not root}
         refuse_busy(self.class_name, lost, root)
         share_context(self._comm_ctx, roots_of(lost))
@@ -261,9 +261,10 @@ class FSDPState(CopyableState):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
 
-        Returns:
-            The inputs to use instead, or None if they stay.
+        Returns the inputs to use instead, or None if they stay.
         """
+        if torch.compiler.is_compiling():
+            return self.traced.pre_forward(module, args, kwargs, method)  # type: ignore[no-any-return]
         if self.root is None:
             on_real_parameters(self._become_root)
         root = self.ensure_root()
@@ -359,9 +360,10 @@ class FSDPState(CopyableState):
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
 
-        Returns:
-            The output to use instead, or None if it stays.
+        Returns the output to use instead, or None if it stays.
         """
+        if torch.compiler.is_compiling():
+            return self.traced.post_forward(output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.backward_is_running()
@@ -393,8 +395,7 @@ class FSDPState(CopyableState):
     def _reshards_now(self) -> bool:
         """Whether the end of this forward frees the unsharded parameters.
 
-        By default the root's are kept for the backward, which needs them first; not if none can come.
-        """
+        By default the root's are kept for the backward, which needs them first; not if none can come."""
         if self.root is not None and self.root.holds_graph:
             return False
         if self.reshard_after_forward is None:
@@ -433,8 +434,7 @@ class FSDPState(CopyableState):
     def _end_call(self) -> None:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
 
-        Autograd adds up the gradients of all calls before any of them shows.
-        """
+        Autograd adds up the gradients of all calls before any of them shows."""
         if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
             self.root.begin_backward()
         reduces = True
@@ -464,8 +464,8 @@ class FSDPState(CopyableState):
     def _end_backward(self) -> None:
         """The whole backward is done: finish the modules whose own end could not be noticed.
 
-        Such are modules whose inputs need no gradient, that hold gradients from microbatches without communication, or
-        whose gradients came by another way than their outputs (a loss that a module keeps as an attribute).
+        Their inputs need no gradient, they hold gradients of microbatches without communication, or their gradients
+        came by another way than their outputs (a loss that a module keeps as an attribute).
         """
         for state in self._states:
             if state._in_backward or state._awaits_finalization:

@@ -57,8 +57,10 @@ LAYERS = {
         "root_checks",
         "claiming",
         "copying",
+        "untraced",
         "state",
     ),
+    "compiled": ("specs", "unsharding", "arrivals", "tracing", "support", "entry", "frames"),
     "optim": ("offload", "guard", "owner_step", "runs", "units", "adapter", "clip_grad"),
     "modules": (
         "module_comm",
@@ -77,7 +79,9 @@ TOP = ("api", "grouping.module_tree", "grouping.blocks", "grouping.group_choice"
 NAMES = [*(f"{folder}.{name}".strip(".") for folder, names in LAYERS.items() for name in names), *TOP]
 RANK = {name: index for index, name in enumerate(NAMES)}
 # Of a folder, its docstring, and of `optim` its public names.
-FACES = {f"{folder}.__init__" for folder in ("plan", "params", "comm", "runtime", "optim", "modules", "grouping")}
+FACES = {
+    f"{folder}.__init__" for folder in ("plan", "params", "comm", "runtime", "compiled", "optim", "modules", "grouping")
+}
 
 
 def module_name(path: Path) -> str:

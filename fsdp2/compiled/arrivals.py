@@ -1,0 +1,56 @@
+"""Where the gradients of a graph arrive: carriers, the inputs by which backward hands them to the eager runtime.
+
+A graph has two inputs for every dtype in which a group reduces: one of the shape of the flat result, and an empty one
+that gets a gradient only if some parameter had none. Neither has memory, and neither is read. Both are outputs of one
+`autograd.Function`, whose backward autograd calls once for all graphs of a backward, with the sums: there the result
+is scaled, cast and delivered like that of an eager reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from fsdp2.common import FSDPRuntimeError
+from fsdp2.compiled.specs import ReduceSpec
+from fsdp2.runtime.param_group import FSDPParamGroup
+
+
+def carriers_of(group: FSDPParamGroup, reduces: tuple[ReduceSpec, ...]) -> tuple[torch.Tensor, ...]:
+    """Two for each of ``reduces``: (numel,) and (0,), on the device of the gradients."""
+    if not reduces:
+        return ()
+    # A leaf that requires a gradient, so that the outputs do.
+    anchor = torch.zeros((), device=group.mesh.device, requires_grad=True)
+    shapes = [(each.layout.numel, each.dtype) for each in reduces]
+    outputs: tuple[torch.Tensor, ...] = _Arrival.apply(weakref.ref(group), shapes, anchor)
+    return outputs
+
+
+def _without_memory(numel: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    element = torch.zeros(1, dtype=dtype, device=like.device)
+    empty = torch.empty(0, dtype=dtype, device=like.device)
+    return empty.set_(element.untyped_storage(), 0, (numel,), (0,))  # type: ignore[call-overload,no-any-return]
+
+
+class _Arrival(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, group: weakref.ref[FSDPParamGroup], shapes: list[tuple[int, torch.dtype]], anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)
+        return tuple(_without_memory(size, anchor, dtype) for numel, dtype in shapes for size in (numel, 0))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        group: FSDPParamGroup | None = ctx.group()
+        if group is None:
+            raise FSDPRuntimeError("the model of this backward was deleted, or sharded anew, after its forward.")
+        with torch.no_grad():
+            group.reducer.arrive_from_graph(
+                [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)]
+            )
+        return None, None, None

@@ -1,0 +1,156 @@
+"""What happens outside of graphs before a compiled module is called: all that its trace, and its run, rely on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.compiled.arrivals import carriers_of
+from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
+from fsdp2.compiled.support import reason_against
+from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
+from fsdp2.compiled.unsharding import unshard
+from fsdp2.params.buffers import storage_alias
+from fsdp2.params.param import FSDPParam
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import FSDPState, state_of, states_below
+
+
+@functools.cache
+def prepares_graphs() -> Callable[[Any], bool]:
+    """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
+    _torch.call_opaquely(unshard)
+    return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
+
+
+def prepare_call(module: nn.Module) -> bool:
+    """Make ``module``, whose compiled call begins, ready to be traced or run; all ranks of the mesh together.
+
+    Returns:
+        Whether its own hooks can be part of the graph. If not, they run outside, as in eager mode.
+    """
+    state = state_of(module)
+    assert state is not None, "a sharded module has a state"
+    root = state.ensure_root()
+    root.recover_if_failed()
+    below = state._states if state.own_root is root else tuple(states_below(module))
+    reasons = {each: reason_against(each) for each in below}
+    if reasons[state] is not None:
+        return False
+    _torch.trace_through_checkpoints()
+    held = _held_by_top(state, below)
+    for each in below:
+        reason = reasons[each]
+        if reason is not None:
+            each.traced = RefusedState(reason)
+            continue
+        own = held if each is state else tuple(group for group in each.unit if group not in held)
+        own = tuple(dict.fromkeys((*(each.unit if each is state else ()), *own)))
+        _prepare_state(each, own)
+    return True
+
+
+def _held_by_top(top: FSDPState, below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
+    """Groups that several states use (tied weights): gathered once, for the whole of the compiled module."""
+    seen: dict[FSDPParamGroup, int] = {}
+    for state in below:
+        for group in state.unit:
+            seen[group] = seen.get(group, 0) + 1
+    return tuple(group for group, count in seen.items() if count > 1)
+
+
+def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None:
+    ready = []
+    for group in groups:
+        again = _gathers_again(state)
+        group.reshard()
+        group.adopt_replaced()
+        if group.plan is None:
+            assert group.comm is not None, "a root has prepared it"
+            group.prepare(group.comm)
+        ready.append(_prepared(group, again))
+    before = state.traced
+    if not (isinstance(before, TracedState) and len(before.groups) == len(ready)) or any(
+        old is not new for old, new in zip(before.groups, ready, strict=True)
+    ):
+        state.traced = TracedState(tuple(ready), state.policy)
+
+
+def _gathers_again(state: FSDPState) -> bool:
+    """Whether backward gathers again: by default everywhere but at the root, as in eager mode."""
+    return not state.is_root if state.reshard_after_forward is None else state.reshard_after_forward
+
+
+def _prepared(group: FSDPParamGroup, again: bool) -> TracedGroup:
+    """What was prepared before if nothing has changed since, else anew."""
+    key = (group.plan, group.reducer.dtypes, again)
+    version = group.written()
+    known = group.traced
+    if known is not None and _same(known.key, key):
+        if known.version != version:
+            known.version = version
+            # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
+            torch.autograd.graph.increment_version(known.group.shards)
+        return known.group
+    spec = _spec_of(group, again)
+    shards = tuple(
+        storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
+    )
+    uses = tuple(
+        TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
+        for index, param in enumerate(group.params)
+        for module, name in param.uses
+    )
+    prepared = TracedGroup(text_of(spec), shards, carriers_of(group, spec.reduces), uses)
+    group.traced = Prepared(key, version, prepared)
+    return prepared
+
+
+class Prepared:
+    """What `prepare_call` has made of a group, and what of."""
+
+    __slots__ = ("group", "key", "version")
+
+    def __init__(self, key: tuple[Any, ...], version: object, group: TracedGroup) -> None:
+        self.key = key
+        self.version = version
+        self.group = group
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:
+    spec = param.sharding.unsharded_spec
+    return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
+
+
+def _spec_of(group: FSDPParamGroup, again: bool) -> GroupSpec:
+    reducer = group.reducer
+    gathers = tuple(
+        GatherSpec(buffers.layout, buffers.param_dtype, rows_of(group.params, buffers.params))
+        for buffers in group.storage.buffers
+    )
+    reduces = []
+    for one, scaling in reducer.scalings():
+        scatter_op, replicate_op = operations_of(scaling, group.name)
+        rows = rows_of(group.params, one.params)
+        reduces.append(
+            ReduceSpec(one.layout, one.dtype, rows, scaling.before, scatter_op, replicate_op, one.presence_scale)
+        )
+    mesh = group.mesh
+    return GroupSpec(
+        Ranks.of(mesh.group),
+        Ranks.of(reducer.group),
+        Ranks.of(mesh.replicate_group),
+        gathers,
+        tuple(reduces),
+        len(group.params),
+        again,
+    )

@@ -1,0 +1,57 @@
+"""Which features cannot be part of a graph, and what to use instead."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.state import FSDPState
+
+
+def reason_against(state: FSDPState) -> str | None:
+    """Why the hooks of ``state`` cannot be traced, and the eager alternative; None if they can."""
+    what = _feature_of_state(state)
+    for group in state.unit:
+        what = what or _feature_of_group(group)
+    if what is None:
+        return None
+    return (
+        f"'{state.name}' cannot be part of a graph of torch.compile: {what}. Or compile the modules inside it, or its "
+        "block alone with block.compile(): its communication then stays outside of the graph, as in eager mode."
+    )
+
+
+def _feature_of_state(state: FSDPState) -> str | None:
+    if len(state.modules) > 1:
+        return "fully_shard was called on a list of modules; call it on each of them"
+    if state.forward_prefetch is not None or state.backward_prefetch is not None:
+        return (
+            "set_modules_to_forward_prefetch() and set_modules_to_backward_prefetch() order eager gathers; leave them "
+            "out, for a graph has an order of its own"
+        )
+    return None
+
+
+def _feature_of_group(group: FSDPParamGroup) -> str | None:
+    storage, reducer = group.storage, group.reducer
+    if storage.home.is_host or storage.home.sums_on_host:
+        return "its parameters or gradients are offloaded; leave out offload_policy"
+    if storage.custom is not None or reducer.custom is not None:
+        return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"
+    if storage.has_extensions:
+        return "its tensors gather themselves (fsdp_pre_all_gather)"
+    if storage.post_forward is not None:
+        return "reshard_after_forward is an int; use True or False"
+    if not reducer.requires_gradient_sync:
+        return "set_requires_gradient_sync(False): gradients without communication; reduce every microbatch"
+    if not reducer.requires_all_reduce:
+        return "set_requires_all_reduce(False); all-reduce every microbatch"
+    if reducer.follows_arrivals:
+        return "gradients are reduced in the dtype in which they arrive (grad_dtype=None); set reduce_dtype"
+    if any(buffers.layout.region is not None for buffers in storage.buffers):
+        return "it has owned parameters (Owned)"
+    for param in group.params:
+        for module, _ in param.uses:
+            if type(module).__setattr__ is not nn.Module.__setattr__:
+                return f"{type(module).__name__} keeps its parameters in a way of its own"
+    return None

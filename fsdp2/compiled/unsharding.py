@@ -1,0 +1,204 @@
+"""Unsharding one group inside a graph: an `autograd.Function` over functional collectives.
+
+Its forward gathers, its backward reduces and scatters; both with the layouts of the eager runtime, so that the same
+numbers travel in the same order. A gather that backward repeats is marked for recomputation, so that the partitioner
+saves shards for backward and no unsharded parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp2 import _torch
+from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
+from fsdp2.params.buffers import on_the_wire
+from fsdp2.plan.layout import Cut, GradientSlot, Slot
+
+
+def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The unsharded parameters of the group that ``text`` describes, in its order.
+
+    Called by graphs as one operation that `torch.compile` does not look into; what it does is traced all the same.
+
+    Args:
+        text: of a `GroupSpec`.
+        shards: the shard buffers, one (shard_numel,) for each `GatherSpec`.
+        carriers: where gradients arrive, two for each `ReduceSpec`; see `fsdp2.compiled.arrivals`.
+    """
+    outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, len(shards), *shards, *carriers)
+    return outputs
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, text: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        spec = spec_of(text)
+        ctx.spec, ctx.count = spec, count
+        ctx.set_materialize_grads(False)  # a parameter without a gradient has none
+        with _torch.tagged(CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE):
+            outputs = _gather(spec, tensors[:count])
+        trained = {index for reduce in spec.reduces for index in reduce.params}
+        ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in trained))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        spec: GroupSpec = ctx.spec
+        arrived: list[torch.Tensor | None] = []
+        for reduce in spec.reduces:
+            mine = [gradients[index] for index in reduce.params]
+            arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
+        return (None, None, *[None] * ctx.count, *arrived)
+
+
+# -- gathering
+
+
+def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """(n,) of every rank as (size, n)."""
+    if not ranks.name:
+        return input.clone().unsqueeze(0)
+    wire = on_the_wire(input)
+    output = _torch.functional_all_gather(wire, ranks.size, ranks.name)
+    return (output if wire is input else output.view(input.dtype)).view(ranks.size, -1)
+
+
+def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    whole: dict[int, torch.Tensor] = {}
+    staged = _gather_packed(spec, shards)
+    for gather, shard, part in zip(spec.gathers, shards, staged, strict=True):
+        for index, slot in zip(gather.params, gather.layout.slots, strict=True):
+            if slot.direct and slot.shard_numel:
+                mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.dtype)
+                gathered = _all_gather(mine, spec.shard)
+                whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.cut.numel), slot.cut)
+            elif part is None:
+                whole[index] = shard.new_empty(slot.cut.shape, dtype=gather.dtype)
+            else:
+                whole[index] = _copied_out(part, slot, spec.shard.size)
+    return tuple(whole[index] for index in range(spec.params))
+
+
+def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What is packed in each buffer, (ranks, packed_numel): gathered together."""
+    heads = [
+        shard[: gather.layout.packed_numel].to(gather.dtype) for gather, shard in zip(spec.gathers, shards, strict=True)
+    ]
+    filled = [head for head in heads if head.numel()]
+    if len(filled) < 2:
+        return [_all_gather(head, spec.shard) if head.numel() else None for head in heads]
+    joined = _all_gather(torch.cat([head.view(torch.uint8) for head in filled]), spec.shard)
+    parts: list[torch.Tensor | None] = []
+    start = 0
+    for head in heads:
+        nbytes = head.numel() * head.element_size()
+        part = joined[:, start : start + nbytes]
+        # Bytes of each rank, moved together, so that they can be taken for another dtype.
+        parts.append(part.contiguous().view(head.dtype) if nbytes else None)
+        start += nbytes
+    return parts
+
+
+def _shaped(flat: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """``flat`` (numel,), in memory order, as the parameter."""
+    if not cut.order:
+        return flat.view(cut.shape)
+    inner = [cut.shape[dim] for dim in cut.order]
+    return flat.view(inner).permute([cut.order.index(dim) for dim in range(len(cut.shape))])
+
+
+def _copied_out(staged: torch.Tensor, slot: Slot, world_size: int) -> torch.Tensor:
+    """The parameter of ``slot``, from what is staged, (world_size, ...)."""
+    cut, rows = slot.cut, slot.rows
+    piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
+    if cut.dim is None:
+        return _shaped(piece[0], cut)
+    if cut.outer == 1:
+        return _shaped(piece.reshape(-1)[: cut.numel], cut)
+    full, rest = divmod(cut.size, rows)
+    width = rows * cut.row_numel
+    whole = piece[:full].reshape(full, cut.outer, width).transpose(0, 1).reshape(cut.outer, full * width)
+    if rest:  # of the rank that has fewer
+        width = rest * cut.row_numel
+        whole = torch.cat([whole, piece[full, : cut.outer * width].reshape(cut.outer, width)], 1)
+    return _shaped(whole.reshape(-1), cut)
+
+
+# -- reducing
+
+
+def _reduce(
+    spec: GroupSpec, reduce: ReduceSpec, gradients: list[torch.Tensor | None]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The flat result in ``reduce.layout``, and an empty tensor if some have no gradient."""
+    layout, world_size = reduce.layout, spec.shard.size
+    dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else reduce.dtype
+    packed: list[torch.Tensor] = []
+    direct: list[tuple[int, torch.Tensor]] = []
+    like = next(gradient for gradient in gradients if gradient is not None)
+    for slot, gradient in zip(layout.slots, gradients, strict=True):
+        if not slot.shard_numel:
+            continue
+        if gradient is None:
+            gradient = like.new_zeros(slot.cut.shape, dtype=dtype)
+        if slot.cut.order:
+            gradient = gradient.permute(slot.cut.order)
+        if slot.direct:
+            flat = gradient.to(reduce.dtype).contiguous().view(-1)
+            direct.append((slot.offset, _reduce_scatter(flat, spec, reduce)))
+            continue
+        packed.append(_dealt_out(gradient.to(dtype), slot, world_size))
+        if slot.pad_numel:
+            packed.append(like.new_zeros((world_size, slot.pad_numel), dtype=dtype))
+    for is_missing, run in itertools.groupby(gradient is None for gradient in gradients):
+        packed.append(like.new_full((world_size, len(list(run))), 0.0 if is_missing else reduce.presence, dtype=dtype))
+    head = torch.cat(packed, 1).to(reduce.dtype).view(-1)
+    parts, end = [_reduce_scatter(head, spec, reduce)], layout.packed_numel
+    for offset, part in sorted(direct, key=lambda each: each[0]):
+        if offset > end:
+            parts.append(part.new_zeros(offset - end))
+        parts.append(part)
+        end = offset + part.numel()
+    if end < layout.numel:
+        parts.append(parts[0].new_zeros(layout.numel - end))
+    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return flat, flat.new_empty(0) if any(gradient is None for gradient in gradients) else None
+
+
+def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReduceSpec) -> torch.Tensor:
+    """(ranks * n,) summed over the ranks and dealt out, and summed over replicas."""
+    if reduce.before != 1.0:
+        flat = flat / reduce.before
+    if spec.scatter.name:
+        flat = _torch.functional_reduce_scatter(flat, reduce.scatter_op, spec.scatter.size, spec.scatter.name)
+    if spec.replicas.name:
+        flat = _torch.functional_all_reduce(flat, reduce.replicate_op, spec.replicas.name)
+    return flat
+
+
+def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, shard_numel): what each rank is to reduce."""
+    cut = slot.cut
+    if cut.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    whole = gradient.reshape(outer, size * row_numel)
+    if outer == 1:
+        lacking = world_size * rows * row_numel - math.prod(cut.shape)
+        flat = whole.view(-1)
+        return torch.cat([flat, flat.new_zeros(lacking)]).view(world_size, -1) if lacking else flat.view(world_size, -1)
+    full, rest = divmod(size, rows)
+    width = rows * row_numel
+    pieces = whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(full, -1)
+    if rest:
+        last = whole[:, full * width :].reshape(1, -1)
+        pieces = torch.cat([pieces, torch.cat([last, last.new_zeros(1, slot.shard_numel - last.numel())], 1)])
+    lacking = world_size - pieces.shape[0]
+    return torch.cat([pieces, pieces.new_zeros(lacking, slot.shard_numel)]) if lacking else pieces
