@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback as _frame_callback
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -420,6 +420,9 @@ def functional_all_reduce(input: torch.Tensor, op: str, group: str) -> torch.Ten
     return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
 
 
+frame_callback = get_eval_frame_callback
+"""What looks at Python frames that begin now: Dynamo, if a compiled function is being called; else None or False."""
+
 _LAST_REGION = 1_000_000
 """The id of a region of activation checkpointing that comes after all of the user's: nothing in it is a boundary."""
 
@@ -436,11 +439,6 @@ def tagged(policy: CheckpointPolicy) -> Iterator[None]:
         for key in ("recompute", "ac_graph_id"):
             meta.pop(key, None)
         meta.update(before)
-
-
-def captures_frames() -> bool:
-    """Whether Python frames that begin now are looked at by Dynamo: a compiled function is being called."""
-    return _frame_callback() not in (None, False)
 
 
 def skip_frames(codes: Iterable[CodeType]) -> None:

@@ -379,10 +379,10 @@ class FSDPModule:
         Dynamo does not take up this frame of a compiled call, so what must happen outside of the graph happens here. It
         takes up the next one, of `_captured_call`, and reaches the module's hooks through it.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
-            if _torch.captures_frames() and prepares_graphs()(self):
+            if _torch.frame_callback() and prepares_graphs()(self):
                 return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:

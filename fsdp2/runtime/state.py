@@ -263,7 +263,7 @@ class FSDPState(CopyableState):
 
         Returns the inputs to use instead, or None if they stay.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.traced.pre_forward(module, args, kwargs, method)  # type: ignore[no-any-return]
         if self.root is None:
             on_real_parameters(self._become_root)
@@ -362,7 +362,7 @@ class FSDPState(CopyableState):
 
         Returns the output to use instead, or None if it stays.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.traced.post_forward(output)
         root = self.root
         assert root is not None, "a forward that ends has begun"

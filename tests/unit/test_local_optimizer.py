@@ -198,5 +198,5 @@ def test_steps_leave_no_garbage_and_hold_no_gradient(mesh: DeviceMesh) -> None:
         for _ in range(4):
             optimizer.step()
             left[name] = gc.collect()
-    assert left[LOCAL] == left[FLAT] == left[PLAIN]
+    assert max(left[LOCAL], left[FLAT]) <= left[PLAIN]
     assert all(parameter._local_tensor.grad is None for parameter in of[LOCAL])
