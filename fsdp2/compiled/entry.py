@@ -78,7 +78,7 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
     if not (isinstance(before, TracedState) and len(before.groups) == len(ready)) or any(
         old is not new for old, new in zip(before.groups, ready, strict=True)
     ):
-        state.traced = TracedState(tuple(ready), state.policy)
+        state.traced = TracedState(tuple(ready), state.policy, state.modules[0])
 
 
 def _gathers_again(state: FSDPState) -> bool:

@@ -5,7 +5,8 @@ Everything read here was fixed before the trace began (`fsdp2.compiled.entry`): 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.plan.policies import ModulePolicy
-from fsdp2.runtime.hooks import cast_floating_point, cast_inputs
+from fsdp2.runtime.hooks import argument_names
 
 
 @dataclass(slots=True)
@@ -57,16 +58,13 @@ class TracedGroup:
 class TracedState:
     """Stands in for the hooks of one `FSDPState` inside a graph: gathers before forward, restores after it."""
 
-    def __init__(self, groups: tuple[TracedGroup, ...], policy: ModulePolicy) -> None:
+    def __init__(self, groups: tuple[TracedGroup, ...], policy: ModulePolicy, module: nn.Module) -> None:
         self.groups = groups
         self.policy = policy
+        self._names = argument_names(module.forward)
 
     def pre_forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        method: Callable[..., Any] | None,
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Register the unsharded parameters, and cast the inputs."""
         for group in self.groups:
@@ -77,9 +75,20 @@ class TracedState:
                     mesh, placements, shape, stride = use.spec
                     tensor = DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
                 use.module._parameters[use.name] = tensor  # type: ignore[assignment]
-        if self.policy.inputs is None:
+        cast = self.policy.inputs
+        if cast is None:
             return None
-        return cast_inputs(self.policy.inputs, method or module.forward, args, kwargs)
+        if cast.names is None:
+            return _cast(cast.dtype, args), _cast(cast.dtype, kwargs)
+        positional, rest = self._names
+        cast_args = []
+        for position, value in enumerate(args):
+            name = positional[position] if position < len(positional) else rest
+            cast_args.append(_cast(cast.dtype, value) if name in cast.names else value)
+        cast_kwargs = {
+            name: _cast(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()
+        }
+        return tuple(cast_args), cast_kwargs
 
     def post_forward(self, output: Any) -> Any:
         """Register the sharded parameters, and cast the output."""
@@ -88,7 +97,22 @@ class TracedState:
                 use.module._parameters[use.name] = use.sharded
         if self.policy.output_dtype is None:
             return None
-        return cast_floating_point(self.policy.output_dtype, output)
+        return _cast(self.policy.output_dtype, output)
+
+
+def _cast(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt."""
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, (list, tuple)):
+        values = [_cast(dtype, value) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, (dict, UserDict)):
+        return type(tree)({key: _cast(dtype, value) for key, value in tree.items()})
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values_by_name = {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree) if each.init}
+        return type(tree)(**{name: _cast(dtype, value) for name, value in values_by_name.items()})
+    return tree
 
 
 class RefusedState:

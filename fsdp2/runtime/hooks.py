@@ -173,7 +173,7 @@ def cast_inputs(
     """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast."""
     if cast.names is None:
         return cast_floating_point(cast.dtype, (args, kwargs))  # type: ignore[no-any-return]
-    positional, rest = _argument_names(getattr(function, "__func__", function), inspect.ismethod(function))
+    positional, rest = argument_names(function)
     names = [*positional, *[rest] * max(0, len(args) - len(positional))]
     new_args = tuple(
         cast_floating_point(cast.dtype, value) if name in cast.names else value
@@ -185,9 +185,13 @@ def cast_inputs(
     return new_args, new_kwargs
 
 
+def argument_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
+    """Names of the positional arguments (without self), and of those that follow (``*args``)."""
+    return _argument_names(getattr(function, "__func__", function), inspect.ismethod(function))
+
+
 @functools.lru_cache(maxsize=1024)
 def _argument_names(function: Callable[..., Any], is_method: bool) -> tuple[tuple[str, ...], str]:
-    """Names of the positional arguments (without self), and of those that follow (``*args``)."""
     parameters = inspect.signature(function).parameters.values()
     positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")

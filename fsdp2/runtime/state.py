@@ -264,7 +264,7 @@ class FSDPState(CopyableState):
         Returns the inputs to use instead, or None if they stay.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self.traced.pre_forward(module, args, kwargs, method)  # type: ignore[no-any-return]
+            return self.traced.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
         if self.root is None:
             on_real_parameters(self._become_root)
         root = self.ensure_root()
