@@ -31,6 +31,8 @@ def prepares_graphs() -> Callable[[Any], bool]:
 def prepare_call(module: nn.Module) -> bool:
     """Make ``module``, whose compiled call begins, ready to be traced or run; all ranks of the mesh together.
 
+    What is below it and cannot be part of a graph says so when it is traced.
+
     Returns:
         Whether its own hooks can be part of the graph. If not, they run outside, as in eager mode.
     """
@@ -40,22 +42,20 @@ def prepare_call(module: nn.Module) -> bool:
     root.recover_if_failed()
     below = state._states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each) for each in below}
-    if reasons[state] is not None:
-        return False
+    held = _held_by_top(below) if reasons[state] is None else ()
     _torch.trace_through_checkpoints()
-    held = _held_by_top(state, below)
     for each in below:
         reason = reasons[each]
         if reason is not None:
             each.traced = RefusedState(reason)
-            continue
-        own = held if each is state else tuple(group for group in each.unit if group not in held)
-        own = tuple(dict.fromkeys((*(each.unit if each is state else ()), *own)))
-        _prepare_state(each, own)
-    return True
+        elif each is state:
+            _prepare_state(each, tuple(dict.fromkeys((*each.unit, *held))))
+        else:
+            _prepare_state(each, tuple(group for group in each.unit if group not in held))
+    return reasons[state] is None
 
 
-def _held_by_top(top: FSDPState, below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
+def _held_by_top(below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
     """Groups that several states use (tied weights): gathered once, for the whole of the compiled module."""
     seen: dict[FSDPParamGroup, int] = {}
     for state in below:
@@ -65,9 +65,8 @@ def _held_by_top(top: FSDPState, below: tuple[FSDPState, ...]) -> tuple[FSDPPara
 
 
 def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None:
-    ready = []
+    ready, again = [], _gathers_again(state)
     for group in groups:
-        again = _gathers_again(state)
         group.reshard()
         group.adopt_replaced()
         if group.plan is None:
