@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
-from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +24,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy
 
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
 # up at every call, so that a program which patches or wraps the function sees the traffic.
@@ -397,80 +392,3 @@ def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.devic
 def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
     symmetric_memory.rendezvous(tensor, group=group.group_name)
-
-
-# -- torch.compile
-
-
-def functional_all_gather(input: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """(n,) of each of the ``size`` ranks of the group of this name, as (size * n,); waited for."""
-    output = torch.ops._c10d_functional.all_gather_into_tensor(input, size, group)
-    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
-
-
-def functional_reduce_scatter(input: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
-    """(size * n,) reduced by ``op`` ("sum", "avg"), this rank's (n,); waited for."""
-    output = torch.ops._c10d_functional.reduce_scatter_tensor(input, op, size, group)
-    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
-
-
-def functional_all_reduce(input: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    """``input`` reduced over the group of this name; waited for."""
-    output = torch.ops._c10d_functional.all_reduce(input, op, group)
-    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
-
-
-frame_callback = get_eval_frame_callback
-"""What looks at Python frames that begin now: Dynamo, if a compiled function is being called; else None or False."""
-
-_LAST_REGION = 1_000_000
-"""The id of a region of activation checkpointing that comes after all of the user's: nothing in it is a boundary."""
-
-
-@contextmanager
-def tagged(policy: CheckpointPolicy) -> Iterator[None]:
-    """What is traced inside is saved for backward, or recomputed in it, as ``policy`` says."""
-    meta: Any = fx_traceback.current_meta
-    before = {key: meta[key] for key in ("recompute", "ac_graph_id") if key in meta}
-    meta.update(recompute=policy, ac_graph_id=_LAST_REGION)
-    try:
-        yield
-    finally:
-        for key in ("recompute", "ac_graph_id"):
-            meta.pop(key, None)
-        meta.update(before)
-
-
-def skip_frames(codes: Iterable[CodeType]) -> None:
-    """Let no graph begin at a frame of one of ``codes``. They can still be traced as part of their caller's graph."""
-    from torch._dynamo.eval_frame import skip_code  # importing Dynamo takes a second
-
-    for code in codes:
-        skip_code(code)
-
-
-def call_opaquely(function: Callable[..., Any]) -> None:
-    """Let Dynamo put calls of ``function`` into its graphs without looking inside."""
-    torch.compiler.allow_in_graph(function)
-
-
-def trace_through_checkpoints() -> None:
-    """Let the hooks of sharded modules run inside of activation checkpointing, where they swap parameters.
-
-    They swap them back before it ends, so that nothing is left to repeat in backward.
-    """
-    import torch._dynamo.config as config
-
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
-
-def recompile_from(module: nn.Module) -> None:
-    """Let ``module``, which was compiled before its class changed, be called by the methods of its new class."""
-    compiled = module._compiled_call_impl
-    if compiled is None:
-        return
-    for name, cell in zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True):  # type: ignore[attr-defined]
-        if name == "fn":
-            cell.cell_contents = module._call_impl
-            return
-    raise AssertionError("the wrapper that torch.compile makes calls no variable named fn")

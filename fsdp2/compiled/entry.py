@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2 import _torch
+from fsdp2 import _torch_compiler
 from fsdp2.compiled.arrivals import carriers_of
+from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
@@ -24,7 +25,8 @@ from fsdp2.runtime.state import FSDPState, state_of, states_below
 @functools.cache
 def prepares_graphs() -> Callable[[Any], bool]:
     """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
-    _torch.call_opaquely(unshard)
+    _torch_compiler.call_opaquely(unshard)
+    _torch_compiler.reorder_graphs(overlap, source_hash())
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
 
 
@@ -43,7 +45,7 @@ def prepare_call(module: nn.Module) -> bool:
     below = state._states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
-    _torch.trace_through_checkpoints()
+    _torch_compiler.trace_through_checkpoints()
     for each in below:
         reason = reasons[each]
         if reason is not None:
@@ -65,14 +67,15 @@ def _held_by_top(below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
 
 
 def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None:
-    ready, again = [], _gathers_again(state)
+    assert state.root is not None, "an entry makes a root"
+    ready, again, budget = [], _gathers_again(state), state.root.settings.prefetch_bytes
     for group in groups:
         group.reshard()
         group.adopt_replaced()
         if group.plan is None:
             assert group.comm is not None, "a root has prepared it"
             group.prepare(group.comm)
-        ready.append(_prepared(group, again))
+        ready.append(_prepared(group, again, budget))
     before = state.traced
     if not (isinstance(before, TracedState) and len(before.groups) == len(ready)) or any(
         old is not new for old, new in zip(before.groups, ready, strict=True)
@@ -85,9 +88,9 @@ def _gathers_again(state: FSDPState) -> bool:
     return not state.is_root if state.reshard_after_forward is None else state.reshard_after_forward
 
 
-def _prepared(group: FSDPParamGroup, again: bool) -> TracedGroup:
+def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedGroup:
     """What was prepared before if nothing has changed since, else anew."""
-    key = (group.plan, group.reducer.dtypes, again)
+    key = (group.plan, group.reducer.dtypes, again, budget)
     version = group.written()
     known = group.traced
     if known is not None and _same(known.key, key):
@@ -96,7 +99,7 @@ def _prepared(group: FSDPParamGroup, again: bool) -> TracedGroup:
             # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
-    spec = _spec_of(group, again)
+    spec = _spec_of(group, again, budget)
     shards = tuple(
         storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
     )
@@ -122,7 +125,7 @@ class Prepared:
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b for a, b in zip(one, other, strict=True))
+    return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
 
 
 def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:
@@ -130,7 +133,7 @@ def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:
     return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
 
 
-def _spec_of(group: FSDPParamGroup, again: bool) -> GroupSpec:
+def _spec_of(group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpec:
     reducer = group.reducer
     gathers = tuple(
         GatherSpec(buffers.layout, buffers.param_dtype, rows_of(group.params, buffers.params))
@@ -152,4 +155,5 @@ def _spec_of(group: FSDPParamGroup, again: bool) -> GroupSpec:
         tuple(reduces),
         len(group.params),
         again,
+        budget,
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
-from fsdp2 import _torch
+from fsdp2 import _torch_compiler
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_captured_call"
@@ -17,7 +17,9 @@ BEGINS_GRAPHS = "_captured_call"
 def begin_graphs_at_calls_only() -> None:
     """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way."""
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
-    _torch.skip_frames(code for module in modules for code in _codes_in(module) if code.co_name != BEGINS_GRAPHS)
+    _torch_compiler.skip_frames(
+        code for module in modules for code in _codes_in(module) if code.co_name != BEGINS_GRAPHS
+    )
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:

@@ -44,7 +44,6 @@ class GatherSpec:
         layout: of the shard buffer.
         dtype: of the unsharded parameters.
         params: their indices in the group.
-        strides: of the unsharded parameters, by parameter.
     """
 
     layout: BufferLayout
@@ -85,8 +84,9 @@ class GroupSpec:
         replicas: the ranks that they are replicated over.
         gathers: one for each shard buffer.
         reduces: one for each dtype of reduction.
-        numel_of_params: how many parameters the group has.
+        params: how many parameters the group has.
         again: whether backward gathers again what forward has gathered.
+        budget: how many bytes may be gathered ahead of what computes; None: one group.
     """
 
     shard: Ranks
@@ -96,6 +96,7 @@ class GroupSpec:
     reduces: tuple[ReduceSpec, ...]
     params: int
     again: bool
+    budget: int | None
 
 
 def operations_of(scaling: Scaling, where: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp2 import _torch
+from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
 from fsdp2.params.buffers import on_the_wire
 from fsdp2.plan.layout import Cut, GradientSlot, Slot
@@ -35,13 +35,18 @@ def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.
     return outputs
 
 
+_UNITS = itertools.count()
+"""Numbers of unshardings, by which a graph's nodes can be told apart."""
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, text: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         spec = spec_of(text)
-        ctx.spec, ctx.count = spec, count
+        ctx.spec, ctx.count, ctx.unit = spec, count, next(_UNITS)
         ctx.set_materialize_grads(False)  # a parameter without a gradient has none
-        with _torch.tagged(CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE):
+        policy = CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE
+        with _torch_compiler.tagged(policy, (ctx.unit, spec.budget)):
             outputs = _gather(spec, tensors[:count])
         trained = {index for reduce in spec.reduces for index in reduce.params}
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in trained))
@@ -51,9 +56,10 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: GroupSpec = ctx.spec
         arrived: list[torch.Tensor | None] = []
-        for reduce in spec.reduces:
-            mine = [gradients[index] for index in reduce.params]
-            arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
+        with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget)):
+            for reduce in spec.reduces:
+                mine = [gradients[index] for index in reduce.params]
+                arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
         return (None, None, *[None] * ctx.count, *arrived)
 
 
@@ -65,7 +71,7 @@ def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     if not ranks.name:
         return input.clone().unsqueeze(0)
     wire = on_the_wire(input)
-    output = _torch.functional_all_gather(wire, ranks.size, ranks.name)
+    output = _torch_compiler.functional_all_gather(wire, ranks.size, ranks.name)
     return (output if wire is input else output.view(input.dtype)).view(ranks.size, -1)
 
 
@@ -177,9 +183,9 @@ def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReduceSpec) -> 
     if reduce.before != 1.0:
         flat = flat / reduce.before
     if spec.scatter.name:
-        flat = _torch.functional_reduce_scatter(flat, reduce.scatter_op, spec.scatter.size, spec.scatter.name)
+        flat = _torch_compiler.functional_reduce_scatter(flat, reduce.scatter_op, spec.scatter.size, spec.scatter.name)
     if spec.replicas.name:
-        flat = _torch.functional_all_reduce(flat, reduce.replicate_op, spec.replicas.name)
+        flat = _torch_compiler.functional_all_reduce(flat, reduce.replicate_op, spec.replicas.name)
     return flat
 
 

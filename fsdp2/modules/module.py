@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp2 import _torch
+from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.modules import communicating
@@ -382,7 +382,7 @@ class FSDPModule:
         if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
-            if _torch.frame_callback() and prepares_graphs()(self):
+            if _torch_compiler.frame_callback() and prepares_graphs()(self):
                 return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -476,7 +476,7 @@ def mix_in(module: nn.Module) -> None:
         namespace = {"__module__": original.__module__}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
-    _torch.recompile_from(module)
+    _torch_compiler.recompile_from(module)
 
 
 def mix_out(module: nn.Module) -> None:

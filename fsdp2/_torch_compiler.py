@@ -1,0 +1,125 @@
+"""Every private name of torch's compiler that fsdp2 relies on: the continuation of `fsdp2._torch`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def functional_all_gather(input: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """(n,) of each of the ``size`` ranks of the group of this name, as (size * n,); waited for."""
+    output = torch.ops._c10d_functional.all_gather_into_tensor(input, size, group)
+    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
+
+
+def functional_reduce_scatter(input: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
+    """(size * n,) reduced by ``op`` ("sum", "avg"), this rank's (n,); waited for."""
+    output = torch.ops._c10d_functional.reduce_scatter_tensor(input, op, size, group)
+    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
+
+
+def functional_all_reduce(input: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """``input`` reduced over the group of this name; waited for."""
+    output = torch.ops._c10d_functional.all_reduce(input, op, group)
+    return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
+
+
+frame_callback = get_eval_frame_callback
+"""What looks at Python frames that begin now: Dynamo, if a compiled function is being called; else None or False."""
+
+_FUNCTIONAL = torch.ops._c10d_functional
+WAIT = _FUNCTIONAL.wait_tensor.default
+ALL_GATHERS = frozenset({_FUNCTIONAL.all_gather_into_tensor.default})
+REDUCE_SCATTERS = frozenset({_FUNCTIONAL.reduce_scatter_tensor.default})
+COLLECTIVES = ALL_GATHERS | REDUCE_SCATTERS | {_FUNCTIONAL.all_reduce.default}
+
+_LAST_REGION = 1_000_000
+"""The id of a region of activation checkpointing that comes after all of the user's: nothing in it is a boundary."""
+_NOTE = "fsdp2"
+
+
+@contextmanager
+def tagged(policy: CheckpointPolicy, note: tuple[int, int | None]) -> Iterator[None]:
+    """What is traced inside is saved for backward, or recomputed in it, as ``policy`` says; and carries ``note``."""
+    meta: Any = fx_traceback.current_meta
+    before = {key: meta[key] for key in ("recompute", "ac_graph_id", "custom") if key in meta}
+    custom = {**before.get("custom", {}), _NOTE: note}
+    meta.update(recompute=policy, ac_graph_id=_LAST_REGION, custom=custom)
+    try:
+        yield
+    finally:
+        for key in ("recompute", "ac_graph_id", "custom"):
+            meta.pop(key, None)
+        meta.update(before)
+
+
+def note_of(node: torch.fx.Node) -> tuple[int, int | None] | None:
+    """What `tagged` has noted of ``node``."""
+    return node.meta.get("custom", {}).get(_NOTE)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def reorder_graphs(reorder: Callable[[torch.fx.Graph], None], version: str) -> None:
+    """Let inductor call ``reorder`` with every graph, after a pass of the user's if there is one."""
+    import torch._inductor.config as config
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    earlier: Any = config.post_grad_custom_post_pass
+
+    class Reordering(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if earlier is not None:
+                earlier(graph)
+            reorder(graph)
+
+        def uuid(self) -> Any:
+            if earlier is None:
+                return version
+            known = getattr(earlier, "uuid", lambda: None)()
+            return None if known is None else (version, known)
+
+    config.post_grad_custom_post_pass = Reordering()
+
+
+def skip_frames(codes: Iterable[CodeType]) -> None:
+    """Let no graph begin at a frame of one of ``codes``. They can still be traced as part of their caller's graph."""
+    from torch._dynamo.eval_frame import skip_code  # importing Dynamo takes a second
+
+    for code in codes:
+        skip_code(code)
+
+
+def call_opaquely(function: Callable[..., Any]) -> None:
+    """Let Dynamo put calls of ``function`` into its graphs without looking inside."""
+    torch.compiler.allow_in_graph(function)
+
+
+def trace_through_checkpoints() -> None:
+    """Let the hooks of sharded modules run inside of activation checkpointing, where they swap parameters.
+
+    They swap them back before it ends, so that nothing is left to repeat in backward.
+    """
+    import torch._dynamo.config as config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def recompile_from(module: nn.Module) -> None:
+    """Let ``module``, which was compiled before its class changed, be called by the methods of its new class."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return
+    for name, cell in zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True):  # type: ignore[attr-defined]
+        if name == "fn":
+            cell.cell_contents = module._call_impl
+            return
+    raise AssertionError("the wrapper that torch.compile makes calls no variable named fn")

@@ -1,0 +1,122 @@
+"""The order of communication in a graph: gathers are issued ahead of the compute before them, reductions end behind it.
+
+Traced, a group's all-gather stands right before its parameters are used, and waits for itself. Here the next group's
+all-gather moves up, to where the present one's has arrived, so that it runs beside the present group's compute; and
+the wait for a reduce-scatter moves down, to where the next one is issued. Nothing else moves, and nothing is computed
+otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fsdp2 import _torch_compiler
+
+Unit = list[fx.Node]
+
+
+def overlap(graph: fx.Graph) -> None:
+    """Reorder ``graph`` in place: one forward, one backward, or one of inference."""
+    gathers, scatters = _units(graph, _torch_compiler.ALL_GATHERS), _units(graph, _torch_compiler.REDUCE_SCATTERS)
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    arrivals = [max(_waits(unit), key=order.__getitem__) for unit in gathers]
+    for index in range(1, len(gathers)):
+        first = _first_beside(gathers, index)
+        if first < index:
+            _issue_behind(gathers[index], arrivals[first], graph)
+    for unit, following in itertools.pairwise(scatters):
+        _end_before(unit, following[0], graph)
+    if scatters:
+        _end_before(scatters[-1], graph.output_node(), graph)
+
+
+def _units(graph: fx.Graph, targets: frozenset[Any]) -> list[Unit]:
+    """The collectives of each unsharding, or of each reduction, in their order."""
+    units: dict[Any, Unit] = {}
+    for node in graph.nodes:
+        key = _torch_compiler.note_of(node)
+        if key is not None and node.op == "call_function" and node.target in targets:
+            units.setdefault(key[0], []).append(node)
+    return list(units.values())
+
+
+def _waits(unit: Unit) -> list[fx.Node]:
+    return [user for node in unit for user in node.users if user.target is _torch_compiler.WAIT]
+
+
+def _nbytes(unit: Unit) -> int:
+    values = [node.meta["val"] for node in unit]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def _first_beside(units: list[Unit], index: int) -> int:
+    """Behind which unit's arrival ``units[index]`` is issued: the one before, or an earlier one within the budget.
+
+    ``index`` itself: it stays where it is, for it alone exceeds the budget.
+    """
+    note = _torch_compiler.note_of(units[index][0])
+    room = None if note is None else note[1]
+    if room is None:
+        return index - 1
+    first = index
+    while first > 0 and _nbytes(units[first]) <= room:
+        room -= _nbytes(units[first])
+        first -= 1
+    return first
+
+
+def _issue_behind(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> None:
+    """Move ``unit``, and what it is made from, right behind ``arrival``; unless it is made from what is computed."""
+    before = set()
+    for node in graph.nodes:
+        before.add(node)
+        if node is arrival:
+            break
+    chain = _sources(unit)
+    if arrival in chain or any(node.target in _torch_compiler.COLLECTIVES and node not in unit for node in chain):
+        return
+    for node in sorted(chain - before, key=_positions(graph).__getitem__):
+        arrival.append(node)
+        arrival = node
+
+
+def _sources(unit: Unit) -> set[fx.Node]:
+    """``unit`` and everything that it depends on, but inputs of the graph."""
+    found: set[fx.Node] = set()
+    todo = list(unit)
+    while todo:
+        node = todo.pop()
+        if node not in found and node.op not in ("placeholder", "get_attr"):
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
+
+
+def _end_before(unit: Unit, place: fx.Node, graph: fx.Graph) -> None:
+    """Move the waits for ``unit``, and all that depends on them, right before ``place``; unless ``place`` does."""
+    tail = set()
+    todo: list[fx.Node] = list(_waits(unit))
+    while todo:
+        node = todo.pop()
+        if node not in tail and node.op != "output":
+            tail.add(node)
+            todo += node.users
+    positions = _positions(graph)
+    if place in tail or any(positions[node] > positions[place] for node in tail):
+        return
+    for node in sorted(tail, key=positions.__getitem__):
+        place.prepend(node)
+
+
+def _positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: position for position, node in enumerate(graph.nodes)}
+
+
+def source_hash() -> str:
+    """Changes with this pass, so that graphs which were cached before it did are not used."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
