@@ -48,16 +48,22 @@ _NOTE = "fsdp2"
 
 
 @contextmanager
-def tagged(policy: CheckpointPolicy, note: tuple[int, int | None]) -> Iterator[None]:
-    """What is traced inside is saved for backward, or recomputed in it, as ``policy`` says; and carries ``note``."""
+def tagged(policy: CheckpointPolicy, note: tuple[int, int | None], *, backward: bool = False) -> Iterator[None]:
+    """What is traced inside is saved for backward, or recomputed in it, as ``policy`` says; and carries ``note``.
+
+    ``backward``: it belongs to the backward graph, although some of it may depend on no gradient.
+    """
     meta: Any = fx_traceback.current_meta
-    before = {key: meta[key] for key in ("recompute", "ac_graph_id", "custom") if key in meta}
-    custom = {**before.get("custom", {}), _NOTE: note}
-    meta.update(recompute=policy, ac_graph_id=_LAST_REGION, custom=custom)
+    tags: dict[str, Any] = {"recompute": policy, "ac_graph_id": _LAST_REGION}
+    tags["custom"] = {**meta.get("custom", {}), _NOTE: note}
+    if backward:
+        tags["partitioner_tag"] = "must_be_in_backward"
+    before = {key: meta[key] for key in tags if key in meta}
+    meta.update(tags)
     try:
         yield
     finally:
-        for key in ("recompute", "ac_graph_id", "custom"):
+        for key in tags:
             meta.pop(key, None)
         meta.update(before)
 
@@ -68,10 +74,15 @@ def note_of(node: torch.fx.Node) -> tuple[int, int | None] | None:
 
 
 @functools.cache
-def reorder_graphs(reorder: Callable[[torch.fx.Graph], None], version: str) -> None:
-    """Let inductor call ``reorder`` with every graph, after a pass of the user's if there is one."""
+def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[torch.fx.Node]]], version: str) -> None:
+    """Let inductor call ``reorder`` with every graph, after a pass of the user's if there is one.
+
+    What it returns is kept: each node comes after its list of nodes.
+    """
     import torch._inductor.config as config
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
 
     earlier: Any = config.post_grad_custom_post_pass
 
@@ -79,7 +90,8 @@ def reorder_graphs(reorder: Callable[[torch.fx.Graph], None], version: str) -> N
         def __call__(self, graph: torch.fx.Graph) -> None:
             if earlier is not None:
                 earlier(graph)
-            reorder(graph)
+            after = reorder(graph)
+            preserve_node_ordering(graph, {node: OrderedSet(others) for node, others in after.items()})
 
         def uuid(self) -> Any:
             if earlier is None:

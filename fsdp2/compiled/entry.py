@@ -25,9 +25,14 @@ from fsdp2.runtime.state import FSDPState, state_of, states_below
 @functools.cache
 def prepares_graphs() -> Callable[[Any], bool]:
     """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
-    _torch_compiler.call_opaquely(unshard)
-    _torch_compiler.reorder_graphs(overlap, source_hash())
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _set_up_compiler() -> None:
+    _torch_compiler.call_opaquely(unshard)
+    _torch_compiler.trace_through_checkpoints()
+    _torch_compiler.reorder_graphs(overlap, source_hash())
 
 
 def prepare_call(module: nn.Module) -> bool:
@@ -38,6 +43,7 @@ def prepare_call(module: nn.Module) -> bool:
     Returns:
         Whether its own hooks can be part of the graph. If not, they run outside, as in eager mode.
     """
+    _set_up_compiler()
     state = state_of(module)
     assert state is not None, "a sharded module has a state"
     root = state.ensure_root()
@@ -45,7 +51,6 @@ def prepare_call(module: nn.Module) -> bool:
     below = state._states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
-    _torch_compiler.trace_through_checkpoints()
     for each in below:
         reason = reasons[each]
         if reason is not None:

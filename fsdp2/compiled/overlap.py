@@ -1,9 +1,9 @@
 """The order of communication in a graph: gathers are issued ahead of the compute before them, reductions end behind it.
 
 Traced, a group's all-gather stands right before its parameters are used, and waits for itself. Here the next group's
-all-gather moves up, to where the present one's has arrived, so that it runs beside the present group's compute; and
-the wait for a reduce-scatter moves down, to where the next one is issued. Nothing else moves, and nothing is computed
-otherwise.
+all-gather moves up, before the wait for the present one, so that it runs beside the present group's compute; and the
+wait for a reduce-scatter moves down, to where the next one is issued. Nothing else moves, and nothing is computed
+otherwise. inductor orders once more, for memory, and would undo this; dependencies between the nodes keep it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,38 @@ from fsdp2 import _torch_compiler
 Unit = list[fx.Node]
 
 
-def overlap(graph: fx.Graph) -> None:
-    """Reorder ``graph`` in place: one forward, one backward, or one of inference."""
+def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Reorder ``graph`` in place: one forward, one backward, or one of inference.
+
+    Returns:
+        What a compiler that orders for itself has to respect: each node has to come after its list of nodes.
+    """
     gathers, scatters = _units(graph, _torch_compiler.ALL_GATHERS), _units(graph, _torch_compiler.REDUCE_SCATTERS)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    arrivals = [max(_waits(unit), key=order.__getitem__) for unit in gathers]
+    order = _positions(graph)
+    arrivals = [min(_waits(unit), key=order.__getitem__) for unit in gathers]
+    after: dict[fx.Node, list[fx.Node]] = {}
     for index in range(1, len(gathers)):
         first = _first_beside(gathers, index)
-        if first < index:
-            _issue_behind(gathers[index], arrivals[first], graph)
+        if first < index and _issue_before(gathers[index], arrivals[first], graph):
+            after.setdefault(arrivals[first], []).extend(gathers[index])
+    for unit in scatters:
+        arrival = _next_arrival(unit, arrivals, graph)
+        if arrival is not None:
+            after.setdefault(arrival, []).extend(unit)
     for unit, following in itertools.pairwise(scatters):
-        _end_before(unit, following[0], graph)
+        if _end_before(unit, following[0], graph):
+            for wait in _waits(unit):
+                after[wait] = following[0].all_input_nodes
     if scatters:
         _end_before(scatters[-1], graph.output_node(), graph)
+    return after
+
+
+def _next_arrival(unit: Unit, arrivals: list[fx.Node], graph: fx.Graph) -> fx.Node | None:
+    """The first wait for an all-gather that comes after all of ``unit``."""
+    positions = _positions(graph)
+    end = max(positions[node] for node in unit)
+    return min((each for each in arrivals if positions[each] > end), key=positions.__getitem__, default=None)
 
 
 def _units(graph: fx.Graph, targets: frozenset[Any]) -> list[Unit]:
@@ -55,7 +74,7 @@ def _nbytes(unit: Unit) -> int:
 
 
 def _first_beside(units: list[Unit], index: int) -> int:
-    """Behind which unit's arrival ``units[index]`` is issued: the one before, or an earlier one within the budget.
+    """Before which unit's arrival ``units[index]`` is issued: that before it, or an earlier one within the budget.
 
     ``index`` itself: it stays where it is, for it alone exceeds the budget.
     """
@@ -70,19 +89,15 @@ def _first_beside(units: list[Unit], index: int) -> int:
     return first
 
 
-def _issue_behind(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> None:
-    """Move ``unit``, and what it is made from, right behind ``arrival``; unless it is made from what is computed."""
-    before = set()
-    for node in graph.nodes:
-        before.add(node)
-        if node is arrival:
-            break
-    chain = _sources(unit)
-    if arrival in chain or any(node.target in _torch_compiler.COLLECTIVES and node not in unit for node in chain):
-        return
-    for node in sorted(chain - before, key=_positions(graph).__getitem__):
-        arrival.append(node)
-        arrival = node
+def _issue_before(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> bool:
+    """Move ``unit``, and what it is made from, right before ``arrival``; unless it is made from what is computed."""
+    chain, positions = _sources(unit), _positions(graph)
+    if any(node.target in _torch_compiler.COLLECTIVES and node not in unit for node in chain):
+        return False
+    for node in sorted(chain, key=positions.__getitem__):
+        if positions[node] > positions[arrival]:
+            arrival.prepend(node)
+    return True
 
 
 def _sources(unit: Unit) -> set[fx.Node]:
@@ -97,7 +112,7 @@ def _sources(unit: Unit) -> set[fx.Node]:
     return found
 
 
-def _end_before(unit: Unit, place: fx.Node, graph: fx.Graph) -> None:
+def _end_before(unit: Unit, place: fx.Node, graph: fx.Graph) -> bool:
     """Move the waits for ``unit``, and all that depends on them, right before ``place``; unless ``place`` does."""
     tail = set()
     todo: list[fx.Node] = list(_waits(unit))
@@ -108,9 +123,10 @@ def _end_before(unit: Unit, place: fx.Node, graph: fx.Graph) -> None:
             todo += node.users
     positions = _positions(graph)
     if place in tail or any(positions[node] > positions[place] for node in tail):
-        return
+        return False
     for node in sorted(tail, key=positions.__getitem__):
         place.prepend(node)
+    return True
 
 
 def _positions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -56,7 +56,7 @@ class _Unshard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: GroupSpec = ctx.spec
         arrived: list[torch.Tensor | None] = []
-        with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget)):
+        with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget), backward=True):
             for reduce in spec.reduces:
                 mine = [gradients[index] for index in reduce.params]
                 arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
