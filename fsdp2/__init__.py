@@ -9,6 +9,8 @@ from fsdp2.common import (
     FSDPTypeError,
     FSDPValueError,
 )
+from fsdp2.compiled.entry import prepare_compile
+from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.modules.functions import register_fsdp_forward_method, share_comm_ctx
@@ -29,6 +31,8 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "CompileReport",
+    "CompiledGroup",
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
@@ -58,11 +62,13 @@ __all__ = [
     "choose_groups",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "compile_report",
     "disable_fsdp_module_new_init",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "offload_optimizer_state",
+    "prepare_compile",
     "optim",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch_compiler
+from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.arrivals import carriers_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
@@ -26,6 +27,34 @@ from fsdp2.runtime.state import FSDPState, state_of, states_below
 def prepares_graphs() -> Callable[[Any], bool]:
     """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
+
+
+def prepare_compile(model: nn.Module) -> None:
+    """Make ``model`` ready to be called by a compiled function.
+
+    Only for functions: of a sharded module's own compiled call (``torch.compile(model)``, ``model.compile()``) this is
+    the beginning. A function is traced from its own first line, where nothing can be communicated or allocated::
+
+        >>> @torch.compile(fullgraph=True)
+        ... def loss_of(batch):
+        ...     return model(batch).square().mean()
+        >>> fsdp2.prepare_compile(model)      # before each call
+        >>> loss_of(batch).backward()
+
+    The first time it initializes the root, collectively: all ranks of the mesh must call it.
+
+    Args:
+        model: the outermost module on which `fully_shard` was called.
+
+    Raises:
+        FSDPTypeError: it is none.
+        FSDPNotImplementedError: it cannot be part of a graph; the message names the feature.
+    """
+    if state_of(model) is None:
+        raise FSDPTypeError(f"fully_shard was not called on this {type(model).__name__}.")
+    if not prepare_call(model):
+        traced = state_of(model).traced  # type: ignore[union-attr]
+        raise FSDPNotImplementedError(traced.reason)
 
 
 @functools.cache
@@ -82,9 +111,9 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
             group.prepare(group.comm)
         ready.append(_prepared(group, again, budget))
     before = state.traced
-    if not (isinstance(before, TracedState) and len(before.groups) == len(ready)) or any(
-        old is not new for old, new in zip(before.groups, ready, strict=True)
-    ):
+    if isinstance(before, TracedState) and before.groups == tuple(ready):
+        before.escapes = 0
+    else:
         state.traced = TracedState(tuple(ready), state.policy, state.modules[0])
 
 

@@ -6,6 +6,7 @@ Everything read here was fixed before the trace began (`fsdp2.compiled.entry`): 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.plan.policies import ModulePolicy
@@ -38,7 +40,7 @@ class TracedUse:
     spec: tuple[Any, Any, Any, Any] | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TracedGroup:
     """One group, ready to be traced.
 
@@ -56,11 +58,19 @@ class TracedGroup:
 
 
 class TracedState:
-    """Stands in for the hooks of one `FSDPState` inside a graph: gathers before forward, restores after it."""
+    """Stands in for the hooks of one `FSDPState` inside a graph: gathers before forward, restores after it.
+
+    Attributes:
+        groups: what is gathered.
+        policy: for what forward takes and returns.
+        escapes: how often the hooks ran outside of a graph in the last compiled call.
+    """
 
     def __init__(self, groups: tuple[TracedGroup, ...], policy: ModulePolicy, module: nn.Module) -> None:
         self.groups = groups
         self.policy = policy
+        self.escapes = 0
+        self._has_warned = False
         self._names = argument_names(module.forward)
 
     def pre_forward(
@@ -89,6 +99,20 @@ class TracedState:
             name: _cast(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()
         }
         return tuple(cast_args), cast_kwargs
+
+    def called_eagerly(self, name: str) -> None:
+        """Note, and warn once, if the hooks of the module called ``name`` run outside of a graph in a compiled call."""
+        if not _torch_compiler.frame_callback():
+            return
+        self.escapes += 1
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"'{name}' is called from a compiled function, but outside of its graph: its parameters are gathered "
+                "by eager hooks, and may be kept from forward to backward. There is a graph break in it, or in a module "
+                "around it; torch.compile(fullgraph=True) says where.",
+                stacklevel=2,
+            )
 
     def post_forward(self, output: Any) -> Any:
         """Register the sharded parameters, and cast the output."""
@@ -128,6 +152,9 @@ class RefusedState:
             FSDPNotImplementedError: always, with the reason and what to do.
         """
         raise FSDPNotImplementedError(self.reason)
+
+    def called_eagerly(self, name: str) -> None:
+        """Expected."""
 
     def post_forward(self, output: Any) -> Any:
         """Never reached."""

@@ -71,8 +71,7 @@ class FSDPState(CopyableState):
         unit: their groups, one per mesh; empty if they have no parameters of their own.
         mesh: of the modules; a parameter may have been given another.
         policy: for what forward takes and returns.
-        root: set at lazy initialization; the last to claim it, if it is below several.
-        roots: all of these.
+        root: set at lazy initialization; of several, the last to claim it; ``roots``: all of these.
         own_root: the root that its own module is.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
@@ -223,7 +222,6 @@ class FSDPState(CopyableState):
                 )
 
     def _refuse_unowned(self) -> None:
-        """Refuse parameters that no group owns."""
         states = states_below_all(self.modules)
         ignored = {parameter for state in states for parameter in state.ignored_params}
         params = [param for state in states for group in state.unit for param in group.params]
@@ -239,7 +237,7 @@ class FSDPState(CopyableState):
             group.settle()
 
     def adopt_replaced(self) -> None:
-        """Take over parameters that were replaced while they were sharded."""
+        """Take over parameters that were replaced."""
         for group in self.unit:
             group.adopt_replaced()
 
@@ -265,6 +263,8 @@ class FSDPState(CopyableState):
         """
         if torch.compiler.is_dynamo_compiling():
             return self.traced.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
+        if self.traced is not UNTRACED:
+            self.traced.called_eagerly(self.name)
         if self.root is None:
             on_real_parameters(self._become_root)
         root = self.ensure_root()

@@ -22,6 +22,9 @@ class Untraced:
             "fsdp2.prepare_compile(model) before each call of a compiled function that calls it."
         )
 
+    def called_eagerly(self, name: str) -> None:
+        """Nothing was to be in a graph."""
+
     def post_forward(self, output: Any) -> Any:
         """Never reached."""
         return output
