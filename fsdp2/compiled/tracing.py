@@ -109,8 +109,8 @@ class TracedState:
             self._has_warned = True
             warnings.warn(
                 f"'{name}' is called from a compiled function, but outside of its graph: its parameters are gathered "
-                "by eager hooks, and may be kept from forward to backward. There is a graph break in it, or in a module "
-                "around it; torch.compile(fullgraph=True) says where.",
+                "by eager hooks, and may be kept from forward to backward. There is a graph break in it, or in a "
+                "module around it; torch.compile(fullgraph=True) says where.",
                 stacklevel=2,
             )
 
