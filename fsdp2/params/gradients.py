@@ -167,9 +167,9 @@ class DtypeGradients:
             template: list[torch.Tensor] = []
             for hole, size in zip(self._holes, sizes, strict=True):
                 if hole is not None and hole >= 0:
-                    template.append(zeros[0])
                     if size:
                         template.append(zeros[size])
+                    template.append(zeros[0])
             shape = (self._world_size, len(self.params))
             template.append(torch.full(shape, self._presence_scale, dtype=dtype, device=self._device))
             self._templates[dtype] = template
@@ -185,8 +185,9 @@ class DtypeGradients:
             elif slot.direct:
                 holes.append(-1)
             else:
+                position += 1 if slot.pad_numel else 0
                 holes.append(position)
-                position += 2 if slot.pad_numel else 1
+                position += 1
         return holes
 
     def expect_divisor(self, divisor: float) -> None:
