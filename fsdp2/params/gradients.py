@@ -162,14 +162,14 @@ class DtypeGradients:
     def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
         if dtype not in self._templates:
-            sizes = [slot.pad_numel for slot in self._carried]
-            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in {0, *sizes}}
+            packed = [slot for slot, hole in zip(self._carried, self._holes, strict=True) if hole not in (None, -1)]
+            sizes = {0, *(slot.pad_numel for slot in packed)}
+            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
             template: list[torch.Tensor] = []
-            for hole, size in zip(self._holes, sizes, strict=True):
-                if hole is not None and hole >= 0:
-                    if size:
-                        template.append(zeros[size])
-                    template.append(zeros[0])
+            for slot in sorted(packed, key=lambda slot: slot.offset):
+                if slot.pad_numel:
+                    template.append(zeros[slot.pad_numel])
+                template.append(zeros[0])
             shape = (self._world_size, len(self.params))
             template.append(torch.full(shape, self._presence_scale, dtype=dtype, device=self._device))
             self._templates[dtype] = template
@@ -177,16 +177,12 @@ class DtypeGradients:
 
     def _make_holes(self) -> list[int | None]:
         """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
-        holes: list[int | None] = []
+        holes: list[int | None] = [-1 if slot.shard_numel else None for slot in self._carried]
         position = 0
-        for slot in self._carried:
-            if slot.shard_numel == 0:
-                holes.append(None)
-            elif slot.direct:
-                holes.append(-1)
-            else:
+        for index, slot in sorted(enumerate(self._carried), key=lambda pair: pair[1].offset):
+            if slot.shard_numel and not slot.direct:
                 position += 1 if slot.pad_numel else 0
-                holes.append(position)
+                holes[index] = position
                 position += 1
         return holes
 

@@ -211,6 +211,15 @@ class Slot:
         return self.cut.local_shape(self.rows, rank)
 
 
+def largest_first(cuts: Sequence[Cut], world_size: int) -> list[int]:
+    """The indices of ``cuts`` in the order in which they lie, without those that are owned.
+
+    Equal ones follow each other, so that one copy moves all of them, and optimizers step on them as one.
+    """
+    sizes = [(-cut.outer * cut.rows(world_size) * cut.row_numel, -cut.numel) for cut in cuts]
+    return sorted((index for index, cut in enumerate(cuts) if cut.owner is None), key=sizes.__getitem__)
+
+
 def unsharded_room(cut: Cut, world_size: int) -> int:
     """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
     if cut.dim is None or cut.outer > 1:
@@ -228,7 +237,8 @@ def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
 class BufferLayout:
     """The layout of one group's parameters of one dtype over ``world_size`` ranks.
 
-    ``slots`` follow the order of the parameters; in the buffers the packed ones come first.
+    ``slots`` follow the order of the parameters; in the buffers the packed ones come first, the largest first of these
+    and of the direct ones.
 
     Attributes:
         packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
@@ -267,9 +277,8 @@ class BufferLayout:
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, cut in enumerate(carried):
-                if cut.owner is not None:
-                    continue
+            for index in largest_first(carried, world_size):
+                cut = carried[index]
                 rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
                 # Only where one piece of memory is cut is rank order the order of the parameter.
                 may = cut.dim is not None and cut.outer == 1
@@ -305,7 +314,7 @@ class BufferLayout:
         moved: dict[int, Slot] = {}
         offset = packed_numel = 0
         for wanted in (False, True):
-            for index, slot in enumerate(self.carried):
+            for index, slot in sorted(enumerate(self.carried), key=lambda pair: pair[1].unsharded_offset):
                 if slot.direct is wanted:
                     shard = replace(slot, rows=slot.cut.rows(world_size))
                     offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
@@ -423,9 +432,10 @@ class GradientLayout:
         offset = 0
         presence_offset = packed_numel = 0
         for wanted in (False, True):
-            for index, cut in enumerate(carried):
-                if alone[index] is not wanted or cut.owner is not None:
+            for index in largest_first(carried, world_size):
+                if alone[index] is not wanted:
                     continue
+                cut = carried[index]
                 rows = cut.rows(world_size)
                 numel = cut.outer * rows * cut.row_numel
                 start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
