@@ -55,6 +55,8 @@ test-clients: $(CLIENTS_STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks.optimizers
+	$(BIN)/python -m benchmarks.micro
+	$(BIN)/python -m benchmarks.first_step
 
 torch-gaps: $(STAMP)
 	$(BIN)/python -m benchmarks.torch_gaps $(ARGS)

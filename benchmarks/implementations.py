@@ -97,6 +97,13 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     fully_shard(model)
 
 
+def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:
+    """Shards `module`, as one group, with implementation `name`; `unsharded` leaves it alone."""
+    base_name = name.removesuffix(AGAIN)
+    if base_name != UNSHARDED:
+        _bind_fully_shard(base_name, mesh=mesh, options=options)(module)
+
+
 def _bind_fully_shard(name: str, *, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[nn.Module], object]:
     module = importlib.import_module(SHARDING_MODULES[name])
     arguments: dict[str, object] = {"mesh": mesh}

@@ -187,6 +187,12 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
+    """Changes with every write to one of ``tensors``; alike on all ranks for those of sharded parameters."""
+    with plain_attributes():
+        return sum(map(version_of, tensors))
+
+
 def set_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let ``dtensor`` lie on ``local`` (same shape, dtype and device): the one way that keeps its identity."""
     dtensor._local_tensor = local  # type: ignore[attr-defined]
@@ -261,6 +267,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def without_grad() -> AbstractContextManager[Any]:
     """`torch.no_grad()`, at no cost where grad mode is off already, as in a backward without ``create_graph``."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Inside, attributes of DTensors (`grad`, `requires_grad`, `_version`, hooks) are read and set at half the cost: torch
+looks for no ``__torch_function__``, of which DTensor has none. Not around code of the user's. Seen on 2.11 to 2.15."""
 
 
 def profiler_is_running() -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.comm.primitives import is_alone
-from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align
+from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align, byte_start
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.ownership import Region
 from fsdp2.plan.placement import Sharding
@@ -75,8 +75,9 @@ def _offsets(parts: Sequence[Part], shapes: Sequence[tuple[int, ...]], world_siz
     offsets, end = [0] * len(parts), 0
     for index, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
         if owner is None:
-            offsets[index] = end
-            end = align(end + size, PACKED_ALIGNMENT_BYTES)
+            offsets[index] = byte_start(end, size, parts[index].local.element_size())
+            end = offsets[index] + size
+    end = align(end, PACKED_ALIGNMENT_BYTES)  # every rank's elements lie as those of the first do
     for index, place in enumerate(region.offsets):
         if place is not None:
             offsets[index] = end + (place % region.capacity if region.capacity else 0)

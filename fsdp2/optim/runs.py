@@ -37,6 +37,7 @@ class _Place(NamedTuple):
     owner: FSDPParam
     buffers: DtypeBuffers
     slot: Slot
+    numel_before: int  # of all parameters ahead in the shard buffer
     gradients: DtypeGradients
     gradient_slot: GradientSlot
     position: int  # among the parameters of ``gradients``
@@ -63,10 +64,12 @@ class _Place(NamedTuple):
         distance = other.slot.shard_offset - slot.shard_offset
         if distance != other.gradient_slot.offset - gradient.offset:
             return False
+        if other.numel_before - self.numel_before != slot.shard_numel:
+            return False  # another one, frozen perhaps, is small enough to lie in the alignment of the gradients
         gap = distance - slot.shard_numel
         if gradient.direct or other.gradient_slot.direct:
             return gap == 0
-        return gap == gradient.pad_numel
+        return gap == other.gradient_slot.pad_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +151,9 @@ def _places_of(parameters: Iterable[torch.Tensor]) -> Iterator[_Place]:
 
 def _places_in(group: FSDPParamGroup) -> dict[FSDPParam, _Place]:
     lies = {
-        param: (buffers, slot)
+        param: (buffers, slot, numel_before)
         for buffers in group.storage.buffers
-        for param, slot in zip(buffers.params, buffers.layout.slots, strict=True)
+        for param, slot, numel_before in _lying_on(buffers)
     }
     return {
         param: _Place(param, *lies[param], gradients, slot, index)
@@ -158,6 +161,16 @@ def _places_in(group: FSDPParamGroup) -> dict[FSDPParam, _Place]:
         for index, (param, slot) in enumerate(zip(gradients.params, gradients.layout.slots, strict=True))
         if param in lies
     }
+
+
+def _lying_on(buffers: DtypeBuffers) -> Iterator[tuple[FSDPParam, Slot, int]]:
+    """The parameters that this rank has a place for, as they follow each other; with the elements of those ahead."""
+    numel_before = 0
+    pairs = zip(buffers.params, buffers.layout.slots, strict=True)
+    for param, slot in sorted(pairs, key=lambda pair: pair[1].shard_offset):
+        if slot.cut.owner is None or param.local.numel():
+            yield param, slot, numel_before
+            numel_before += slot.shard_numel
 
 
 def runs_of(parameters: Iterable[torch.Tensor], agreement: Callable[[torch.Tensor], object]) -> list[Run]:

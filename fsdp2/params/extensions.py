@@ -33,7 +33,7 @@ from fsdp2.params.buffers import Resizable, on_the_wire, storage_alias
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.gather import Member
 from fsdp2.params.param import FSDPParam, is_subclass
-from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align, contiguous_stride
+from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align, byte_start, contiguous_stride
 from fsdp2.plan.mesh import DataParallelMesh
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -123,8 +123,8 @@ class _Staged:
     def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, custom: AllGather | None) -> None:
         self._places, offset = [], 0
         for tensor in tensors:
-            offset = align(offset, PACKED_ALIGNMENT_BYTES)
             nbytes = tensor.numel() * tensor.element_size()
+            offset = byte_start(offset, nbytes, tensor.element_size())
             self._places.append((offset, nbytes))
             offset += nbytes
         dtypes = {tensor.dtype for tensor in tensors}

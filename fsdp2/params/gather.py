@@ -118,9 +118,11 @@ class Gather:
         staged = staging.view(self._world_size, self._head_bytes)
         for source, offset in zip(self._packed, self._heads, strict=True):
             part = staged[:, offset : offset + source.packed_bytes].view(source.unsharded.dtype)
-            for slot in source.layout.carried:
-                if not slot.direct and slot.shard_numel:
-                    self._add_copy_out(source.unsharded, part, slot)
+            for slots in _moved_as_one(source.layout):
+                if len(slots) > 1:
+                    self._add_copies_out(source.unsharded, part, slots)
+                else:
+                    self._add_copy_out(source.unsharded, part, slots[0])
         tails = {id(source): offset for source, offset in zip(self._tail_sources(), self._tails, strict=True)}
         for source in self._sources:
             members += self._direct_members(source, tails.get(id(source)))
@@ -179,6 +181,15 @@ class Gather:
             if rest:  # of the rank that has fewer
                 last = piece[full, : outer * rest * row_numel].view(outer, rest * row_numel)
                 self._add_copy(last, whole[:, full * rows * row_numel :])
+
+    def _add_copies_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slots: Sequence[Slot]) -> None:
+        """The same for slots that `_moved_as_one`: (world_size, slot, row) to (slot, world_size, row)."""
+        first, second = slots[0], slots[1]
+        ranks, count, numel = self._world_size, len(slots), first.shard_numel
+        strides = (staged.stride(0), second.shard_offset - first.shard_offset, 1)
+        pieces = staged.as_strided((ranks, count, numel), strides, staged.storage_offset() + first.shard_offset)
+        strides = (numel, second.unsharded_offset - first.unsharded_offset, 1)
+        self._add_copy(pieces, unsharded.as_strided((ranks, count, numel), strides, first.unsharded_offset))
 
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         self._copy_out_sources.append(source)
@@ -252,6 +263,30 @@ class Gather:
             self.members = ()
             self._copy_in_sources, self._copy_in_destinations = [], []
             self._copy_out_sources, self._copy_out_destinations = [], []
+
+
+def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:
+    """The packed slots as they lie, those together that are equal and equally far from each other in both buffers."""
+    runs: list[list[Slot]] = []
+    packed = [slot for slot in layout.carried if not slot.direct and slot.shard_numel]
+    for slot in sorted(packed, key=lambda slot: slot.shard_offset):
+        if runs and _continues(runs[-1], slot):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+def _continues(run: Sequence[Slot], slot: Slot) -> bool:
+    first, last = run[0], run[-1]
+    arrives_in_order = all(each.cut.dim is not None and each.cut.outer == 1 for each in (first, slot))
+    if not arrives_in_order or slot.shard_numel != first.shard_numel:
+        return False
+    return len(run) == 1 or _distances(last, slot) == _distances(first, run[1])
+
+
+def _distances(slot: Slot, other: Slot) -> tuple[int, int]:
+    return other.shard_offset - slot.shard_offset, other.unsharded_offset - slot.unsharded_offset
 
 
 def _has_direct(source: Source) -> bool:

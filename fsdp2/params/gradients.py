@@ -17,10 +17,11 @@ and one copy of it goes to the buffer.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,9 @@ from fsdp2.params.host_sums import HostSum
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import GradientLayout, GradientSlot
 from fsdp2.plan.ragged import dtensor_over
+
+_SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
+_DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
 
 
 class _GradientBuffer:
@@ -163,14 +167,14 @@ class DtypeGradients:
     def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
         if dtype not in self._templates:
-            sizes = [slot.pad_numel for slot in self._carried]
-            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in {0, *sizes}}
+            packed = [slot for slot, hole in zip(self._carried, self._holes, strict=True) if hole not in (None, -1)]
+            sizes = {0, *(slot.pad_numel for slot in packed)}
+            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
             template: list[torch.Tensor] = []
-            for hole, size in zip(self._holes, sizes, strict=True):
-                if hole is not None and hole >= 0:
-                    template.append(zeros[0])
-                    if size:
-                        template.append(zeros[size])
+            for slot in sorted(packed, key=lambda slot: slot.offset):
+                if slot.pad_numel:
+                    template.append(zeros[slot.pad_numel])
+                template.append(zeros[0])
             shape = (self._world_size, len(self.params))
             template.append(torch.full(shape, self.presence_scale, dtype=dtype, device=self._device))
             self._templates[dtype] = template
@@ -178,16 +182,13 @@ class DtypeGradients:
 
     def _make_holes(self) -> list[int | None]:
         """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
-        holes: list[int | None] = []
+        holes: list[int | None] = [-1 if slot.shard_numel else None for slot in self._carried]
         position = 0
-        for slot in self._carried:
-            if slot.shard_numel == 0:
-                holes.append(None)
-            elif slot.direct:
-                holes.append(-1)
-            else:
-                holes.append(position)
-                position += 2 if slot.pad_numel else 1
+        for index, slot in sorted(enumerate(self._carried), key=lambda pair: pair[1].offset):
+            if slot.shard_numel and not slot.direct:
+                position += 1 if slot.pad_numel else 0
+                holes[index] = position
+                position += 1
         return holes
 
     def expect_divisor(self, divisor: float) -> None:
@@ -226,7 +227,7 @@ class DtypeGradients:
         else:
             output = torch.empty(numel, dtype=self.dtype, device=self._device)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
-        dtype = self._common_dtype(gradients)
+        dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
         direct: list[Member] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
@@ -257,9 +258,9 @@ class DtypeGradients:
             packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
         _torch.chunk_cat(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
-        return PackedGradients(
-            members, output, output if self._owns(output) else None, missing, gradients, custom is not None
-        )
+        # Gradients may be delivered where they arrived if that is their buffer.
+        delivered = output if self._buffer is not None and output is self._buffer.flat else None
+        return PackedGradients(members, output, delivered, missing, gradients, custom is not None)
 
     def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
@@ -292,14 +293,14 @@ class DtypeGradients:
             f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use sparse=False."
         )
 
-    def _common_dtype(self, gradients: Sequence[torch.Tensor | None]) -> torch.dtype:
+    def _common_dtype(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> torch.dtype:
         """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
-        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        return dtypes.pop() if len(dtypes) == 1 else self.dtype
-
-    def _owns(self, output: torch.Tensor) -> bool:
-        """Whether gradients may be delivered where they arrived."""
-        return self._buffer is not None and output is self._buffer.flat
+        present = [each for each in gradients if each is not None] if missing else gradients
+        dtypes = set(map(_DTYPE, present))
+        if len(dtypes) != 1:
+            return self.dtype
+        (dtype,) = dtypes
+        return dtype
 
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
@@ -400,16 +401,18 @@ class DtypeGradients:
 
     def _are_cleared(self) -> bool:
         """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
-        for param in self.params:  # noqa: SIM110
-            if param.sharded.grad is not None:
-                return False
-        return True
+        with _torch.plain_attributes():
+            for param in self.params:  # noqa: SIM110
+                if param.sharded.grad is not None:
+                    return False
+            return True
 
     def _have_tensor_hooks(self) -> bool:
-        for param in self.params:  # noqa: SIM110
-            if _torch.tensor_hooks(param.sharded):
-                return True
-        return False
+        with _torch.plain_attributes():
+            for param in self.params:  # noqa: SIM110
+                if _torch.tensor_hooks(param.sharded):
+                    return True
+            return False
 
     def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
         return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
@@ -436,9 +439,10 @@ class DtypeGradients:
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
-            for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
-                if index not in absent:
-                    param.sharded.grad = gradient
+            with _torch.plain_attributes():
+                for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
+                    if index not in absent:
+                        param.sharded.grad = gradient
         elif buffer is not None and not absent and self._accumulates_in(buffer):
             buffer.flat.add_(delivered)
         else:
@@ -480,8 +484,9 @@ class DtypeGradients:
 
     def _call_hooks(self, absent: set[int]) -> None:
         """Call the users' post-accumulate-grad hooks."""
-        for index, param in enumerate(self.params):
-            hooks = _torch.post_accumulate_grad_hooks(param.sharded)
+        with _torch.plain_attributes():
+            hooks_of = list(map(_torch.post_accumulate_grad_hooks, map(_SHARDED, self.params)))
+        for index, hooks in enumerate(hooks_of):
             if hooks and index not in absent:
                 for hook in tuple(hooks.values()):
-                    hook(param.sharded)
+                    hook(self.params[index].sharded)

@@ -38,9 +38,9 @@ class Swaps:
 
     def hold_sharded(self) -> bool:
         """Whether the modules hold the sharded parameters, as they were when the plan was made."""
-        return self._hold(_SHARDED) and all(
-            map(is_, map(_torch.local_of, map(getitem, self._mappings, self._names)), map(_LOCAL, self._params))
-        )
+        with _torch.plain_attributes():
+            held = self._hold(_SHARDED)
+        return held and all(map(is_, map(_torch.local_of, map(_SHARDED, self._params)), map(_LOCAL, self._params)))
 
     def hold_post_forward(self) -> bool:
         """Whether they hold what was registered after forward, neither frozen nor unfrozen."""

@@ -1,10 +1,10 @@
 """Where every parameter lies in the flat buffers of its group: pure arithmetic, no tensor.
 
 Used by the eager and the traced execution alike. Offsets and sizes count elements (``_numel``) or rows
-(``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), alignment of 4 elements, both packed::
+(``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), both packed::
 
     rows(a) = ceil(3/2) = 2       rows(b) = 1
-    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot would start at the next multiple of 4
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot of 128 bytes would start at a multiple of 16 bytes
     shard buffer, rank 1      | a2 a2 0  0  | b1 |      a has one row here, the second is padding
     staging buffer (gathered) | a0 a0 a1 a1 | b0 | a2 a2 0  0  | b1 |
     unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
@@ -27,6 +27,9 @@ DIRECT_ALIGNMENT_BYTES = 128
 PACKED_ALIGNMENT_BYTES = 16
 """Packed slots start at multiples of this: the vector width of foreach and fused optimizer kernels."""
 
+SMALLEST_ALIGNED_BYTES = 8 * PACKED_ALIGNMENT_BYTES
+"""What a rank has of a smaller packed slot follows the one before directly: alignment adds less than an eighth."""
+
 DIRECT_THRESHOLD_BYTES = 1 << 20
 """Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
 
@@ -42,9 +45,24 @@ def align(numel: int, alignment: int) -> int:
 
 
 def alignment_numel(*, direct: bool, itemsize: int) -> int:
-    """How many elements of ``itemsize`` bytes a slot's offset is a multiple of."""
+    """How many elements of ``itemsize`` bytes an aligned slot's offset is a multiple of."""
     alignment_bytes = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
     return max(alignment_bytes // itemsize, 1)
+
+
+def shard_start(end: int, numel: int, *, direct: bool, itemsize: int) -> int:
+    """Where ``numel`` elements of ``itemsize`` bytes start in what one rank holds, if others have filled it to ``end``.
+
+    With many ranks, alignment of small slots would make up most of what is exchanged.
+    """
+    if not direct and numel * itemsize < SMALLEST_ALIGNED_BYTES:
+        return end
+    return align(end, alignment_numel(direct=direct, itemsize=itemsize))
+
+
+def byte_start(end: int, nbytes: int, itemsize: int) -> int:
+    """The same in bytes, where elements of several sizes follow each other: each at a multiple of its size."""
+    return align(shard_start(end, nbytes, direct=False, itemsize=1), itemsize)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -193,6 +211,15 @@ class Slot:
         return self.cut.local_shape(self.rows, rank)
 
 
+def largest_first(cuts: Sequence[Cut], world_size: int) -> list[int]:
+    """The indices of ``cuts`` in the order in which they lie, without those that are owned.
+
+    Equal ones follow each other, so that one copy moves all of them, and optimizers step on them as one.
+    """
+    sizes = [(-cut.outer * cut.rows(world_size) * cut.row_numel, -cut.numel) for cut in cuts]
+    return sorted((index for index, cut in enumerate(cuts) if cut.owner is None), key=sizes.__getitem__)
+
+
 def unsharded_room(cut: Cut, world_size: int) -> int:
     """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
     if cut.dim is None or cut.outer > 1:
@@ -210,7 +237,8 @@ def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
 class BufferLayout:
     """The layout of one group's parameters of one dtype over ``world_size`` ranks.
 
-    ``slots`` follow the order of the parameters; in the buffers the packed ones come first.
+    ``slots`` follow the order of the parameters; in the buffers the packed ones come first, the largest first of these
+    and of the direct ones.
 
     Attributes:
         packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
@@ -249,17 +277,18 @@ class BufferLayout:
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, cut in enumerate(carried):
-                if cut.owner is not None:
-                    continue
+            for index in largest_first(carried, world_size):
+                cut = carried[index]
                 rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
                 # Only where one piece of memory is cut is rank order the order of the parameter.
                 may = cut.dim is not None and cut.outer == 1
                 if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
-                shard_offset, unsharded_offset = align(shard_offset, alignment), align(unsharded_offset, alignment)
+                unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
+                numel = cut.outer * rows * cut.row_numel
+                shard_offset = shard_start(shard_offset, numel, direct=wanted, itemsize=itemsize)
                 slots[index] = Slot(cut, rows, shard_offset, unsharded_offset, wanted)
-                shard_offset += slots[index].shard_numel
+                shard_offset += numel
                 unsharded_offset += room
             if not wanted:
                 packed_numel = shard_offset
@@ -285,12 +314,12 @@ class BufferLayout:
         moved: dict[int, Slot] = {}
         offset = packed_numel = 0
         for wanted in (False, True):
-            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index, slot in enumerate(self.carried):
+            for index, slot in sorted(enumerate(self.carried), key=lambda pair: pair[1].unsharded_offset):
                 if slot.direct is wanted:
-                    offset = align(offset, alignment)
-                    moved[index] = replace(slot, rows=slot.cut.rows(world_size), shard_offset=offset)
-                    offset += moved[index].shard_numel
+                    shard = replace(slot, rows=slot.cut.rows(world_size))
+                    offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
+                    moved[index] = replace(shard, shard_offset=offset)
+                    offset += shard.shard_numel
             if not wanted:
                 packed_numel = offset
         carried = iter([moved[index] for index in range(len(moved))])
@@ -331,7 +360,7 @@ class GradientSlot:
         offset: first element in the output.
         direct: its gradient is itself the input of the reduce-scatter; else it is packed.
         is_dealt_out: what the ranks receive is not the gradient as ``torch.chunk`` cuts it, which must be rearranged.
-        pad_numel: alignment after a packed slot.
+        pad_numel: alignment before a packed slot.
     """
 
     cut: Cut
@@ -353,7 +382,7 @@ class GradientLayout:
 
     Two trainable parameters, one packed, one direct::
 
-        output, per rank  | packed slot | pad | presence (one element per parameter) | pad | direct slot |
+        output, per rank  | pad | packed slot | presence (one element per parameter) | pad | direct slot |
         packed input      | the same head for rank 0 | for rank 1 | ...                  direct input: the gradient
 
     What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
@@ -399,29 +428,29 @@ class GradientLayout:
             carried.append(Cut((world_size * region.capacity,)))
             alone = [may and cut.owner is None for may, cut in zip(alone, cuts, strict=True)]
             alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
-        fine, coarse = (alignment_numel(direct=each, itemsize=itemsize) for each in (False, True))
         placed: dict[int, GradientSlot] = {}
         offset = 0
         presence_offset = packed_numel = 0
         for wanted in (False, True):
-            for index, cut in enumerate(carried):
-                if alone[index] is not wanted or cut.owner is not None:
+            for index in largest_first(carried, world_size):
+                if alone[index] is not wanted:
                     continue
+                cut = carried[index]
                 rows = cut.rows(world_size)
                 numel = cut.outer * rows * cut.row_numel
-                step = align(numel, coarse if wanted else fine)
+                start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
                 is_dealt_out = cut.dim is None or cut.memory_dim > 0 or rows != ceil_div(cut.size, world_size)
-                pad_numel = 0 if wanted else step - numel
-                placed[index] = GradientSlot(cut, rows, numel, offset, wanted, is_dealt_out, pad_numel)
-                offset += step
+                pad_numel = 0 if wanted else start - offset
+                placed[index] = GradientSlot(cut, rows, numel, start, wanted, is_dealt_out, pad_numel)
+                offset = start + numel
             if not wanted:
                 presence_offset = offset
-                packed_numel = offset + len(cuts)
-                offset = align(packed_numel, coarse) if any(alone) else packed_numel
+                offset = packed_numel = presence_offset + len(cuts)
         shared = placed.get(len(cuts))
         for index, place in enumerate(region.offsets if region else ()):
             if place is not None and region and shared:
                 start = shared.offset + (place % region.capacity if region.capacity else 0)
-                placed[index] = replace(shared, cut=cuts[index], offset=start)
+                pad_numel = shared.pad_numel if start == shared.offset else 0
+                placed[index] = replace(shared, cut=cuts[index], offset=start, pad_numel=pad_numel)
         ordered = tuple(placed[index] for index in range(len(cuts)))
         return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())

@@ -189,24 +189,22 @@ class FSDPParamGroup:
         if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
             self._free_unsharded()
 
-    def _version(self) -> int:
-        """Changes with writes to the sharded parameters, alike on all ranks."""
-        return sum(map(_torch.version_of, self._sharded))
-
     def written(self) -> tuple[int, int]:
         """Changes with writes to the sharded parameters, as far as they can be seen."""
-        return self._freshness.writes, self._version()
+        return self._freshness.writes, _torch.sum_of_versions(self._sharded)
 
     def _is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
-        return self._gathered_writes != self._freshness.writes or self._gathered_version != self._version()
+        if self._gathered_writes != self._freshness.writes:
+            return True
+        return self._gathered_version != _torch.sum_of_versions(self._sharded)
 
     def _sent_version(self) -> object:
         """Changes with writes to this rank's shards; None if they may be written unseen."""
         if Freshness.unwatched:
             return None
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return self._version(), of_locals, self._freshness.writes, Freshness.steps
+        return _torch.sum_of_versions(self._sharded), of_locals, self._freshness.writes, Freshness.steps
 
     def settle(self) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen."""
@@ -263,7 +261,7 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         was_stale = self._is_stale()
         self._take_over(replacements)
-        self._gathered_version = self._version() if not was_stale else None
+        self._gathered_version = _torch.sum_of_versions(self._sharded) if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
         if self.plan is not None:
             self.reducer.lay_out(self.params)
@@ -313,7 +311,7 @@ class FSDPParamGroup:
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
-        self._start()
+        self._start(is_as_gathered=for_backward)
 
     def _rests_as_left(self) -> bool:
         """Whether what is registered after forward is what was, neither written nor frozen."""
@@ -327,12 +325,13 @@ class FSDPParamGroup:
             "values of before. Run all backwards before the optimizer steps, or anything else writes them."
         )
 
-    def _start(self) -> None:
+    def _start(self, *, is_as_gathered: bool = False) -> None:
         self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
-        if not self._resumes:
-            self._gathered_writes, self._gathered_version = self._freshness.writes, self._version()
+        if not (self._resumes or is_as_gathered):
+            self._gathered_writes = self._freshness.writes
+            self._gathered_version = _torch.sum_of_versions(self._sharded)
         if _torch.profiler_is_running():
             with record_function(f"fsdp2::all_gather {self.name}"):
                 self._issue_all_gather()

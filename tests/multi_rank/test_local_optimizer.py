@@ -282,6 +282,39 @@ def test_parameter_groups_divide_a_run() -> None:
     assert all(parameter.grad is not None for parameter in first)
 
 
+class Scaled(nn.Module):
+    """Between two trainable parameters a frozen one so small that it fits in the alignment of their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(64, 4))
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale * self.frozen) @ self.weight.t().tanh() + self.shift.sum()
+
+
+@multi_rank(2, 4)
+def test_small_frozen_parameters_are_not_stepped_on(world_size: int) -> None:
+    model, plain = Scaled(), Scaled()
+    fully_shard(model)
+    optimizers = [
+        fsdp2.optim.local(torch.optim.AdamW, trainable(model), lr=1e-2, weight_decay=0.5, flat=True),
+        torch.optim.AdamW(trainable(plain), lr=1e-2, weight_decay=0.5),
+    ]
+    for step in range(3):
+        inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))  # alike on all ranks
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            each(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert number_of_runs(optimizers[0]) == 1  # the weight and the shift
+    assert_sharded_same("parameters", parameters_of(model), parameters_of(plain), tolerance=tolerance_for(world_size))
+
+
 @multi_rank(4, full=[2])  # 8 cases more, 2 s
 @pytest.mark.parametrize("make", EVERY_KIND, ids=lambda f: f.__name__)
 def test_padding_stays_zero(make: MakeOptimizer) -> None:

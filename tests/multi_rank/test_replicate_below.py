@@ -6,14 +6,23 @@ import copy
 import itertools
 import operator
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
     CPUOffloadPolicy,
@@ -28,7 +37,8 @@ from fsdp2 import (
 )
 from tests.harness import fake_world, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, full_parameters, tolerance_for
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import FROZEN, MLP, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.pool import WorkerPools
 from tests.harness.reference import adamw
 from tests.multi_rank.staged import HOW, reference_for, shard, train
 from tests.multi_rank.training import loss_on, trainable
@@ -181,3 +191,59 @@ def test_checkpoints_go_to_models_that_shard_everything_and_back() -> None:
     for name, value in full_parameters(target).items():
         assert torch.equal(value, expected[name])
     train(reference_for(UNEVEN_MLP, 2, "each"), models[0], how="each")
+
+
+def train_and_save(folder: Path, below: int) -> None:
+    """Two steps, then a checkpoint of the model and the optimizer, and of the reference beside it."""
+    reference = reference_for(UNEVEN_MLP, dist.get_world_size(), "one")
+    model = shard(UNEVEN_MLP, None, replicate_below=below)
+    optimizer = train(reference, model, how="one", steps=2)
+    values, state = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "optimizer": state}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save((reference.model.state_dict(), reference.optimizer.state_dict()), folder / "reference.pt")
+
+
+def load_and_train(folder: Path, below: int) -> None:
+    """Another model takes the checkpoint, and goes on like a reference that never stopped."""
+    world_size = dist.get_world_size()
+    model = shard(UNEVEN_MLP, None, UNEVEN_MLP.build(seed=1), replicate_below=below)
+    optimizer = adamw(trainable(model))
+    values, state = get_state_dict(model, optimizer)
+    dcp.load({"model": values, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=state)
+    reference = reference_for(UNEVEN_MLP, world_size, "one")
+    values, state = torch.load(folder / "reference.pt", weights_only=False)
+    reference.model.load_state_dict(values)
+    reference.optimizer.load_state_dict(state)
+    reference.steps_done = 2
+    train(reference, model, how="one", optimizer=optimizer, steps=2, tolerance=tolerance_for(world_size))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(("saving", "loading"), [(SOME, SOME), (SOME, 0), (0, SOME), (ALL, SOME)])
+def test_checkpoints_in_a_folder(
+    saving: int, loading: int, world_size: int, pools: WorkerPools, tmp_path: Path
+) -> None:
+    """Saved on 2 ranks; what is replicated may differ, and the number of ranks."""
+    pools[2].run(train_and_save, tmp_path, saving)
+    pools[world_size].run(load_and_train, tmp_path, loading)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("below", [SOME, ALL])
+def test_beside_tensor_parallelism(below: int, how: str) -> None:
+    """A DTensor of tensor parallelism is as small as the whole of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = MLP.build()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = shard(MLP, None, model, mesh=mesh["dp"], replicate_below=below)
+    optimizer = train(reference_for(MLP, 2, how), model, how=how, tolerance=SUM_ORDER, rank=mesh.get_local_rank("dp"))
+    for name, parameter in model.named_parameters():
+        is_small = parameter.numel() * parameter.element_size() < below
+        assert isinstance(parameter.placements[0], Replicate) is is_small, name
+        is_cut = name.startswith("0.") or name == "2.weight"
+        assert (len(parameter.placements) == 2 and not isinstance(parameter.placements[1], Replicate)) is is_cut, name
+    clip_grad_norm_(model.parameters(), 1.0)
+    unwrap(model, optimizers=[optimizer])

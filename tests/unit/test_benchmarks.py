@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import clip, optimizers
+from benchmarks import clip, first_step, micro, optimizers
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import HostTimes, Quartiles
@@ -255,3 +255,28 @@ def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixt
     assert len(operations) == 11
     for kind in ("AdamW foreach", "AdamW fused"):
         assert operations[f"{kind}, fsdp2 local"] == operations[f"{kind}, plain tensors"]
+
+
+def test_single_operations_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    micro.main(["--parameters", "3", "--repetitions", "2", "--world-size", "4", "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert "One group of 3 parameters of (16, 16) over 4 ranks" in printed and "fsdp2/torch" in printed
+    figures = json.loads(file.read_text())
+    for operation in micro.OPERATIONS:
+        names = ["unsharded", "torch", "fsdp2"] if operation == micro.REDUCE else ["torch", "fsdp2"]
+        assert sorted(figures["seconds"][operation]) == sorted(names)
+        assert all(len(samples) == 2 for samples in figures["seconds"][operation].values())
+        calls = figures["python_calls"][operation]
+        assert 0 < calls["fsdp2"] < calls["torch"]
+
+
+def test_the_first_step_is_measured_in_new_processes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    first_step.main(["--blocks", "1", "--repetitions", "1", "--world-size", "4", "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert "First step, 1 blocks of 12 small parameters over 4 ranks" in printed and "fsdp2/torch" in printed
+    seconds = json.loads(file.read_text())["seconds"]
+    assert tuple(seconds) == first_step.PARTS
+    assert all(set(part) == {"unsharded", "torch", "fsdp2"} for part in seconds.values())
+    assert all(samples[0] > 0 for part in seconds.values() for samples in part.values())

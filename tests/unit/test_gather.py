@@ -213,3 +213,33 @@ def test_what_needs_no_copy_is_not_copied() -> None:
         gather = Gather(first, 2, 0, CPU, None)
         assert all(input.untyped_storage().data_ptr() == first[0].shard.data_ptr() for _, input in gather.members)
         assert (gather.allocated_bytes > 0) == copies_out
+
+
+@pytest.mark.parametrize("fewer", [False, True], ids=["all ranks", "neighbours"])
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> None:
+    """As many copies as there are sizes, whatever the order of the parameters; also from fewer ranks than laid out."""
+    generator = random.Random(seed)
+    world_size = generator.choice([1, 2, 3, 4])
+    shapes = generator.sample([(1,), (5,), (6, 7), (40, 3), (64, 16)], 3)
+    params = [torch.randn(shape) for shape in shapes for _ in range(generator.randint(1, 4))]
+    generator.shuffle(params)
+    cuts = [Cut(tuple(param.shape)) for param in params]
+    layout = BufferLayout.build(cuts, world_size=world_size * (2 if fewer else 1), itemsize=4)
+    if fewer:
+        layout = layout.over(world_size, 4)
+    gathers, ranks = [], []
+    for rank in range(world_size):
+        shard = torch.zeros(layout.shard_numel)
+        for param, slot in zip(params, layout.slots, strict=True):
+            start, stop = slot.cut.part(slot.rows, rank)
+            flat = param[start:stop].flatten()
+            shard[slot.shard_offset : slot.shard_offset + flat.numel()] = flat
+        unsharded = Resizable(torch.full((layout.unsharded_numel,), float("nan")))
+        ranks.append([Source(SimpleNamespace(unsharded=unsharded), shard, layout)])  # type: ignore[arg-type]
+        gathers.append(Gather(ranks[-1], world_size, rank, CPU, None))
+    exchange(gathers)
+    for gather, sources in zip(gathers, ranks, strict=True):
+        assert len(gather._copy_out_sources) == len(shapes)
+        gather.copy_out()
+        assert_gathered(sources, [params])

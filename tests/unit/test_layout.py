@@ -12,6 +12,7 @@ from fsdp2.params.gradients import _dealt_out
 from fsdp2.plan.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
+    SMALLEST_ALIGNED_BYTES,
     BufferLayout,
     Cut,
     GradientLayout,
@@ -96,21 +97,24 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
     layout = BufferLayout.build(
         random_cuts(generator), world_size=world_size, itemsize=itemsize, direct_threshold_bytes=threshold
     )
-    places = {
-        layout.shard_numel: [(s.shard_offset, s.shard_numel, s.direct) for s in layout.slots],
-        layout.unsharded_numel: [(s.unsharded_offset, s.cut.numel, s.direct) for s in layout.slots],
-    }
-    for length, intervals in places.items():
+    shards = [(s.shard_offset, s.shard_numel, s.direct) for s in layout.slots]
+    wholes = [(s.unsharded_offset, s.cut.numel, s.direct) for s in layout.slots]
+    for length, intervals in ((layout.shard_numel, shards), (layout.unsharded_numel, wholes)):
         end = 0
         for offset, numel, direct in sorted(intervals):
-            alignment = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
-            assert offset >= end and offset * itemsize % alignment == 0
+            if intervals is wholes or direct or numel * itemsize >= SMALLEST_ALIGNED_BYTES:
+                alignment = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
+                assert offset >= end and offset * itemsize % alignment == 0
+            else:
+                assert offset == end, "small packed shards lie without gaps"
             end = offset + numel
         assert end <= length
     for slot in layout.slots:
         arrives_in_order = slot.cut.dim is not None and slot.cut.outer == 1
         assert slot.direct == (arrives_in_order and world_size * slot.shard_numel * itemsize >= threshold)
         assert slot.direct == (slot.shard_offset >= layout.packed_numel) or slot.shard_numel == 0
+    packed = sum(slot.shard_numel for slot in layout.slots if not slot.direct)
+    assert packed <= layout.packed_numel <= packed * 9 / 8
     waste = layout.shard_numel - sum(slot.shard_numel for slot in layout.slots)
     assert waste * itemsize <= len(layout.slots) * DIRECT_ALIGNMENT_BYTES
 
@@ -131,6 +135,7 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
     )
     packed = [slot for slot in layout.slots if not slot.direct]
     assert sum(slot.shard_numel + slot.pad_numel for slot in packed) == layout.presence_offset
+    assert layout.presence_offset <= sum(slot.shard_numel for slot in packed) * 9 / 8
     assert layout.packed_numel == layout.presence_offset + len(layout.slots)
     end = 0
     for slot in sorted(layout.slots, key=lambda slot: slot.offset):
@@ -168,8 +173,9 @@ def test_fewer_ranks_fill_the_same_unsharded_buffer(seed: int) -> None:
         assert (slot.unsharded_offset, slot.direct) == (before.unsharded_offset, before.direct)
         if slot.direct:
             assert fewer * slot.shard_numel <= world_size * before.shard_numel, "it fits where the slot is"
-        alignment = DIRECT_ALIGNMENT_BYTES if slot.direct else PACKED_ALIGNMENT_BYTES
-        assert slot.shard_offset * itemsize % alignment == 0
+        if slot.direct or slot.shard_numel * itemsize >= SMALLEST_ALIGNED_BYTES:
+            alignment = DIRECT_ALIGNMENT_BYTES if slot.direct else PACKED_ALIGNMENT_BYTES
+            assert slot.shard_offset * itemsize % alignment == 0
         assert slot.direct == (slot.shard_offset >= parts.packed_numel) or slot.shard_numel == 0
     end = 0
     for slot in sorted(parts.slots, key=lambda slot: (slot.shard_offset, slot.shard_numel)):
@@ -224,11 +230,11 @@ def sent_by(
             pieces = _dealt_out(dealt, slot, world_size).reshape(world_size, -1)
         for rank in range(world_size):
             chunk = in_memory(chunk_of(gradient, slot.cut, world_size, rank), slot.cut)
-            part = packed[rank, slot.offset : slot.offset + slot.shard_numel + slot.pad_numel]
-            part.zero_()
+            packed[rank, slot.offset - slot.pad_numel : slot.offset + slot.shard_numel] = 0
+            part = packed[rank, slot.offset : slot.offset + slot.shard_numel]
             part[: chunk.numel()] = chunk
             if slot.is_dealt_out and slot.shard_numel:
-                assert torch.equal(pieces[rank], part[: slot.shard_numel])
+                assert torch.equal(pieces[rank], part)
     packed[:, layout.presence_offset :] = 1
     assert not packed.isnan().any(), "alignment is padding of some slot, so that one kernel fills everything"
     return packed, alone
@@ -266,6 +272,7 @@ def test_the_worked_example() -> None:
     layout = BufferLayout.build([Cut((3, 2)), Cut((2,))], world_size=2, itemsize=4, direct_threshold_bytes=1 << 30)
     a, b = layout.slots
     assert (a.rows, a.shard_offset, b.rows, b.shard_offset) == (2, 0, 1, 4)
+    assert (a.unsharded_offset, b.unsharded_offset) == (0, 8)
     assert (layout.packed_numel, layout.unsharded_numel) == (5, 10)
     assert [a.cut.part(a.rows, rank) for rank in range(2)] == [(0, 2), (2, 3)]
 
@@ -273,3 +280,13 @@ def test_the_worked_example() -> None:
 def test_arithmetic() -> None:
     assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [align(n, 8) for n in (0, 1, 8, 9)] == [0, 8, 8, 16]
+
+
+@pytest.mark.parametrize("world_size", [8, 512, 4096])
+def test_a_row_for_each_of_many_ranks_is_not_mostly_alignment(world_size: int) -> None:
+    """What is gathered is the parameters; what is reduced, them and one element of presence for each."""
+    cuts = [Cut((4096,))] * 12
+    layout = BufferLayout.build(cuts, world_size=world_size, itemsize=4)
+    assert layout.packed_numel * world_size == 12 * 4096
+    gradients = GradientLayout.build(cuts, [False] * 12, world_size=world_size, itemsize=4)
+    assert (gradients.packed_numel - 12) * world_size == 12 * 4096
