@@ -289,6 +289,11 @@ class FSDPCommContext:
             for pending in self._pending:  # may end on a stream of the user's
                 self._wait_for(pending.ticket, Wait.REDUCED)
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was issued and has not been waited for."""
+        return bool(self._pending)
+
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""
         self._pending.append(pending)

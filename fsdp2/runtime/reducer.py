@@ -73,6 +73,7 @@ class GradientReducer:
         custom: takes the place of the reduce-scatter.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         dtypes: how gradients are laid out, one for each dtype they are reduced in.
+        large: the trainable parameters of some size, if their gradients are at least half of the bytes.
     """
 
     def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
@@ -93,6 +94,7 @@ class GradientReducer:
         self.custom: ReduceScatter | None = None
         self.scatter_group: dist.ProcessGroup | None = None
         self.dtypes: tuple[DtypeGradients, ...] = ()
+        self.large: tuple[FSDPParam, ...] = ()
         self._mesh = mesh
         self._home = home
         self._phase = GradPhase.IDLE
@@ -128,6 +130,7 @@ class GradientReducer:
             if one.dtype in kept:
                 one.take_partial(before[one.dtype])
         self.dtypes = dtypes
+        self.large = _large_ones(trainable)
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -397,6 +400,15 @@ class GradientReducer:
                 if param.unsharded is not None:
                     param.unsharded.grad = None
         return lost
+
+
+def _large_ones(params: Sequence[FSDPParam]) -> tuple[FSDPParam, ...]:
+    """Those of at least `DIRECT_THRESHOLD_BYTES`, if they are half of the bytes of all."""
+    sizes = [param.local_numel * param.param_dtype.itemsize for param in params]
+    large = [size for size in sizes if size >= DIRECT_THRESHOLD_BYTES]
+    if 2 * sum(large) < sum(sizes):
+        return ()
+    return tuple(param for param, size in zip(params, sizes, strict=True) if size >= DIRECT_THRESHOLD_BYTES)
 
 
 def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:

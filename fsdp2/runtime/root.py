@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import FSDPCommContext
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.postponing import PostponedGathers
 from fsdp2.runtime.schedule import ExecutionOrder
 
 PREFETCH_DEPTH = 1
@@ -80,6 +82,7 @@ class Iteration:
         order: the order that the root's forward follows.
         reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
+        postponed: what is to be gathered ahead as soon as there is room.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
@@ -90,6 +93,7 @@ class Iteration:
         "in_backward",
         "in_forward",
         "order",
+        "postponed",
         "recomputed",
         "reduced",
         "unfinalized",
@@ -104,6 +108,7 @@ class Iteration:
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
+        self.postponed: PostponedGathers | None = None
         self.recomputed: Unit | None = None
 
 
@@ -135,6 +140,7 @@ class FSDPRoot:
         self.is_disturbed = False
         self.holds_graph = False
         self._watched: list[RemovableHandle] = []
+        self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -167,6 +173,7 @@ class FSDPRoot:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")
         self.comm.gathers_follow_compute()
+        self.gather_postponed()
 
     def gather_for_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit``, and ahead of its compute the units that come ``then``, or are expected to. Collective."""
@@ -242,6 +249,9 @@ class FSDPRoot:
     def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
         iteration = self.iteration
+        if iteration.postponed is not None:
+            self._enclosing.add(iteration.postponed.during)
+            self.gather_postponed()
         if iteration.recomputed is unit:
             iteration.recomputed = None
         needed = unit
@@ -250,10 +260,37 @@ class FSDPRoot:
                 needed = tuple(each for each in unit if each.unshards_in_backward)
         self._gather(needed, for_backward=True)
         expected = self._advance(self._backward_order, unit)
-        self._gather_ahead(expected if then is None else then, for_backward=True)
+        if then is None and self._postpones(unit):
+            iteration.postponed = PostponedGathers(unit, expected, self._gather_halfway)
+        else:
+            self._gather_ahead(expected if then is None else then, for_backward=True)
+
+    def _postpones(self, unit: Unit) -> bool:
+        """Whether what follows ``unit`` is gathered after the reduction in flight. [Note: half a backward each]"""
+        comm = self.comm
+        if comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
+            return False
+        if self.settings.prefetch_bytes is not None or unit in self._enclosing:
+            return False
+        for group in unit:  # noqa: SIM110 (a generator is one more call)
+            if group.reducer.large:
+                return True
+        return False
+
+    def _gather_halfway(self) -> None:
+        on_real_parameters(self.gather_postponed)
+
+    def gather_postponed(self) -> None:
+        """Wait for the reduction in flight, and gather what was postponed until then, if anything was. Collective."""
+        postponed, self.iteration.postponed = self.iteration.postponed, None
+        if postponed is not None:
+            postponed.cancel()
+            self.comm.retire_reduces(0)
+            self._gather_ahead(postponed.upcoming, for_backward=True)
 
     def gather_for_recompute(self, unit: Unit) -> None:
         """Gather ``unit`` for a recompute in backward, which is no part of the learned orders. Collective."""
+        self.gather_postponed()
         if self.iteration.recomputed is unit:
             self.iteration.recomputed = None
         else:
@@ -274,6 +311,8 @@ class FSDPRoot:
 
     def reduce_or_keep(self, unit: Unit) -> None:
         """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
         for group in unit:
             if not group.reducer.is_trainable:
                 continue
@@ -293,6 +332,7 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
+        self.gather_postponed()
         if self.settings.finalizes_manually:
             self.on_backward_pause()
             self.iteration.in_backward = False
@@ -399,6 +439,8 @@ class FSDPRoot:
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(expected=False)
+        if self.iteration.postponed is not None:
+            self.iteration.postponed.cancel()
         for group in self.shared:
             group.users.clear()
             group.took_part = False

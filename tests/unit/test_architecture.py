@@ -53,6 +53,7 @@ LAYERS = {
         "schedule",
         "hooks",
         "attachment",
+        "postponing",
         "root",
         "root_checks",
         "claiming",
