@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.params.memory import MemoryPool
 
 
 class Wait(enum.Enum):
@@ -187,6 +188,8 @@ class FSDPCommContext:
     Attributes:
         max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
             unsharded gradients of its group.
+        gather_memory: the pool of what belongs to the all-gather stream; None: it is allocated and freed each time.
+        reduce_memory: the same of the reduce-scatter stream. Without streams there is one pool for both.
     """
 
     def __init__(self, device: Device) -> None:
@@ -195,11 +198,34 @@ class FSDPCommContext:
         self.reduce_scatter_stream = device.new_stream()
         self.all_reduce_stream = device.new_stream()
         self.max_pending_reduces = 1
+        self.gather_memory: MemoryPool | None = None
+        self.reduce_memory: MemoryPool | None = None
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
         self._unfinished: object = None
+
+    def pool_memory(self, enable: bool) -> None:
+        """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
+        if enable is (self.gather_memory is not None):
+            return
+        for pool in self._pools():
+            pool.close()
+        self.gather_memory = MemoryPool() if enable else None
+        self.reduce_memory = MemoryPool() if enable and self.device.has_streams else self.gather_memory
+
+    def trim_memory(self) -> None:
+        """A step that reduced gradients is over: keep what such steps need."""
+        for pool in self._pools():
+            pool.trim()
+
+    def pooled_storages(self) -> list[torch.UntypedStorage]:
+        """The memory that is kept for later uses at the moment."""
+        return [storage for pool in self._pools() for storage in pool.idle_storages()]
+
+    def _pools(self) -> set[MemoryPool]:
+        return {pool for pool in (self.gather_memory, self.reduce_memory) if pool is not None}
 
     def begin_handle(self, owner: object) -> None:
         """``owner`` has begun what must be waited for before anything else on this context."""

@@ -294,13 +294,14 @@ class GradientReducer:
         ticket = Ticket([])
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
+        in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
-                _Sent(one, one.pack(gradients, in_place=not (ends_here or keeps), custom=self.custom), scaling)
+                _Sent(one, one.pack(gradients, in_place=in_place, custom=self.custom, memory=memory), scaling)
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, self._group, op, works, self.custom, self._form)
+                collectives.reduce_scatter(members, self._group, op, works, self.custom, self._form, memory)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
@@ -336,6 +337,9 @@ class GradientReducer:
         if not settled:
             with _torch.without_grad():
                 self._settle_partial(sent, ends_here=True)
+        for each in sent:
+            if each.packed.pooled:
+                each.packed.give_back()
 
     def _all_reduce_on_host(self, sent: list[_Sent]) -> Ticket:
         ticket = Ticket([])
@@ -382,6 +386,9 @@ class GradientReducer:
                 self._arrive(sent, keeps)
             for each in () if keeps else sent:
                 each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+        for each in sent:
+            if each.packed.pooled:
+                each.packed.give_back()
 
     # -- after an exception
 

@@ -38,15 +38,24 @@ class RootSettings:
         finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
         prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: `PREFETCH_DEPTH` units.
         post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
+        pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
         comm: the communication context, if it is shared with other roots.
     """
 
-    __slots__ = ("comm", "finalizes_manually", "is_last_backward", "post_optim_event", "prefetch_bytes")
+    __slots__ = (
+        "comm",
+        "finalizes_manually",
+        "is_last_backward",
+        "pools_memory",
+        "post_optim_event",
+        "prefetch_bytes",
+    )
 
     def __init__(self) -> None:
         self.is_last_backward = True
         self.finalizes_manually = False
         self.prefetch_bytes: int | None = None
+        self.pools_memory: bool | None = None
         self.post_optim_event: Any = None
         self.comm: SharedComm | None = None
 
@@ -54,6 +63,8 @@ class RootSettings:
         """The method, for roots only, that was called here, if any was."""
         if self.finalizes_manually:
             return "set_manual_backward_finalization"
+        if self.pools_memory is not None:
+            return "set_communication_memory_pool"
         return None if self.prefetch_bytes is None else "set_prefetch_budget"
 
 
@@ -136,6 +147,8 @@ class FSDPRoot:
         self.comm = comm
         self.groups = tuple(groups)
         self.settings = settings
+        if settings.pools_memory is not None:
+            comm.pool_memory(settings.pools_memory)
         self.shared: Unit = ()
         self.is_disturbed = False
         self.holds_graph = False
@@ -353,6 +366,8 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
+            if self.comm.gather_memory is not None:
+                self.comm.trim_memory()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(self.iteration.creates_graph)
         ended, self.iteration = self.iteration, Iteration()

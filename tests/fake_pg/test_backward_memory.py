@@ -227,5 +227,7 @@ def test_an_exception_in_between_leaves_nothing_behind() -> None:
             handle.remove()
             model.zero_grad()
             assert of_backward(model) == expected
-            hooks = [param.unsharded._post_accumulate_grad_hooks for group in groups_of(model) for param in group.params]  # type: ignore[union-attr]
+            hooks = [
+                param.unsharded._post_accumulate_grad_hooks for group in groups_of(model) for param in group.params
+            ]  # type: ignore[union-attr]
             assert not any(hooks)
