@@ -26,7 +26,7 @@ import torch
 
 from fsdp2 import _torch
 
-SLACK = 2.0
+SLACK = 3.0
 
 
 @dataclass(slots=True)

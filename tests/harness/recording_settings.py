@@ -448,7 +448,8 @@ SETTINGS = {
         settings_in_flight, hooked, hook_fails,
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
-        pooled, post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
+        post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
+        pooled,
     )
 } | {
     "half_cached_direct": lambda recorder: half_cached(recorder, Stack(512, 514)),
