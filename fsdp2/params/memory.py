@@ -51,13 +51,11 @@ class MemoryPool:
 
     Attributes:
         used_bytes: of buffers that were filled from here and not drained yet.
-        idle_bytes: kept for the next ones.
         allocations: how often there was nothing that fits.
     """
 
     def __init__(self) -> None:
         self.used_bytes = 0
-        self.idle_bytes = 0
         self.allocations = 0
         self._most_bytes = 0  # in use at the same time, since the last trim
         self._before_bytes = 0
@@ -76,9 +74,9 @@ class MemoryPool:
         self._most_bytes = max(self._most_bytes, self.used_bytes)
         if size.idle:
             _, holder = heapq.heappop(size.idle)
-            self.idle_bytes -= nbytes
             _torch.swap_memory(storage, holder)
-            self._empty.append(holder)
+            if not holder.nbytes():  # else Ctrl-C came between an earlier exchange and the note of it
+                self._empty.append(holder)
         else:
             self._shrink(self._limit_bytes())
             storage.resize_(nbytes)
@@ -93,7 +91,11 @@ class MemoryPool:
         holder = self._empty.pop() if self._empty else torch.UntypedStorage(0, device=storage.device)
         _torch.swap_memory(holder, storage)
         heapq.heappush(self._sizes[nbytes].idle, (holder.data_ptr(), holder))
-        self.idle_bytes += nbytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Kept for the next buffers."""
+        return sum(nbytes * len(size.idle) for nbytes, size in self._sizes.items())
 
     def forget(self, nbytes: int) -> None:
         """A buffer of ``nbytes`` was dropped with its memory."""
@@ -126,7 +128,7 @@ class MemoryPool:
 
     def _shrink(self, limit_bytes: float) -> None:
         """Free idle memory, the largest first, until the pool holds ``limit_bytes`` or has none idle."""
-        while self.idle_bytes and self.used_bytes + self.idle_bytes > limit_bytes:
+        while (idle_bytes := self.idle_bytes) and self.used_bytes + idle_bytes > limit_bytes:
             self._drop(max(nbytes for nbytes, size in self._sizes.items() if size.idle))
 
     def _drop(self, nbytes: int) -> None:
@@ -134,4 +136,3 @@ class MemoryPool:
         idle = self._sizes[nbytes].idle
         idle.remove(max(idle, key=lambda piece: piece[0]))
         heapq.heapify(idle)
-        self.idle_bytes -= nbytes

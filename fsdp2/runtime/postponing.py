@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2.runtime.param_group import FSDPParamGroup
 
@@ -28,7 +29,7 @@ class PostponedGathers:
         upcoming: what is to be gathered.
     """
 
-    __slots__ = ("_handles", "_on_half", "_rest_bytes", "during", "upcoming")
+    __slots__ = ("_handles", "_is_waiting", "_on_half", "_rest_bytes", "during", "upcoming")
 
     def __init__(
         self,
@@ -36,22 +37,30 @@ class PostponedGathers:
         upcoming: Sequence[tuple[FSDPParamGroup, ...]],
         on_half: Callable[[], None],
     ) -> None:
-        """``on_half`` is called when half of the bytes of the large gradients have been accumulated."""
+        """``on_half`` is called when half of the bytes of the large gradients have been accumulated: after `watch`."""
         self.during = during
         self.upcoming = upcoming
         self._on_half = on_half
-        watched = list(watched_of(during))
+        self._rest_bytes = 0.0
+        self._is_waiting = True
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """Begin to wait. Whoever is to `cancel` knows this object already: Ctrl-C may come in the middle."""
+        watched = list(watched_of(self.during))
         self._rest_bytes = sum(parameter.nbytes for parameter in watched) / 2
-        self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in watched]
+        for each in watched:
+            self._handles.append(each.register_post_accumulate_grad_hook(self._arrived))
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         self._rest_bytes -= parameter.nbytes
-        if self._rest_bytes <= 0 and self._handles:
+        if self._rest_bytes <= 0 and self._is_waiting:
             self.cancel()
             self._on_half()
 
     def cancel(self) -> None:
         """Wait for no gradient any more."""
+        self._is_waiting = False
         for handle in self._handles:
             handle.remove()
         self._handles = []

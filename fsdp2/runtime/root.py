@@ -275,6 +275,7 @@ class FSDPRoot:
         expected = self._advance(self._backward_order, unit)
         if then is None and self._postpones(unit):
             iteration.postponed = PostponedGathers(unit, expected, self._gather_halfway)
+            iteration.postponed.watch()
         else:
             self._gather_ahead(expected if then is None else then, for_backward=True)
 
