@@ -76,6 +76,9 @@ class Device(Protocol):
     def block_host(self, event: Any) -> None:
         """Block the host until ``event``: what was copied to host memory is read by the host."""
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph, which every stream that joined it must leave again."""
+
 
 _NOTHING = nullcontext()
 
@@ -103,6 +106,10 @@ class HostDevice:
 
     def block_host(self, event: None) -> None:
         """Nothing to wait for."""
+
+    def is_capturing(self) -> bool:
+        """It cannot."""
+        return False
 
 
 class StreamDevice:
@@ -136,6 +143,11 @@ class StreamDevice:
     def block_host(self, event: Any) -> None:
         """Wait on the host."""
         event.synchronize()
+
+    def is_capturing(self) -> bool:
+        """As CUDA's streams do. (Never run on a device.)"""
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(asks()) if asks is not None else False
 
 
 def device_for(device: torch.device) -> Device:
@@ -215,8 +227,17 @@ class FSDPCommContext:
         self.gather_memory = MemoryPool() if enable else None
         self.reduce_memory = MemoryPool() if enable and self.device.has_streams else self.gather_memory
 
-    def trim_memory(self) -> None:
-        """A step that reduced gradients is over: keep what such steps need."""
+    def end_step(self) -> None:
+        """A step that reduced gradients is over: keep of the pools what such steps need.
+
+        While a graph is captured everything stays, and the all-gather stream, the only one that nothing waits for at
+        the end of a backward, leaves the capture.
+        """
+        if self.gather_memory is None:
+            return
+        if self.device.is_capturing():
+            self.compute_follows_gathers()
+            return
         for pool in self._pools():
             pool.trim()
 

@@ -367,8 +367,7 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
-            if self.comm.gather_memory is not None:
-                self.comm.trim_memory()
+            self.comm.end_step()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(self.iteration.creates_graph)
         ended, self.iteration = self.iteration, Iteration()

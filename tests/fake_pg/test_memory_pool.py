@@ -15,7 +15,10 @@ import fsdp2._torch
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, MixedPrecisionPolicy, fully_shard
 from fsdp2.params.memory import SLACK, MemoryPool
 from tests.harness import fake_world
+from tests.harness.happens_before import EventRecord, Operation, StreamWait
 from tests.harness.internals import allocated_bytes, groups_of, unsharded_bytes
+from tests.harness.recording import COMPUTE, recording
+from tests.harness.recording_training import Training
 
 needs_swap = pytest.mark.skipif(
     not fsdp2._torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on"
@@ -288,6 +291,33 @@ def test_kept_gradients_do_not_change() -> None:
         for _ in range(3):
             plain_step(model, 16)
         assert all((tensor == 5).all() for tensor in kept)
+
+
+@needs_swap
+def test_in_a_captured_step_every_stream_comes_back_to_compute() -> None:
+    """As capturing a graph asks for; and nothing is allocated or freed."""
+    with fake_world(4), recording() as recorder:
+        training = Training.of_stack(recorder)
+        training.model.set_communication_memory_pool(True)
+        training.steps(4)
+        recorder.captures = True
+        start = len(recorder.trace)
+        with resized() as sizes:
+            training.loss().backward()
+        recorder.captures = False
+    trace = recorder.trace[start:]
+    assert not sizes
+    left: set[int] = set()  # streams with something after the last event that compute, at last, waits for
+    events: dict[int, int] = {}
+    joined = {event.event for event in trace if isinstance(event, StreamWait) and event.stream == COMPUTE}
+    for event in trace:
+        if isinstance(event, EventRecord):
+            events[event.event] = event.stream
+            if event.event in joined:
+                left.discard(event.stream)
+        elif isinstance(event, (Operation, StreamWait)) and event.stream != COMPUTE:
+            left.add(event.stream)
+    assert {events[event] for event in joined if event in events} and not left
 
 
 def test_wrong_uses_are_refused() -> None:

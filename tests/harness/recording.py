@@ -107,6 +107,10 @@ class RecordingDevice:
         """Record a wait, and which functions of fsdp2 outside of `comm_context` led to it."""
         self._recorder.trace.append(StreamWait(stream, event, why, tuple(_sites())))
 
+    def is_capturing(self) -> bool:
+        """Whatever a test says."""
+        return self._recorder.captures
+
     def block_host(self, event: int) -> None:
         """Record a wait of the host."""
         self._recorder.trace.append(StreamWait(HOST, event, BLOCKED, tuple(_sites())))
@@ -140,12 +144,14 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         names: what `name` has called storages.
+        captures: pretend that a graph is being captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.trace: list[TraceEvent] = []
         self.names: dict[int, str] = {}
+        self.captures = False
         self.stream = COMPUTE
         self.new_streams = count(COMPUTE + 1)
         self.new_events = count()

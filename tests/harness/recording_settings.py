@@ -221,6 +221,9 @@ def pooled(recorder: Recorder, model: Stack | None = None, **options: Any) -> No
     for enable in (True, False, True):
         training.model.set_communication_memory_pool(enable)
         training.steps(2)
+    recorder.captures = True
+    training.steps(1)
+    recorder.captures = False
 
 
 def gathered_on_compute(recorder: Recorder) -> None:
