@@ -12,6 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2._torch
+from benchmarks.implementations import ShardingOptions, fake_process_group
+from benchmarks.memory import measure_step_memory
+from benchmarks.models import LARGE_PARAMETERS
+from benchmarks.step import Trainer
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, MixedPrecisionPolicy, fully_shard
 from fsdp2.params.memory import SLACK, MemoryPool
 from tests.harness import fake_world
@@ -291,6 +295,23 @@ def test_kept_gradients_do_not_change() -> None:
         for _ in range(3):
             plain_step(model, 16)
         assert all((tensor == 5).all() for tensor in kept)
+
+
+@needs_swap
+def test_figures_count_what_is_kept() -> None:
+    """Peaks are those without a pool, where a step's largest needs come together; between steps it is live."""
+    figures = []
+    for pooled_ in (False, True):
+        with fake_process_group(8) as mesh:
+            trainer = Trainer("fsdp2", LARGE_PARAMETERS, mesh=mesh, options=ShardingOptions(world_size=8))
+            trainer.model.set_communication_memory_pool(pooled_)  # type: ignore[operator]
+            trainer.warm_up(3)
+            figures.append(measure_step_memory(trainer))
+    off, on = figures
+    block = 4 * LARGE_PARAMETERS.params_per_block * LARGE_PARAMETERS.dim * LARGE_PARAMETERS.hidden_dim
+    assert on.at_rest_over >= 2 * block > off.at_rest_over
+    assert off.forward_over <= on.forward_over <= off.forward_over + block
+    assert off.backward_over <= on.backward_over <= off.backward_over + block
 
 
 @needs_swap
