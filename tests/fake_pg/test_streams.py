@@ -261,9 +261,9 @@ def test_buffers_of_a_gather_must_be_allocated_on_its_stream(function: str, poli
     with fake_world(4, 1), recording() as recorder:
         allocate = getattr(Gather, function)
 
-        def misplaced(self: Gather) -> None:
+        def misplaced(self: Gather, *memory: Any) -> None:
             gathering, recorder.stream = recorder.stream, COMPUTE
-            allocate(self)
+            allocate(self, *memory)
             recorder.stream = gathering
 
         with mock.patch.object(Gather, function, misplaced):
