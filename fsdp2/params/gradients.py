@@ -201,7 +201,7 @@ class DtypeGradients:
         if custom is not None:
             output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
-            output = self._delivery_flat(None if self._home.is_host else memory)
+            output = self._delivery_flat(memory)
         elif in_place and memory is not None and self._is_copied_to_delivery:
             pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
             output = pooled[0].flat
@@ -335,10 +335,16 @@ class DtypeGradients:
         if self.sum is not None:
             self.sum.drop()
 
-    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None, keeps: bool) -> None:
+    def arrive(
+        self,
+        packed: PackedGradients,
+        divisor: float | torch.Tensor | None,
+        keeps: bool,
+        memory: MemoryPool | None = None,
+    ) -> None:
         """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
 
-        ``keeps``: to the host instead, where it waits for the last backward.
+        ``keeps``: to the host instead, where it waits for the last backward. ``memory``: as in `pack`.
 
         On the stream that reduced last; the current stream where there are none.
         """
@@ -357,7 +363,7 @@ class DtypeGradients:
             if self._arrives_in_place and not packed.is_borrowed:
                 packed.delivered = packed.output
             else:
-                packed.delivered = self._delivery_flat(None)
+                packed.delivered = self._delivery_flat(memory)
                 packed.delivered.copy_(packed.output, non_blocking=True)
 
     def _delivery_flat(self, memory: MemoryPool | None) -> torch.Tensor:
@@ -368,7 +374,7 @@ class DtypeGradients:
         if self._buffer is None or not self._buffer.is_free():
             flat = self._home.empty(self.layout.numel, self._delivery_dtype)
             self._buffer = GradientBuffer(flat, self._gradients_on(flat))
-        self._buffer.allocate(memory)
+        self._buffer.allocate(None if self._home.is_host else memory)
         return self._buffer.flat
 
     @property

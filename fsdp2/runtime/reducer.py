@@ -24,6 +24,7 @@ from fsdp2.params.buffers import Home
 from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Member
 from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.plan.mesh import DataParallelMesh
@@ -310,7 +311,7 @@ class GradientReducer:
             ticket.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
             return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
-        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps)
+        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
         needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
         if not device.has_streams:
             then = functools.partial(self._all_reduce_on_host, sent)
@@ -369,7 +370,7 @@ class GradientReducer:
             self._arrive(sent, keeps)
             return device.record(stream)
 
-    def _arrive(self, sent: list[_Sent], keeps: bool) -> None:
+    def _arrive(self, sent: list[_Sent], keeps: bool, memory: MemoryPool | None = None) -> None:
         for each in sent:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(each.packed.output)
@@ -377,13 +378,13 @@ class GradientReducer:
             if self.denominator is not None:
                 before = each.scaling.before
                 divisor = self.denominator if before == 1.0 else self.denominator / before
-            each.gradients.arrive(each.packed, divisor, keeps)
+            each.gradients.arrive(each.packed, divisor, keeps, memory)
 
-    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool) -> None:
+    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool, memory: MemoryPool | None) -> None:
         self._enter(GradPhase.IDLE)
         with _torch.without_grad():
             if not arrived:
-                self._arrive(sent, keeps)
+                self._arrive(sent, keeps, memory)
             for each in () if keeps else sent:
                 each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
         for each in sent:

@@ -27,7 +27,11 @@ from tests.harness.recording_training import Training
 needs_swap = pytest.mark.skipif(
     not fsdp2._torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on"
 )
-HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+POLICIES = {
+    "full": MixedPrecisionPolicy(),
+    "half": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    "reduced_in_half": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+}
 WIDTHS = {"packed": 16, "direct": 512}
 
 
@@ -125,14 +129,14 @@ def resized() -> Iterator[list[int]]:
 
 
 @needs_swap
-@pytest.mark.parametrize("half", [False, True], ids=["full", "half"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_a_steady_state_step_allocates_nothing_and_addresses_repeat(
-    step: Callable[[nn.Sequential, int], None], width: int, half: bool
+    step: Callable[[nn.Sequential, int], None], width: int, policy: MixedPrecisionPolicy
 ) -> None:
     with fake_world(4):
-        model = pooled(width, **({"mp_policy": HALF} if half else {}))
+        model = pooled(width, mp_policy=policy)
         for _ in range(4):
             step(model, width)
         before = pool_of(model).allocations
