@@ -346,7 +346,8 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
-        self.gather_postponed()
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
         if self.settings.finalizes_manually:
             self.on_backward_pause()
             self.iteration.in_backward = False
@@ -367,7 +368,8 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
-            self.comm.end_step()
+            if self.comm.gather_memory is not None:
+                self.comm.end_step()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(self.iteration.creates_graph)
         ended, self.iteration = self.iteration, Iteration()
