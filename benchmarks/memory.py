@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,14 @@ from benchmarks.step import Phase, Trainer, local_tensor
 class LiveBytes(LocalDispatchMode):
     """Tracks the storages of tensors that operations in `with` blocks touch; `peak` is their largest sum.
 
-    A storage stays tracked between `with` blocks, until it is freed; one that no operation saw is unknown.
+    A storage stays tracked between `with` blocks, until it is freed; one that no operation saw is unknown, but for the
+    `kept` ones: a function that returns those of a memory pool.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Callable[[], Iterable[torch.UntypedStorage]] = tuple) -> None:
         super().__init__()
         self.peak = 0
+        self._kept = kept
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def observe(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
@@ -68,6 +71,8 @@ class LiveBytes(LocalDispatchMode):
                 intervals.append((start, start + nbytes))
         for key in freed:
             del self._storages[key]
+        for storage in self._kept():
+            intervals.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
         return intervals
 
 
@@ -102,7 +107,7 @@ class StepMemory:
 
 def measure_step_memory(trainer: Trainer) -> StepMemory:
     """Runs two steps of a warm trainer, without optimizer: one to meet every storage, one to measure."""
-    tracker = LiveBytes()
+    tracker = LiveBytes(trainer.kept_storages)
     peaks: dict[Phase, int] = {}
     at_rest = gradient_bytes = 0
     with garbage_collector_off():

@@ -43,6 +43,12 @@ class Trainer:
         self._fused = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         self._loss: torch.Tensor | None = None
 
+    def kept_storages(self) -> list[torch.UntypedStorage]:
+        """Memory that a pool of fsdp2 keeps for later uses; it is live, though no tensor lies on it."""
+        state = getattr(self.model, "_get_fsdp_state", None)
+        root = getattr(state(), "root", None) if state is not None else None
+        return root.comm.pooled_storages() if root is not None else []
+
     def run(self, phase: Phase) -> None:
         """Runs one phase. Phases of a step come in the order of `Phase`; optimizer phases may be left out."""
         if phase is Phase.FORWARD:

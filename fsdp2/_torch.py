@@ -229,6 +229,15 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
+can_swap_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""From 2.13 on."""
+
+
+def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the memory (and sizes) of two storages; tensors stay on theirs. (2.13 to 2.15, for cudagraph trees.)"""
+    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
 def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """An optimizer class's ``step`` without the wrapper that calls hooks, which its first instance gave it."""
     while getattr(step, "hooked", False):

@@ -20,6 +20,7 @@ from fsdp2.comm import peers
 from fsdp2.comm.primitives import Form, form_of, is_alone
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
 from fsdp2.params.gather import Member
+from fsdp2.params.memory import MemoryPool
 
 Works = list[Any] | None
 """Where asynchronous works are added as they are issued; None: synchronous, on the current stream."""
@@ -73,8 +74,12 @@ def reduce_scatter(
     works: Works,
     custom: ReduceScatter | None = None,
     form: Form | None = None,
+    memory: MemoryPool | None = None,
 ) -> None:
-    """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part."""
+    """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part.
+
+    ``memory``: the pool of what is received for that.
+    """
     form = form or form_of(group)
     if group is None or form is Form.ALONE:
         for output, input in members:
@@ -86,7 +91,7 @@ def reduce_scatter(
         return
     if form is Form.PEERS and works is not None and peers.can_reduce(op):
         for output, input in members:
-            peers.reduce_scatter(output, input, op, group, works)
+            peers.reduce_scatter(output, input, op, group, works, memory)
         return
     if works is None and len(members) > 1:
         with _torch.coalescing(group):

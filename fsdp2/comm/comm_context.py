@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.params.memory import MemoryPool
 
 
 class Wait(enum.Enum):
@@ -75,6 +76,9 @@ class Device(Protocol):
     def block_host(self, event: Any) -> None:
         """Block the host until ``event``: what was copied to host memory is read by the host."""
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph, which every stream that joined it must leave again."""
+
 
 _NOTHING = nullcontext()
 
@@ -102,6 +106,10 @@ class HostDevice:
 
     def block_host(self, event: None) -> None:
         """Nothing to wait for."""
+
+    def is_capturing(self) -> bool:
+        """It cannot."""
+        return False
 
 
 class StreamDevice:
@@ -135,6 +143,11 @@ class StreamDevice:
     def block_host(self, event: Any) -> None:
         """Wait on the host."""
         event.synchronize()
+
+    def is_capturing(self) -> bool:
+        """As CUDA's streams do. (Never run on a device.)"""
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(asks()) if asks is not None else False
 
 
 def device_for(device: torch.device) -> Device:
@@ -187,6 +200,8 @@ class FSDPCommContext:
     Attributes:
         max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
             unsharded gradients of its group.
+        gather_memory: the pool of what belongs to the all-gather stream; None: it is allocated and freed each time.
+        reduce_memory: the same of the reduce-scatter stream. Without streams there is one pool for both.
     """
 
     def __init__(self, device: Device) -> None:
@@ -195,11 +210,43 @@ class FSDPCommContext:
         self.reduce_scatter_stream = device.new_stream()
         self.all_reduce_stream = device.new_stream()
         self.max_pending_reduces = 1
+        self.gather_memory: MemoryPool | None = None
+        self.reduce_memory: MemoryPool | None = None
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
         self._unfinished: object = None
+
+    def pool_memory(self, enable: bool) -> None:
+        """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
+        if enable is (self.gather_memory is not None):
+            return
+        for pool in self._pools():
+            pool.close()
+        self.gather_memory = MemoryPool() if enable else None
+        self.reduce_memory = MemoryPool() if enable and self.device.has_streams else self.gather_memory
+
+    def end_step(self) -> None:
+        """A step that reduced gradients is over: keep of the pools what such steps need.
+
+        While a graph is captured everything stays, and the all-gather stream, the only one that nothing waits for at
+        the end of a backward, leaves the capture.
+        """
+        if self.gather_memory is None:
+            return
+        if self.device.is_capturing():
+            self.compute_follows_gathers()
+            return
+        for pool in self._pools():
+            pool.trim()
+
+    def pooled_storages(self) -> list[torch.UntypedStorage]:
+        """The memory that is kept for later uses at the moment."""
+        return [storage for pool in self._pools() for storage in pool.idle_storages()]
+
+    def _pools(self) -> set[MemoryPool]:
+        return {pool for pool in (self.gather_memory, self.reduce_memory) if pool is not None}
 
     def begin_handle(self, owner: object) -> None:
         """``owner`` has begun what must be waited for before anything else on this context."""
@@ -288,6 +335,11 @@ class FSDPCommContext:
             self.compute_follows_gathers()
             for pending in self._pending:  # may end on a stream of the user's
                 self._wait_for(pending.ticket, Wait.REDUCED)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was issued and has not been waited for."""
+        return bool(self._pending)
 
     def add_pending(self, pending: PendingReduce) -> None:
         """Keep a reduction that has just been issued."""

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.params.buffers import Resizable
+from fsdp2.params.memory import MemoryPool
 
 _FIRST_TAG = 0x46000000
 _TAGS = 1 << 24
@@ -90,11 +92,13 @@ class _Sum(_Exchange):
 
     Attributes:
         terms: one for each rank, until they are added.
+        pooled: what they were received in, if it goes back to a pool.
     """
 
     terms: list[torch.Tensor]
     output: torch.Tensor
     is_mean: bool
+    pooled: Resizable | None = None
 
     def wait(self) -> bool:
         """Block the host until ``output`` holds the result."""
@@ -107,6 +111,8 @@ class _Sum(_Exchange):
                 if self.is_mean:
                     self.output.div_(len(self.terms))
         self.terms = []
+        if self.pooled is not None:
+            self.pooled.free()
         return True
 
 
@@ -127,19 +133,31 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGro
 
 
 def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, works: list[Any]
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    works: list[Any],
+    memory: MemoryPool | None = None,
 ) -> None:
     """Begin to sum (or average) ``input`` (world_size * n,) over the ranks, its part of this rank into ``output`` (n,).
 
     Terms are added in the order of the ranks, one after the other, in the dtype of ``input``, which is only read.
-    ``works`` are to be waited for: the last of them adds. Until then n elements for each other rank are kept.
+    ``works`` are to be waited for: the last of them adds. Until then n elements for each other rank are kept, in
+    ``memory`` if there is a pool; what is never waited for never goes back there, for it may yet be received.
     """
     rank, world_size, numel = group.rank(), group.size(), output.numel()
     if numel == 0:
         return
     parts = input.split(numel)
-    arrived = list(input.new_empty((world_size - 1) * numel).split(numel))
     exchange = _Sum(group)
+    received_numel = (world_size - 1) * numel
+    if memory is None:
+        received = input.new_empty(received_numel)
+    else:
+        exchange.pooled = Resizable.taken(memory, received_numel, dtype=input.dtype, device=input.device)
+        received = exchange.pooled.flat
+    arrived = list(received.split(numel))
     exchange.output, exchange.is_mean = output, op == dist.ReduceOp.AVG
     exchange.terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
     works.append(exchange)

@@ -12,8 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from fsdp2 import _torch
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
+from fsdp2.runtime.state import FSDPState
 
 
 class Communicating(Protocol):
@@ -21,6 +24,9 @@ class Communicating(Protocol):
 
     def _communication(self, *, recurse: bool) -> CommunicationSettings:
         """Of the module's own groups, and if ``recurse`` of those below."""
+
+    def _get_fsdp_state(self) -> FSDPState:
+        """The module's own."""
 
 
 def set_custom_all_gather(self: Communicating, comm: AllGather) -> None:
@@ -148,6 +154,40 @@ def set_symm_mem_for_comm(self: Communicating, backend: str = "NCCL") -> None:
         FSDPValueError: another backend than "NCCL".
     """
     self._communication(recurse=False).symmetric_memory(backend)
+
+
+def set_communication_memory_pool(self: Communicating, enable: bool) -> None:
+    """Whether memory for communication is kept from use to use, instead of being allocated and freed each time.
+
+    Of unsharded parameters, staging buffers and reduced gradients. A steady-state step then allocates nothing for
+    communication, and its addresses repeat. What is kept is what steps had in use at the same time at most; it stays
+    allocated between steps. A tensor on memory that has moved on is as invalid as one on freed memory: it never shows
+    another layer's values. Call it on the root, on any ranks, outside of forward and backward. Default: off.
+
+    Raises:
+        FSDPTypeError: not a bool.
+        FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
+        FSDPRuntimeError: this module is not the root, or an iteration is running.
+    """
+    if not isinstance(enable, bool):
+        raise FSDPTypeError(f"set_communication_memory_pool takes a bool, got {enable!r}.")
+    if enable and not _torch.can_swap_memory:
+        raise FSDPNotImplementedError(
+            f"set_communication_memory_pool(True) needs torch 2.13 or later, this is {torch.__version__}: earlier ones "
+            "cannot move memory from one storage to another. set_keep_unsharded_storage(True) keeps the memory of "
+            "unsharded parameters, at the cost of all of it."
+        )
+    state = self._get_fsdp_state()
+    root = state.root
+    if root is not None and not state.is_root:
+        raise FSDPRuntimeError(
+            f"set_communication_memory_pool() must be called on the root, {root.name}, not on '{state.name}'."
+        )
+    if root is not None and root.is_running():
+        raise FSDPRuntimeError("set_communication_memory_pool() must be called outside of forward and backward.")
+    state.settings.pools_memory = enable
+    if root is not None:
+        root.comm.pool_memory(enable)
 
 
 def _warn_of_old_name(old: str, new: str) -> None:

@@ -294,6 +294,7 @@ class FSDPModule:
     set_separate_reduce_scatter_group = communicating.set_separate_reduce_scatter_group
     set_allocate_memory_from_process_group_for_comm = communicating.set_allocate_memory_from_process_group_for_comm
     set_symm_mem_for_comm = communicating.set_symm_mem_for_comm
+    set_communication_memory_pool = communicating.set_communication_memory_pool
 
     # -- iterations
 

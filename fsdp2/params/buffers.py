@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2 import _torch
+from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import BufferLayout, Cut
 
@@ -56,25 +57,49 @@ def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
 class Resizable:
     """A flat buffer that has memory only while it is needed. Made with it, to be viewed; then `free`."""
 
-    __slots__ = ("_has_memory", "flat", "nbytes", "storage")
+    __slots__ = ("_filled_by", "flat", "has_memory", "nbytes", "storage")
 
     def __init__(self, flat: torch.Tensor) -> None:
+        self._filled_by: MemoryPool | None = None
         self.flat = flat
         self.storage = flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
-        self._has_memory = True
+        self.has_memory = True
 
-    def allocate(self) -> None:
-        """Give it memory, of undefined contents unless it had some."""
-        if not self._has_memory:  # resizing always moves
+    @classmethod
+    def taken(cls, memory: MemoryPool, numel: int, *, dtype: torch.dtype, device: torch.device) -> Resizable:
+        """A buffer (numel,) with memory from the pool, to be used once and freed."""
+        storage = torch.UntypedStorage(0, device=device)
+        memory.fill(storage, numel * dtype.itemsize)
+        flat = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))  # type: ignore[call-overload]
+        buffer = cls(flat)
+        buffer._filled_by = memory
+        return buffer
+
+    def allocate(self, memory: MemoryPool | None = None) -> None:
+        """Give it memory, of undefined contents unless it had some; from a pool if there is one."""
+        if self.has_memory:  # resizing always moves
+            return
+        if memory is None or not self.nbytes:
             self.storage.resize_(self.nbytes)
-            self._has_memory = True
+        else:
+            memory.fill(self.storage, self.nbytes)
+            self._filled_by = memory
+        self.has_memory = True
 
     def free(self) -> None:
-        """Take its memory."""
-        if self._has_memory:
-            self._has_memory = False
+        """Take its memory, which goes back to where it came from."""
+        if not self.has_memory:
+            return
+        memory, self._filled_by, self.has_memory = self._filled_by, None, False
+        if memory is None:
             self.storage.resize_(0)
+        else:
+            memory.drain(self.storage, self.nbytes)
+
+    def __del__(self) -> None:
+        if self._filled_by is not None:  # what lies on the storage may be read for as long as anybody holds it
+            self._filled_by.forget(self.nbytes)
 
 
 class DtypeBuffers:

@@ -21,6 +21,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.memory import MemoryPool
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 
 Member = tuple[torch.Tensor, torch.Tensor]
@@ -88,6 +89,7 @@ class Gather:
         )
         self._temporary = [buffer for buffer in (self._send, self._staging) if buffer.nbytes]
         self._has_memory = True
+        self._memory: MemoryPool | None = None
         self._sent_version: object = None
         self._has_direct = any(_has_direct(source) for source in self._sources)
         self._copy_in_sources: list[torch.Tensor] = []
@@ -200,11 +202,12 @@ class Gather:
         """Bytes that the send and the staging buffer have at the moment."""
         return self._send.storage.nbytes() + self._staging.storage.nbytes()
 
-    def allocate(self) -> None:
-        """Give memory to what is sent and what is gathered into. On the stream that writes it first."""
+    def allocate(self, memory: MemoryPool | None = None) -> None:
+        """Give memory (from a pool) to what is sent and what is gathered into. On the stream that writes it first."""
         self._has_memory = True
+        self._memory = memory
         for buffer in self._temporary:
-            buffer.allocate()
+            buffer.allocate(memory)
         if self._has_direct or self._custom is not None:
             self._allocate_unsharded()
         if self._custom is not None and self._packed:
@@ -219,7 +222,7 @@ class Gather:
 
     def _allocate_unsharded(self) -> None:
         for source in self._sources:
-            source.buffers.unsharded.allocate()
+            source.buffers.unsharded.allocate(self._memory)
 
     def copy_in(self, version: object = None) -> None:
         """Cast, join or move to the device what cannot be sent as it lies: one copy of each element.

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -28,51 +27,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.params.buffers import Home, storage_alias
+from fsdp2.params.buffers import Home, Resizable, storage_alias
 from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Member
+from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
+from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import GradientLayout, GradientSlot
 from fsdp2.plan.ragged import dtensor_over
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
 _DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
-
-
-class _GradientBuffer:
-    """A flat sharded-gradient buffer and the gradients on it."""
-
-    def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
-        self.flat = flat
-        self.gradients = gradients
-        self._storage = flat.untyped_storage()
-        self._nbytes = self._storage.nbytes()
-        self._has_memory = True
-        self._baseline = self._counts()
-
-    def _counts(self) -> list[int]:
-        """Holders of the storage, then of each gradient and of its local tensor."""
-        count = sys.getrefcount
-        locals_ = map(_torch.local_of, self.gradients)
-        own = (count(self._storage), _torch.storage_use_count(self._storage))
-        return [*own, *map(count, self.gradients), *map(count, locals_)]
-
-    def is_free(self) -> bool:
-        """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""
-        return not self._has_memory or self._counts() == self._baseline
-
-    def allocate(self) -> None:
-        """Give the buffer memory. On the stream that writes it first."""
-        if not self._has_memory:
-            self._storage.resize_(self._nbytes)
-            self._has_memory = True
-
-    def release(self) -> None:
-        """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
-        if self._has_memory and self._counts() == self._baseline:
-            self._storage.resize_(0)
-            self._has_memory = False
 
 
 @dataclass(slots=True)
@@ -86,6 +52,7 @@ class PackedGradients:
         missing: indices of parameters without a gradient on this rank.
         inputs: the gradients themselves.
         is_borrowed: ``output`` is a custom collective's, which may use it again.
+        pooled: buffers, of those sent and arrived in, that go back to a pool once the gradients are delivered.
     """
 
     members: list[Member]
@@ -94,6 +61,12 @@ class PackedGradients:
     missing: list[int]
     inputs: list[torch.Tensor | None]
     is_borrowed: bool
+    pooled: list[Resizable] = field(default_factory=list)
+
+    def give_back(self) -> None:
+        """Everything was sent, has arrived and been delivered."""
+        for buffer in self.pooled:
+            buffer.free()
 
     def release_inputs(self) -> None:
         """Let go of what was sent, once it has been."""
@@ -158,7 +131,7 @@ class DtypeGradients:
         self.sum: HostSum | None = None
         if home.sums_on_host:
             self.sum = HostSum(home, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
-        self._buffer: _GradientBuffer | None = None
+        self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -211,19 +184,29 @@ class DtypeGradients:
         return gradients
 
     def pack(
-        self, gradients: list[torch.Tensor | None], *, in_place: bool, custom: ReduceScatter | None
+        self,
+        gradients: list[torch.Tensor | None],
+        *,
+        in_place: bool,
+        custom: ReduceScatter | None,
+        memory: MemoryPool | None = None,
     ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
         On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
         written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
+        ``memory``: the pool of what is needed until delivery.
         """
         layout, world_size = self.layout, self._world_size
         numel = layout.numel
+        pooled: list[Resizable] = []
         if custom is not None:
             output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
-            output = self._delivery_flat()
+            output = self._delivery_flat(memory)
+        elif in_place and memory is not None and self._is_copied_to_delivery:
+            pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
+            output = pooled[0].flat
         else:
             output = torch.empty(numel, dtype=self.dtype, device=self._device)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
@@ -254,13 +237,16 @@ class DtypeGradients:
         size = world_size * layout.packed_numel
         if custom is not None:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+        elif memory is not None:
+            pooled.append(Resizable.taken(memory, size, dtype=self.dtype, device=self._device))
+            packed = pooled[-1].flat.view(world_size, -1)
         else:
             packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
         _torch.chunk_cat(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
-        return PackedGradients(members, output, delivered, missing, gradients, custom is not None)
+        return PackedGradients(members, output, delivered, missing, gradients, custom is not None, pooled)
 
     def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
@@ -301,6 +287,11 @@ class DtypeGradients:
             return self.dtype
         (dtype,) = dtypes
         return dtype
+
+    @property
+    def _is_copied_to_delivery(self) -> bool:
+        """Whether nothing of a temporary that gradients arrive in is needed after their delivery."""
+        return self._delivery_dtype is not None and not self._arrives_in_place and self.sum is None
 
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
@@ -347,10 +338,16 @@ class DtypeGradients:
         if self.sum is not None:
             self.sum.drop()
 
-    def arrive(self, packed: PackedGradients, divisor: float | torch.Tensor | None, keeps: bool) -> None:
+    def arrive(
+        self,
+        packed: PackedGradients,
+        divisor: float | torch.Tensor | None,
+        keeps: bool,
+        memory: MemoryPool | None = None,
+    ) -> None:
         """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
 
-        ``keeps``: to the host instead, where it waits for the last backward.
+        ``keeps``: to the host instead, where it waits for the last backward. ``memory``: as in `pack`.
 
         On the stream that reduced last; the current stream where there are none.
         """
@@ -369,22 +366,22 @@ class DtypeGradients:
             if self._arrives_in_place and not packed.is_borrowed:
                 packed.delivered = packed.output
             else:
-                packed.delivered = self._delivery_flat()
+                packed.delivered = self._delivery_flat(memory)
                 packed.delivered.copy_(packed.output, non_blocking=True)
 
-    def _delivery_flat(self) -> torch.Tensor:
-        """Where gradients are delivered: their own buffer, or a temporary if some ``.grad`` is set."""
+    def _delivery_flat(self, memory: MemoryPool | None) -> torch.Tensor:
+        """Where gradients are delivered: their own buffer (in a pool), or a temporary if some ``.grad`` is set."""
         assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
         if not self._are_cleared():
             return self._home.empty(self.layout.numel, self._delivery_dtype)
         if self._buffer is None or not self._buffer.is_free():
             flat = self._home.empty(self.layout.numel, self._delivery_dtype)
-            self._buffer = _GradientBuffer(flat, self._gradients_on(flat))
-        self._buffer.allocate()
+            self._buffer = GradientBuffer(flat, self._gradients_on(flat))
+        self._buffer.allocate(None if self._home.is_host else memory)
         return self._buffer.flat
 
     @property
-    def delivered(self) -> _GradientBuffer | None:
+    def delivered(self) -> GradientBuffer | None:
         """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
         return self._buffer
 
@@ -457,7 +454,7 @@ class DtypeGradients:
         presence = packed.output[start : start + len(self.params)].tolist()
         return {index for index in packed.missing if presence[index] == 0}
 
-    def _accumulates_in(self, buffer: _GradientBuffer) -> bool:
+    def _accumulates_in(self, buffer: GradientBuffer) -> bool:
         return all(
             param.sharded.grad is gradient for param, gradient in zip(self.params, buffer.gradients, strict=True)
         )

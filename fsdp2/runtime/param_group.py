@@ -349,7 +349,7 @@ class FSDPParamGroup:
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
             gather = storage.gather_from(resumes=self._resumes)
-            gather.allocate()
+            gather.allocate(None if self.gathers_on_compute else self.comm.gather_memory)
             self._ticket = Ticket([])
             self._issuing = self._awaits_copy_out = True
             version = self._sent_version() if self._reuses and not self._resumes else None

@@ -24,6 +24,7 @@ from fsdp2.params.buffers import Home
 from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Member
 from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.plan.mesh import DataParallelMesh
@@ -73,6 +74,7 @@ class GradientReducer:
         custom: takes the place of the reduce-scatter.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         dtypes: how gradients are laid out, one for each dtype they are reduced in.
+        large: the trainable parameters of some size, if their gradients are at least half of the bytes.
     """
 
     def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
@@ -93,6 +95,7 @@ class GradientReducer:
         self.custom: ReduceScatter | None = None
         self.scatter_group: dist.ProcessGroup | None = None
         self.dtypes: tuple[DtypeGradients, ...] = ()
+        self.large: tuple[FSDPParam, ...] = ()
         self._mesh = mesh
         self._home = home
         self._phase = GradPhase.IDLE
@@ -128,6 +131,7 @@ class GradientReducer:
             if one.dtype in kept:
                 one.take_partial(before[one.dtype])
         self.dtypes = dtypes
+        self.large = _large_ones(trainable)
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -302,13 +306,14 @@ class GradientReducer:
         ticket = Ticket([])
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
+        in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
-                _Sent(one, one.pack(gradients, in_place=not (ends_here or keeps), custom=self.custom), scaling)
+                _Sent(one, one.pack(gradients, in_place=in_place, custom=self.custom, memory=memory), scaling)
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, self.group, op, works, self.custom, self._form)
+                collectives.reduce_scatter(members, self.group, op, works, self.custom, self._form, memory)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
@@ -317,7 +322,7 @@ class GradientReducer:
             ticket.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
             return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
-        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps)
+        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
         needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
         if not device.has_streams:
             then = functools.partial(self._all_reduce_on_host, sent)
@@ -344,6 +349,9 @@ class GradientReducer:
         if not settled:
             with _torch.without_grad():
                 self._settle_partial(sent, ends_here=True)
+        for each in sent:
+            if each.packed.pooled:
+                each.packed.give_back()
 
     def _all_reduce_on_host(self, sent: list[_Sent]) -> Ticket:
         ticket = Ticket([])
@@ -373,7 +381,7 @@ class GradientReducer:
             self._arrive(sent, keeps)
             return device.record(stream)
 
-    def _arrive(self, sent: list[_Sent], keeps: bool) -> None:
+    def _arrive(self, sent: list[_Sent], keeps: bool, memory: MemoryPool | None = None) -> None:
         for each in sent:
             if self.all_reduce_hook is not None:
                 self.all_reduce_hook(each.packed.output)
@@ -381,15 +389,18 @@ class GradientReducer:
             if self.denominator is not None:
                 before = each.scaling.before
                 divisor = self.denominator if before == 1.0 else self.denominator / before
-            each.gradients.arrive(each.packed, divisor, keeps)
+            each.gradients.arrive(each.packed, divisor, keeps, memory)
 
-    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool) -> None:
+    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool, memory: MemoryPool | None) -> None:
         self._enter(GradPhase.IDLE)
         with _torch.without_grad():
             if not arrived:
-                self._arrive(sent, keeps)
+                self._arrive(sent, keeps, memory)
             for each in () if keeps else sent:
                 each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+        for each in sent:
+            if each.packed.pooled:
+                each.packed.give_back()
 
     def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
@@ -422,6 +433,15 @@ class GradientReducer:
                 if param.unsharded is not None:
                     param.unsharded.grad = None
         return lost
+
+
+def _large_ones(params: Sequence[FSDPParam]) -> tuple[FSDPParam, ...]:
+    """Those of at least `DIRECT_THRESHOLD_BYTES`, if they are half of the bytes of all."""
+    sizes = [param.local_numel * param.param_dtype.itemsize for param in params]
+    large = [size for size in sizes if size >= DIRECT_THRESHOLD_BYTES]
+    if 2 * sum(large) < sum(sizes):
+        return ()
+    return tuple(param for param, size in zip(params, sizes, strict=True) if size >= DIRECT_THRESHOLD_BYTES)
 
 
 def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:

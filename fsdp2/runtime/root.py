@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import FSDPCommContext
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.postponing import PostponedGathers
 from fsdp2.runtime.schedule import ExecutionOrder
 
 PREFETCH_DEPTH = 1
@@ -36,15 +38,24 @@ class RootSettings:
         finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
         prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: `PREFETCH_DEPTH` units.
         post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
+        pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
         comm: the communication context, if it is shared with other roots.
     """
 
-    __slots__ = ("comm", "finalizes_manually", "is_last_backward", "post_optim_event", "prefetch_bytes")
+    __slots__ = (
+        "comm",
+        "finalizes_manually",
+        "is_last_backward",
+        "pools_memory",
+        "post_optim_event",
+        "prefetch_bytes",
+    )
 
     def __init__(self) -> None:
         self.is_last_backward = True
         self.finalizes_manually = False
         self.prefetch_bytes: int | None = None
+        self.pools_memory: bool | None = None
         self.post_optim_event: Any = None
         self.comm: SharedComm | None = None
 
@@ -52,6 +63,8 @@ class RootSettings:
         """The method, for roots only, that was called here, if any was."""
         if self.finalizes_manually:
             return "set_manual_backward_finalization"
+        if self.pools_memory is not None:
+            return "set_communication_memory_pool"
         return None if self.prefetch_bytes is None else "set_prefetch_budget"
 
 
@@ -80,6 +93,7 @@ class Iteration:
         order: the order that the root's forward follows.
         reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
+        postponed: what is to be gathered ahead as soon as there is room.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
@@ -90,6 +104,7 @@ class Iteration:
         "in_backward",
         "in_forward",
         "order",
+        "postponed",
         "recomputed",
         "reduced",
         "unfinalized",
@@ -104,6 +119,7 @@ class Iteration:
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
+        self.postponed: PostponedGathers | None = None
         self.recomputed: Unit | None = None
 
 
@@ -131,10 +147,13 @@ class FSDPRoot:
         self.comm = comm
         self.groups = tuple(groups)
         self.settings = settings
+        if settings.pools_memory is not None:
+            comm.pool_memory(settings.pools_memory)
         self.shared: Unit = ()
         self.is_disturbed = False
         self.holds_graph = False
         self._watched: list[RemovableHandle] = []
+        self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
@@ -167,6 +186,7 @@ class FSDPRoot:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")
         self.comm.gathers_follow_compute()
+        self.gather_postponed()
 
     def gather_for_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit``, and ahead of its compute the units that come ``then``, or are expected to. Collective."""
@@ -242,6 +262,9 @@ class FSDPRoot:
     def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
         iteration = self.iteration
+        if iteration.postponed is not None:
+            self._enclosing.add(iteration.postponed.during)
+            self.gather_postponed()
         if iteration.recomputed is unit:
             iteration.recomputed = None
         needed = unit
@@ -250,10 +273,38 @@ class FSDPRoot:
                 needed = tuple(each for each in unit if each.unshards_in_backward)
         self._gather(needed, for_backward=True)
         expected = self._advance(self._backward_order, unit)
-        self._gather_ahead(expected if then is None else then, for_backward=True)
+        if then is None and self._postpones(unit):
+            iteration.postponed = PostponedGathers(unit, expected, self._gather_halfway)
+            iteration.postponed.watch()
+        else:
+            self._gather_ahead(expected if then is None else then, for_backward=True)
+
+    def _postpones(self, unit: Unit) -> bool:
+        """Whether what follows ``unit`` is gathered after the reduction in flight. [Note: half a backward each]"""
+        comm = self.comm
+        if comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
+            return False
+        if self.settings.prefetch_bytes is not None or unit in self._enclosing:
+            return False
+        for group in unit:  # noqa: SIM110 (a generator is one more call)
+            if group.reducer.large:
+                return True
+        return False
+
+    def _gather_halfway(self) -> None:
+        on_real_parameters(self.gather_postponed)
+
+    def gather_postponed(self) -> None:
+        """Wait for the reduction in flight, and gather what was postponed until then, if anything was. Collective."""
+        postponed, self.iteration.postponed = self.iteration.postponed, None
+        if postponed is not None:
+            postponed.cancel()
+            self.comm.retire_reduces(0)
+            self._gather_ahead(postponed.upcoming, for_backward=True)
 
     def gather_for_recompute(self, unit: Unit) -> None:
         """Gather ``unit`` for a recompute in backward, which is no part of the learned orders. Collective."""
+        self.gather_postponed()
         if self.iteration.recomputed is unit:
             self.iteration.recomputed = None
         else:
@@ -274,6 +325,8 @@ class FSDPRoot:
 
     def reduce_or_keep(self, unit: Unit) -> None:
         """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
         for group in unit:
             if not group.reducer.is_trainable:
                 continue
@@ -293,6 +346,8 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
         if self.settings.finalizes_manually:
             self.on_backward_pause()
             self.iteration.in_backward = False
@@ -313,6 +368,8 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
+            if self.comm.gather_memory is not None:
+                self.comm.end_step()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(self.iteration.creates_graph)
         ended, self.iteration = self.iteration, Iteration()
@@ -399,6 +456,8 @@ class FSDPRoot:
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
         self._watch_for_second_backward(expected=False)
+        if self.iteration.postponed is not None:
+            self.iteration.postponed.cancel()
         for group in self.shared:
             group.users.clear()
             group.took_part = False

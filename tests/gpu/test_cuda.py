@@ -164,3 +164,47 @@ def test_offloaded_state_is_loaded_to_the_host_and_stepped_on_the_device(world_o
     batch = TRANSFORMER.batch(0, 2, 0).to(None, torch.device("cuda"))
     TRANSFORMER.loss(model, batch).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("width", [64, 1024], ids=["packed", "direct"])
+def test_a_whole_step_is_captured_and_replayed(width: int, world_of_one: None) -> None:
+    """Forward, backward and optimizer in one CUDA graph, though the blocks are resharded after forward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    plain = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).cuda()
+    plain.load_state_dict(model.state_dict())
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    model.set_communication_memory_pool(True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    inputs = torch.randn(8, width, device="cuda")
+
+    def step(index: int) -> None:
+        loss = (model, plain)[index](inputs).square().mean()
+        loss.backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            step(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(0)
+    for _ in range(3):
+        inputs.copy_(torch.randn_like(inputs))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(parameter.to_local().isfinite().all() for parameter in model.parameters())
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    for parameter, value in zip(plain.parameters(), before, strict=True):
+        parameter.data.copy_(value)
+    graph.replay()
+    step(1)
+    torch.cuda.synchronize()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.to_local(), expected.detach(), rtol=1e-4, atol=1e-5)

@@ -107,6 +107,10 @@ class RecordingDevice:
         """Record a wait, and which functions of fsdp2 outside of `comm_context` led to it."""
         self._recorder.trace.append(StreamWait(stream, event, why, tuple(_sites())))
 
+    def is_capturing(self) -> bool:
+        """Whatever a test says."""
+        return self._recorder.captures
+
     def block_host(self, event: int) -> None:
         """Record a wait of the host."""
         self._recorder.trace.append(StreamWait(HOST, event, BLOCKED, tuple(_sites())))
@@ -140,18 +144,22 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         names: what `name` has called storages.
+        captures: pretend that a graph is being captured.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.trace: list[TraceEvent] = []
         self.names: dict[int, str] = {}
+        self.captures = False
         self.stream = COMPUTE
         self.new_streams = count(COMPUTE + 1)
         self.new_events = count()
         self.works_stream = next(self.new_streams)
         self._memory = MemoryMap(lambda number: self.trace.append(Release(number)))
         self._allocates_on_host = False
+        self._streams: dict[int, int] = {}  # on which storages were last allocated
+        self._idle: dict[int, int] = {}  # address of memory in a pool: the stream that it belongs to
         self._host_storages: set[int] = set()
 
     # -- for tests
@@ -188,6 +196,8 @@ class Recorder(TorchDispatchMode):
             self._host_storages.add(cdata)
         stream = HOST if cdata in self._host_storages else self.stream
         self.trace.append(Allocation(block.number, stream, block.nbytes, cdata, written))
+        self._streams[cdata] = stream
+        self._idle.pop(block.address, None)
         return block
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -201,6 +211,16 @@ class Recorder(TorchDispatchMode):
         self._memory.remove(storage)
         if storage.nbytes():
             self._allocated(storage, written=False)
+
+    def swapped(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """A pool gave memory to ``one``, as if it were fresh; or took that of ``other``, as if it were freed."""
+        self._memory.collect()
+        if self._memory.remove(other):
+            self._idle[one.data_ptr()] = self._streams[other._cdata]
+        else:
+            stream = self._idle.get(one.data_ptr(), self.stream)
+            assert stream == self.stream, "memory of a pool is used on one stream"
+            self._allocated(one, written=False)
 
     def _is_new(self, tensor: Tensor) -> bool:
         return _has_memory(tensor) and self._memory.find(tensor.data_ptr()) is None
@@ -335,10 +355,17 @@ def recording() -> Iterator[Recorder]:
         recorder.resized(storage)
         return result
 
+    swap = fsdp2._torch.swap_memory
+
+    def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        swap(one, other)
+        recorder.swapped(one, other)
+
     gather, scatter = fsdp2._torch.all_gather_single, fsdp2._torch.reduce_scatter_single
     with (
         mock.patch.object(fsdp2.runtime.state, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(fsdp2._torch, "swap_memory", swap_memory),
         mock.patch.object(fsdp2._torch, "all_gather_single", with_recorded_works(recorder, gather)),
         mock.patch.object(fsdp2._torch, "reduce_scatter_single", with_recorded_works(recorder, scatter)),
         recorder,

@@ -59,10 +59,12 @@ class MemoryMap:
         insort(self._addresses, block.address)
         return block
 
-    def remove(self, storage: torch.UntypedStorage) -> None:
-        """The memory of ``storage`` is freed, the storage lives on."""
-        for block in [block for block in self._blocks.values() if block.reference.cdata == storage._cdata]:
+    def remove(self, storage: torch.UntypedStorage) -> bool:
+        """The memory of ``storage`` is freed, the storage lives on. Whether it had any."""
+        found = [block for block in self._blocks.values() if block.reference.cdata == storage._cdata]
+        for block in found:
             self._remove(block)
+        return bool(found)
 
     def _remove(self, block: Block) -> None:
         del self._blocks[block.address]

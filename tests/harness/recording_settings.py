@@ -215,6 +215,17 @@ def storage_kept(recorder: Recorder, **options: Any) -> None:
         training.steps(2)
 
 
+def pooled(recorder: Recorder, model: Stack | None = None, **options: Any) -> None:
+    """Memory that moves from buffer to buffer, from the first iteration on; then no more, then again."""
+    training = train(recorder, model, **options)
+    for enable in (True, False, True):
+        training.model.set_communication_memory_pool(enable)
+        training.steps(2)
+    recorder.captures = True
+    training.steps(1)
+    recorder.captures = False
+
+
 def gathered_on_compute(recorder: Recorder) -> None:
     """All-gathers as asynchronous works of the current stream; also turned off and on in between."""
     training = train(recorder)
@@ -441,10 +452,13 @@ SETTINGS = {
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
         post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
+        pooled,
     )
 } | {
     "half_cached_direct": lambda recorder: half_cached(recorder, Stack(512, 514)),
     "half_direct": lambda recorder: half(recorder, Stack(512, 514)),
+    "pooled_direct": lambda recorder: pooled(recorder, Stack(512, 514)),
+    "pooled_in_half_on_replicas": lambda recorder: pooled(recorder, mp_policy=HALF, mesh=replicate_and_shard()),
     "hooked_on_its_own_stream": partial(hooked, own_stream=True, mp_policy=HALF),
     "hooked_accumulating": partial(hooked, own_stream=True, accumulates=True),
     "hooked_replicas": lambda recorder: hooked(recorder, mesh=replicate_and_shard()),
