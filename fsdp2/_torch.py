@@ -378,7 +378,9 @@ def premultiplied_sum(factor: float) -> Any:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ..."""
+    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does."""
+    if device.type not in [each.type for each in group._device_types]:
+        return ""
     return group._get_backend(device).name().lower()
 
 

@@ -65,3 +65,14 @@ def form_of(group: dist.ProcessGroup | None) -> Form:
     if _is_native_chosen() or group.size() > MAX_PEERS:
         return Form.NATIVE
     return FORMS.get(_torch.backend_name(group, _HOST), Form.NATIVE)
+
+
+def must_be_ordered(group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of ``group`` must issue what they communicate in the same order, a program's own included.
+
+    Messages between peers are told apart by their tags. A fake group is taken for the gloo group that it stands for.
+    """
+    form = form_of(group)
+    if form is Form.NATIVE and group is not None and _torch.backend_name(group, _HOST) == "fake":
+        return group.size() > MAX_PEERS or _is_native_chosen()
+    return form is Form.NATIVE

@@ -149,7 +149,8 @@ def _reduce(
     packed: list[torch.Tensor] = []
     direct: list[tuple[int, torch.Tensor]] = []
     like = next(gradient for gradient in gradients if gradient is not None)
-    for slot, gradient in zip(layout.slots, gradients, strict=True):
+    end = 0
+    for slot, gradient in sorted(zip(layout.slots, gradients, strict=True), key=lambda each: each[0].offset):
         if not slot.shard_numel:
             continue
         if gradient is None:
@@ -160,14 +161,17 @@ def _reduce(
             flat = gradient.to(reduce.dtype).contiguous().view(-1)
             direct.append((slot.offset, _reduce_scatter(flat, spec, reduce)))
             continue
+        if slot.offset > end:
+            packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))
         packed.append(_dealt_out(gradient.to(dtype), slot, world_size))
-        if slot.pad_numel:
-            packed.append(like.new_zeros((world_size, slot.pad_numel), dtype=dtype))
+        end = slot.offset + slot.shard_numel
+    if layout.presence_offset > end:
+        packed.append(like.new_zeros((world_size, layout.presence_offset - end), dtype=dtype))
     for is_missing, run in itertools.groupby(gradient is None for gradient in gradients):
         packed.append(like.new_full((world_size, len(list(run))), 0.0 if is_missing else reduce.presence, dtype=dtype))
     head = torch.cat(packed, 1).to(reduce.dtype).view(-1)
     parts, end = [_reduce_scatter(head, spec, reduce)], layout.packed_numel
-    for offset, part in sorted(direct, key=lambda each: each[0]):
+    for offset, part in direct:
         if offset > end:
             parts.append(part.new_zeros(offset - end))
         parts.append(part)

@@ -56,7 +56,9 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        _begin(ctx, call)
+        ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
+        ctx.call = call
+        call.ends_at(ctx)
         return tensors
 
     @staticmethod
@@ -76,17 +78,13 @@ class _TransformablePostBackward(_PostBackward):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _begin(ctx, inputs[0])
+        ctx.set_materialize_grads(False)
+        ctx.call = inputs[0]
+        inputs[0].ends_at(ctx)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return tangents[1:]
-
-
-def _begin(ctx: Any, call: ForwardCall) -> None:
-    ctx.set_materialize_grads(False)  # an input that got no gradient inside passes none on
-    ctx.call = call
-    call.ends_at(ctx)
 
 
 _REBUILT = (list, tuple, dict, UserDict)

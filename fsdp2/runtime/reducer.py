@@ -18,7 +18,7 @@ from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.comm.collectives import Scaling
 from fsdp2.comm.comm_context import FSDPCommContext, PendingReduce, Ticket
-from fsdp2.comm.primitives import Form, form_of
+from fsdp2.comm.primitives import Form, form_of, must_be_ordered
 from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, FSDPValueError, GradPhase
 from fsdp2.params.buffers import Home
 from fsdp2.params.custom_comm import ReduceScatter
@@ -75,6 +75,7 @@ class GradientReducer:
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         dtypes: how gradients are laid out, one for each dtype they are reduced in.
         large: the trainable parameters of some size, if their gradients are at least half of the bytes.
+        is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
     """
 
     def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
@@ -96,6 +97,7 @@ class GradientReducer:
         self.scatter_group: dist.ProcessGroup | None = None
         self.dtypes: tuple[DtypeGradients, ...] = ()
         self.large: tuple[FSDPParam, ...] = ()
+        self.is_ordered = True
         self._mesh = mesh
         self._home = home
         self._phase = GradPhase.IDLE
@@ -132,6 +134,7 @@ class GradientReducer:
                 one.take_partial(before[one.dtype])
         self.dtypes = dtypes
         self.large = _large_ones(trainable)
+        self.is_ordered = must_be_ordered(self.group)
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -306,6 +309,7 @@ class GradientReducer:
         ticket = Ticket([])
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
+        group = self._mesh.group if self.scatter_group is None else self.scatter_group
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
@@ -313,7 +317,7 @@ class GradientReducer:
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, self.group, op, works, self.custom, self._form, memory)
+                collectives.reduce_scatter(members, group, op, works, self.custom, self._form, memory)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read

@@ -273,23 +273,24 @@ class FSDPRoot:
                 needed = tuple(each for each in unit if each.unshards_in_backward)
         self._gather(needed, for_backward=True)
         expected = self._advance(self._backward_order, unit)
-        if then is None and self._postpones(unit):
+        is_large = False
+        for group in unit:
+            is_large = is_large or group.reducer.large != ()
+        if is_large and then is None and self._postpones(unit):
+            if any([group.reducer.is_ordered for group in unit]):
+                self._gather_ahead(expected, for_backward=True)
+                expected = ()
             iteration.postponed = PostponedGathers(unit, expected, self._gather_halfway)
             iteration.postponed.watch()
         else:
             self._gather_ahead(expected if then is None else then, for_backward=True)
 
     def _postpones(self, unit: Unit) -> bool:
-        """Whether what follows ``unit`` is gathered after the reduction in flight. [Note: half a backward each]"""
+        """Whether what follows ``unit``, of large gradients, is gathered later. [Note: half a backward each]"""
         comm = self.comm
         if comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
             return False
-        if self.settings.prefetch_bytes is not None or unit in self._enclosing:
-            return False
-        for group in unit:  # noqa: SIM110 (a generator is one more call)
-            if group.reducer.large:
-                return True
-        return False
+        return self.settings.prefetch_bytes is None and unit not in self._enclosing
 
     def _gather_halfway(self) -> None:
         on_real_parameters(self.gather_postponed)

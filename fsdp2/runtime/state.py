@@ -277,10 +277,13 @@ class FSDPState(CopyableState):
             else:
                 on_real_parameters(self._gather_for_recompute, root)
         else:
-            inputs = self._enter_forward(root, args, kwargs)
+            on_real_parameters(self._gather_for_forward, root)
+            if self.is_root and self.mesh.device.type != "cpu":
+                device = self.mesh.device
+                inputs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
         if self.policy.inputs is not None:
             inputs = cast_inputs(self.policy.inputs, method or module.forward, *(inputs or (args, kwargs)))
-        if hooks and self._begins_round(module) and self.unit and torch.is_grad_enabled():
+        if hooks and (len(self.modules) == 1 or self._begins_round(module)) and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
         return inputs
@@ -293,15 +296,6 @@ class FSDPState(CopyableState):
             root.gather_for_recompute(self.unit)
             for group in self._shared:
                 group.users.add(self)
-
-    def _enter_forward(
-        self, root: FSDPRoot, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        on_real_parameters(self._gather_for_forward, root)
-        if self.is_root and self.mesh.device.type != "cpu":
-            device = self.mesh.device
-            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))  # type: ignore[no-any-return]
-        return None
 
     def _gather_for_forward(self, root: FSDPRoot) -> None:
         root.recover_if_failed()
@@ -329,9 +323,7 @@ class FSDPState(CopyableState):
         return call
 
     def _begins_round(self, module: nn.Module) -> bool:
-        """Whether this call is the first of a round over the modules of the list; always, for a single module."""
-        if len(self.modules) == 1:
-            return True
+        """Whether this call is the first of a round over the modules of the list."""
         begins = module not in self._to_run
         if begins:
             self._to_run.update(self.modules)

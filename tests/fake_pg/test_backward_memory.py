@@ -34,13 +34,14 @@ def memory_of(name: str, world_size: int, spec: ModelSpec) -> StepMemory:
         return measure_step_memory(trainer)
 
 
-@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize(("world_size", "blocks"), [(8, 0.95), (64, 0.45)])
 @pytest.mark.parametrize("matrices", [2, 6])
-def test_backward_holds_a_block_less_than_torch(matrices: int, world_size: int) -> None:
+def test_backward_holds_less_than_torch(matrices: int, world_size: int, blocks: float) -> None:
+    """A block less; half of one where the order of collectives must not depend on when gradients arrive."""
     spec = replace(LARGE_PARAMETERS, dim=1024, hidden_dim=1024, params_per_block=matrices)
     block = 4 * matrices * spec.dim * spec.hidden_dim
     ours, theirs = (memory_of(name, world_size, spec) for name in ("fsdp2", "torch"))
-    assert ours.backward_over <= theirs.backward_over - 0.95 * block
+    assert ours.backward_over <= theirs.backward_over - blocks * block
     assert ours.forward_over <= theirs.forward_over
 
 
