@@ -14,7 +14,7 @@ from benchmarks.torch_gaps.checks import Wrong, expect_same
 from benchmarks.torch_gaps.registry import Case, Trial, all_cases
 from benchmarks.torch_gaps.run import Outcome
 
-VERSIONS = {"2.13.0", "2.15.0", record.key_of("fsdp2", "2.13.0")}
+VERSIONS = {"2.13.0", "2.15.0", record.key_of("fsdp2", "2.13.0"), record.key_of("fsdp2", "2.15.0")}
 KINDS = {"works", "raises", "hangs", "wrong", "crashes", "no such option"}
 
 
