@@ -54,6 +54,7 @@ class Options:
     tp: int
     offload: bool
     activation_checkpoint: bool
+    compile: str
     run_dir: Path
     resume: bool
     checkpoint_every: int
@@ -111,6 +112,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
 def check_together(options: Options) -> None:
     """Raise `UserError` where two options contradict each other."""
     check_divides(options.tp, options.model_size, context=options.context)
+    if options.compile and options.offload:
+        raise UserError("--compile contradicts --offload: what is offloaded cannot be gathered inside of a graph")
     if options.dtype == "float32" and options.param_dtype != "float32":
         raise UserError(
             f"--dtype float32 contradicts --param-dtype {options.param_dtype}: leave --dtype out (it becomes auto)"
@@ -271,6 +274,16 @@ def add_parallelism_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="keep only the input of each block for backward, and compute the block again there",
+    )
+    group.add_argument(
+        "--compile",
+        nargs="?",
+        choices=("inductor", "aot_eager"),
+        const="inductor",
+        default="",
+        metavar="BACKEND",
+        help="train in graphs of torch.compile, communication included: one of the whole model for forward, one for "
+        "backward (BACKEND: inductor, or aot_eager to trace only; default, without the option: eager)",
     )
 
 

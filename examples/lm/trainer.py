@@ -60,6 +60,7 @@ class Trainer:
             offload=options.offload,
             checkpoint_blocks=options.activation_checkpoint,
         )
+        self._trained = compiled(self.model, options.compile)
         self._optimizer = make_optimizer(self.model, weight_decay=options.weight_decay)
         self.step = 0
         """Updates done."""
@@ -104,15 +105,17 @@ class Trainer:
     def _update(self) -> tuple[Tensor, Tensor]:
         """Do one step; return this rank's mean loss and the norm of all gradients before clipping, scalars.
 
-        Gradients stay on each rank until the last microbatch, and are then averaged over the ranks at once.
+        Gradients stay on each rank until the last microbatch, and are then averaged over the ranks at once; those of a
+        compiled model are averaged in each, within its graph.
         """
         accumulate = self._options.accumulate
         total = torch.zeros((), device=self._ranks.device)
         for microbatch in range(accumulate):
-            reduce_gradients_in_backward(self.model, microbatch == accumulate - 1)
+            if not self._options.compile:
+                reduce_gradients_in_backward(self.model, microbatch == accumulate - 1)
             samples = self._layout.samples(self.step, microbatch)
             inputs, targets = (part.to(self._ranks.device) for part in self._windows.batch(samples))
-            loss = next_byte_loss(self.model, inputs, targets) / accumulate
+            loss = next_byte_loss(self._trained, inputs, targets) / accumulate
             loss.backward()
             total += loss.detach()
         gradient_norm = clip_gradients(self.model, max_norm=self._options.clip)
@@ -176,6 +179,16 @@ def choose_precision(options: Options, device: torch.device) -> Precision:
     else:
         compute = torch.float32
     return Precision(compute=compute, param=param, reduce=reduce)
+
+
+def compiled(model: Transformer, backend: str) -> Transformer:
+    """What to train in the place of `model`: it in one graph; itself if there is no `backend`.
+
+    Evaluation and sampling, whose shapes differ, stay eager.
+    """
+    if not backend:
+        return model
+    return torch.compile(model, backend=backend, fullgraph=True)  # type: ignore[return-value]
 
 
 def reduce_gradients_in_backward(model: Transformer, last_microbatch: bool) -> None:

@@ -52,6 +52,13 @@ def test_saving_memory_changes_no_bit(option: str, one_axis: dict[int, float], t
     assert train(tmp_path / "run", option, ranks=2) == one_axis
 
 
+@pytest.mark.parametrize("options", [[], ["--activation-checkpoint"], ["--accumulate", "2"]], ids=["", "ac", "two"])
+def test_compiled_it_has_the_losses_of_eager(options: list[str], one_axis: dict[int, float], tmp_path: Path) -> None:
+    """About 25 s each. (Graphs reduce with gloo's own operations, and add in their order.)"""
+    compiled = train(tmp_path / "run", "--compile", "aot_eager", *options, ranks=2)
+    assert compiled == pytest.approx(one_axis, rel=TOLERANCE)
+
+
 def test_everything_together_in_bfloat16(one_axis: dict[int, float], tmp_path: Path) -> None:
     """About 15 s."""
     options = ["--tp", "2", "--param-dtype", "bfloat16", "--offload", "--activation-checkpoint"]

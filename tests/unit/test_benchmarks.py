@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from benchmarks import __main__ as command
 from benchmarks import clip, first_step, micro, optimizers
+from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import HostTimes, Quartiles
@@ -280,3 +281,21 @@ def test_the_first_step_is_measured_in_new_processes(capsys: pytest.CaptureFixtu
     assert tuple(seconds) == first_step.PARTS
     assert all(set(part) == {"unsharded", "torch", "fsdp2"} for part in seconds.values())
     assert all(samples[0] > 0 for part in seconds.values() for samples in part.values())
+
+
+@pytest.mark.full  # it compiles on two ranks: 30 s
+def test_compiled_steps_are_measured_beside_eager_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "samples.json"
+    names = "torch,fsdp2,fsdp2-whole"
+    compile_benchmark.main(
+        ["--impl", names, "--blocks", "1", "--backend", "aot_eager", "--repetitions", "2", "--json", str(file)]
+    )
+    samples = json.loads(file.read_text())
+    assert list(samples) == names.split(",") and all(len(each["cpu"]) == 2 for each in samples.values())
+    assert "fsdp2-whole" in capsys.readouterr().out
+
+
+def test_an_unknown_way_to_compile_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compile_benchmark.main(["--impl", "torch-whole"])
+    assert "unknown: torch-whole; there are unsharded-whole" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""`python -m benchmarks.compile`: compiled training steps beside eager ones, on real gloo ranks, interleaved.
+
+    python -m benchmarks.compile                         inductor; minutes on two cores, most of them compilation
+    python -m benchmarks.compile --backend aot_eager     graphs without kernels of their own: what capturing costs
+    python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
+
+A name is an implementation (`unsharded`, `torch`, `fsdp2`) and what of it is compiled: `whole` (the model in one graph,
+``fullgraph=True``), `blocks` (each block by itself), or nothing. torch's own cannot be compiled whole.
+
+First comes the time to the end of the first two steps, in which everything is compiled; then, as in
+`benchmarks.throughput`, CPU time of all threads of all ranks, which decides, and wall time of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.implementations import UNSHARDED, ShardingOptions, build_contender
+from benchmarks.models import ModelSpec
+from benchmarks.results import Environment
+from benchmarks.tables import Table
+from benchmarks.throughput import Interval
+
+CONTENDERS = (
+    f"{UNSHARDED}-whole",
+    "torch",
+    "torch-blocks",
+    "fsdp2",
+    "fsdp2-blocks",
+    "fsdp2-whole",
+)
+REFERENCE = "torch"
+
+
+def _spec(blocks: int) -> ModelSpec:
+    return ModelSpec(
+        name=f"{blocks} blocks", blocks=blocks, params_per_block=4, dim=256, hidden_dim=1024, bias=True, batch_rows=64
+    )
+
+
+def _step_of(name: str, blocks: int, backend: str, options: ShardingOptions, mesh: Any) -> Callable[[], None]:
+    implementation, _, how = name.partition("-")
+    model, inputs = build_contender(implementation, _spec(blocks), mesh=mesh, options=options)
+    called: Any = model
+    if how == "whole":
+        called = torch.compile(model, backend=backend, fullgraph=True)
+    elif how == "blocks":
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def step() -> None:
+        called(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _run_rank(rank: int, names: Sequence[str], blocks: int, backend: str, repetitions: int, path: str) -> None:
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
+    torch.set_num_threads(1)
+    options = ShardingOptions(world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    seconds: dict[str, dict[str, list[float]]] = {}
+    steps = {}
+    for name in names:
+        dist.barrier()
+        begun = time.perf_counter()
+        steps[name] = _step_of(name, blocks, backend, options, mesh)
+        for _ in range(2):
+            steps[name]()
+        seconds[name] = {"first": [time.perf_counter() - begun], "cpu": [], "wall": []}
+    for repetition in range(repetitions):
+        first = repetition % len(names)
+        for name in (*names[first:], *names[:first]):
+            dist.barrier()
+            cpu, wall = time.process_time(), time.perf_counter()
+            steps[name]()
+            seconds[name]["cpu"].append(time.process_time() - cpu)
+            seconds[name]["wall"].append(time.perf_counter() - wall)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, seconds)
+    if rank == 0:
+        Path(path, "seconds.json").write_text(json.dumps(gathered))
+    dist.destroy_process_group()
+
+
+def measure(names: Sequence[str], *, blocks: int, backend: str, repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds by name: of the first two steps, and of each repetition CPU of both ranks and wall of the slower."""
+    with tempfile.TemporaryDirectory() as path:
+        arguments = (tuple(names), blocks, backend, repetitions, path)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+        one, other = json.loads(Path(path, "seconds.json").read_text())
+    return {
+        name: {
+            "first": [max(one[name]["first"][0], other[name]["first"][0])],
+            "cpu": [sum(each) for each in zip(one[name]["cpu"], other[name]["cpu"], strict=True)],
+            "wall": [max(each) for each in zip(one[name]["wall"], other[name]["wall"], strict=True)],
+        }
+        for name in names
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with command line `arguments` (default: the process's own)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__.splitlines()[0])
+    parser.add_argument("--impl", type=lambda text: text.split(","), default=list(CONTENDERS), metavar="NAMES")
+    parser.add_argument("--blocks", type=int, default=12, help="blocks of the model (default: 12)")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--repetitions", type=int, default=20, help="interleaved timed steps (default: 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+    given = parser.parse_args(arguments)
+    unknown = set(given.impl) - set(CONTENDERS)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
+    samples = measure(given.impl, blocks=given.blocks, backend=given.backend, repetitions=given.repetitions)
+    machine = Environment.current()
+    load = " ".join(f"{value:.1f}" for value in machine.load_average)
+    print(f"torch {machine.torch}, {machine.cpu}, {machine.cores} cores, load average {load}")
+    print(f"$ {' '.join(sys.orig_argv)}\n")
+    table = Table(
+        f"Training step, {given.blocks} blocks, 2 gloo ranks, {given.backend}: medians of {given.repetitions} steps",
+        ["", "first two steps s", "CPU ms", f"CPU / {REFERENCE}", "wall ms"],
+        notes=["CPU of all threads of both ranks; ratios with the 95 % interval of a bootstrap"],
+    )
+    for name, mine in samples.items():
+        reference = samples.get(REFERENCE)
+        ratio = "" if reference is None or name == REFERENCE else str(Interval.of(mine["cpu"], reference["cpu"]))
+        times = [f"{1e3 * median(mine[which]):.1f}" for which in ("cpu", "wall")]
+        table.add(name, f"{mine['first'][0]:.1f}", times[0], ratio, times[1])
+    print(table.render())
+    if given.json is not None:
+        given.json.write_text(json.dumps(samples))
+
+
+if __name__ == "__main__":
+    main()
