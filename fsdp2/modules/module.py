@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -18,6 +19,7 @@ from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
+from fsdp2.plan.structure import has_forward_of_torch
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
@@ -469,11 +471,24 @@ def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | Non
     return tuple(module._get_fsdp_state().unit for module in modules) or None
 
 
+def _forward_of(original: type) -> dict[str, Any]:
+    """A ``forward`` of our own for torch's own classes: ``torch.compile`` would trace all around theirs, us included."""
+    inherited = original.forward  # type: ignore[attr-defined]
+    if not has_forward_of_torch(original):
+        return {}
+
+    @functools.wraps(inherited)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inherited(self, *args, **kwargs)
+
+    return {"forward": forward}
+
+
 def mix_in(module: nn.Module) -> None:
     """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
     original = type(module)
     if original not in _CLASSES:
-        namespace = {"__module__": original.__module__}
+        namespace = {"__module__": original.__module__, **_forward_of(original)}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
     _torch.recompile_from(module)

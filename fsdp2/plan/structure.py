@@ -60,6 +60,12 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward not in _NO_FORWARD or "forward" in vars(module)
 
 
+def has_forward_of_torch(kind: type) -> bool:
+    """Whether ``kind``, a module class, inherits its forward from a class of torch."""
+    forward = kind.forward  # type: ignore[attr-defined]
+    return forward not in _NO_FORWARD and getattr(forward, "__module__", "").split(".")[0] == "torch"
+
+
 def refuse_container(module: nn.Module, caller: str) -> None:
     """Refuse a ``ModuleList`` or ``ModuleDict`` without forward.
 

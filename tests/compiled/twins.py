@@ -35,12 +35,15 @@ class Graphs:
         forward: of each forward graph, how often each operator occurs.
         backward: the same of backward graphs.
         outputs: of each forward graph, the number of elements of its outputs: results and what is saved for backward.
+        texts: each graph, readable.
+        issued: of each graph, its direction and its collectives in order, with what they return.
     """
 
     forward: list[dict[str, int]] = field(default_factory=list)
     backward: list[dict[str, int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    issued: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def backend(self) -> Any:
         """For `torch.compile`: eager operators, partitioned as for inductor, and counted."""
@@ -59,6 +62,7 @@ class Graphs:
                     name = node.target._schema.name.split("::")[1]
                     found[name] = found.get(name, 0) + 1
             counts.append(found)
+            self.issued.append(("backward" if outputs is None else "forward", _collectives(graph)))
             self.texts.append(graph.print_readable(print_output=False))
             if outputs is not None:
                 (results,) = graph.graph.output_node().args
@@ -71,6 +75,20 @@ class Graphs:
     def collectives(self) -> list[tuple[int, int]]:
         """(all-gathers, reduce-scatters) of each forward graph, then of each backward graph."""
         return [(_count(each, GATHERS), _count(each, SCATTERS)) for each in (*self.forward, *self.backward)]
+
+
+def _collectives(graph: torch.fx.GraphModule) -> list[str]:
+    """Of ``graph``, in order: "all_gather_into_tensor -> float32[272]"."""
+    lines = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            namespace, name = node.target._schema.name.split("::")
+            if namespace == "_c10d_functional" and name != "wait_tensor":
+                value = node.meta["val"]
+                dtype = str(value.dtype).removeprefix("torch.")
+                operation = [each for each in node.args if each in ("sum", "avg")]
+                lines.append(" ".join([name, *operation, "->", f"{dtype}{list(value.shape)}"]))
+    return lines
 
 
 def _count(found: dict[str, int], names: Iterable[str]) -> int:
