@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.compiled.arrivals import carriers_of
+from fsdp2.compiled.hiding import hide_gradients_of
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
@@ -41,9 +42,10 @@ def prepare_call(module: nn.Module) -> bool:
     root = state.ensure_root()
     root.recover_if_failed()
     below = state._states if state.own_root is root else tuple(states_below(module))
-    reasons = {each: reason_against(each) for each in below}
+    reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
     _torch.trace_through_checkpoints()
+    hide_gradients_of(dict.fromkeys(group for each in below for group in each.unit))
     for each in below:
         reason = reasons[each]
         if reason is not None:
@@ -97,15 +99,20 @@ def _prepared(group: FSDPParamGroup, again: bool) -> TracedGroup:
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
     spec = _spec_of(group, again)
-    shards = tuple(
-        storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
-    )
+    # Whatever the mode of the first call is, a later one may train.
+    with torch.inference_mode(False), torch.enable_grad():
+        shards = tuple(
+            storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
+        )
+        carriers = carriers_of(group, spec.reduces)
     uses = tuple(
         TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
         for index, param in enumerate(group.params)
         for module, name in param.uses
     )
-    prepared = TracedGroup(text_of(spec), shards, carriers_of(group, spec.reduces), uses)
+    sharded = [param.sharded for param in group.params]
+    _torch.keep_static([*shards, *carriers, *sharded, *(param.local for param in group.params)])
+    prepared = TracedGroup(text_of(spec), shards, carriers, uses)
     group.traced = Prepared(key, version, prepared)
     return prepared
 

@@ -472,7 +472,7 @@ def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | Non
 
 
 def _forward_of(original: type) -> dict[str, Any]:
-    """A ``forward`` of our own for torch's own classes: ``torch.compile`` would trace all around theirs, us included."""
+    """A ``forward`` for classes that have torch's: ``torch.compile`` would begin its graph outside of our call."""
     inherited = original.forward  # type: ignore[attr-defined]
     if not has_forward_of_torch(original):
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import fully_shard
+from tests import harness
+
+multi_rank = functools.partial(harness.multi_rank, timeout=300)
+"""As elsewhere, with time for several compilations on a busy machine."""
 
 WIDTH = 8
 

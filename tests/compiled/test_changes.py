@@ -24,13 +24,13 @@ from tests.compiled.models import (
     by_blocks,
     by_method,
     loss_of,
+    multi_rank,
     shard,
     steps_of,
     trainable,
     whole,
 )
 from tests.compiled.twins import assert_equal, assert_trains_alike, compiling, mine
-from tests.harness import multi_rank
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 step_once = steps_of(1)

@@ -53,27 +53,35 @@ def shard_parts(model: nn.Module, **arguments: Any) -> None:
 
 def test_one_layer_on_8_ranks(simulate: FakeWorlds) -> None:
     simulate(8)
-    assert_expected_inline(traced(nn.Sequential(nn.Linear(16, 16)), shard_whole), """\
+    assert_expected_inline(
+        traced(nn.Sequential(nn.Linear(16, 16)), shard_whole),
+        """\
 forward:
   all_gather_into_tensor -> float32[272]
 backward:
-  reduce_scatter_tensor avg -> float32[38]""")
+  reduce_scatter_tensor avg -> float32[38]""",
+    )
 
 
 def test_one_layer_on_64_ranks(simulate: FakeWorlds) -> None:
     """16 rows: a rank has one or none."""
     simulate(64, rank=63)
-    assert_expected_inline(traced(nn.Sequential(nn.Linear(16, 16)), shard_whole), """\
+    assert_expected_inline(
+        traced(nn.Sequential(nn.Linear(16, 16)), shard_whole),
+        """\
 forward:
   all_gather_into_tensor -> float32[1088]
 backward:
-  reduce_scatter_tensor avg -> float32[22]""")
+  reduce_scatter_tensor avg -> float32[22]""",
+    )
 
 
 def test_parts_on_8_ranks(simulate: FakeWorlds) -> None:
     """Backward gathers the parts again, last first, and not the root; each is reduced when its gradients are there."""
     simulate(8, rank=3)
-    assert_expected_inline(traced(Twins(), shard_parts), """\
+    assert_expected_inline(
+        traced(Twins(), shard_parts),
+        """\
 forward:
   all_gather_into_tensor -> float32[80]
   all_gather_into_tensor -> float32[272]
@@ -82,7 +90,8 @@ backward:
   all_gather_into_tensor -> float32[272]
   reduce_scatter_tensor avg -> float32[38]
   reduce_scatter_tensor avg -> float32[38]
-  reduce_scatter_tensor avg -> float32[13]""")
+  reduce_scatter_tensor avg -> float32[13]""",
+    )
 
 
 def test_parts_over_replicas_in_mixed_precision(simulate: FakeWorlds) -> None:
@@ -90,7 +99,9 @@ def test_parts_over_replicas_in_mixed_precision(simulate: FakeWorlds) -> None:
     mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = traced(Twins(), lambda model: shard_parts(model, mesh=mesh, mp_policy=policy))
-    assert_expected_inline(found, """\
+    assert_expected_inline(
+        found,
+        """\
 forward:
   all_gather_into_tensor -> bfloat16[80]
   all_gather_into_tensor -> bfloat16[272]
@@ -102,7 +113,8 @@ backward:
   reduce_scatter_tensor avg -> float32[38]
   all_reduce avg -> float32[38]
   reduce_scatter_tensor avg -> float32[13]
-  all_reduce avg -> float32[13]""")
+  all_reduce avg -> float32[13]""",
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 2, 7])

@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, shard, whole
+from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
-from tests.harness import multi_rank
 
 
 class FeedForward(nn.Module):
@@ -64,7 +63,7 @@ def build_parallel(hidden: int) -> nn.Module:
 
 
 # Full: DTensor makes a trace several times as long, 20 s each.
-@multi_rank(4, timeout=240)
+@multi_rank(4)
 @pytest.mark.full
 @pytest.mark.parametrize("compile", [whole, by_blocks])
 @pytest.mark.parametrize("hidden", [12, 10])
@@ -83,7 +82,7 @@ def test_beside_tensor_parallelism(compile: Any, hidden: int) -> None:
             assert len(graphs.forward) == len(graphs.backward) == 1
 
 
-@multi_rank(4, timeout=240)
+@multi_rank(4)
 @pytest.mark.full  # 20 s each
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
 def test_over_replicas_beside_tensor_parallelism(sizes: tuple[int, int, int]) -> None:
@@ -98,7 +97,7 @@ def test_over_replicas_beside_tensor_parallelism(sizes: tuple[int, int, int]) ->
         assert len(graphs.forward) == len(graphs.backward) == 1
 
 
-@multi_rank(2, timeout=240)
+@multi_rank(2)
 @pytest.mark.full  # 15 s each
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
 def test_beside_tensor_parallelism_on_an_axis_of_one(sizes: tuple[int, int]) -> None:

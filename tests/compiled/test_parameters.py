@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, RowBlocks, fully_shard
-from tests.compiled.models import WIDTH, batch, build, by_blocks, shard, whole
+from tests.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
-from tests.harness import multi_rank
 
 
 class Cut(nn.Module):
@@ -242,14 +241,14 @@ def build_twice() -> nn.Module:
 @multi_rank(2, full=[4])
 @pytest.mark.full  # 6 s
 def test_a_block_used_several_times() -> None:
-    """Eager adds up its gradients and reduces once; so does the graph's carrier, after reducing each."""
+    """Eager adds up its gradients and reduces once; graphs reduce those of each use: sums in another order."""
     with compiling() as graphs:
 
         def shard_twice(model: nn.Module) -> None:
             fully_shard(model.block)
             fully_shard(model)
 
-        assert_trains_alike(graphs, build_twice, shard_twice, one_backward(batch))
+        assert_trains_alike(graphs, build_twice, shard_twice, one_backward(batch), tolerance=1e-6)
         assert graphs.collectives()[0] == (4, 0)
 
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from tests.compiled.models import batch, build, by_blocks, by_method, shard
+from tests.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
-from tests.harness import multi_rank
 
 
 @multi_rank(2, 4)

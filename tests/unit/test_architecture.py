@@ -60,7 +60,7 @@ LAYERS = {
         "untraced",
         "state",
     ),
-    "compiled": ("specs", "unsharding", "arrivals", "tracing", "support", "entry", "frames"),
+    "compiled": ("specs", "unsharding", "arrivals", "hiding", "tracing", "support", "entry", "frames"),
     "optim": ("offload", "guard", "owner_step", "runs", "units", "adapter", "clip_grad"),
     "modules": (
         "module_comm",

@@ -1,0 +1,66 @@
+"""Generated code: `torch.compile` with inductor, once for each entry point, within a tolerance.
+
+Inductor fuses and reorders sums, so that results differ from eager's in the last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.compiled.models import batch_of, build, loss_of, multi_rank, shard
+from tests.compiled.twins import compiling, mine
+
+RTOL, ATOL = 1e-5, 1e-6
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True)
+
+
+def by_method(model: nn.Module) -> Any:
+    model.compile(fullgraph=True)
+    return model
+
+
+def by_blocks(model: nn.Module) -> Any:
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    return model
+
+
+# Full: 30 s each when nothing else runs, up to 10 minutes when the machine is busy: a C++ compiler runs.
+@multi_rank(2, timeout=900)
+@pytest.mark.full
+@pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
+def test_trains_like_eager(compile: Any) -> None:
+    with compiling(), tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        first = build()
+        models = [first, copy.deepcopy(first)]
+        for model in models:
+            shard(model)
+        called = [compile(models[0]), models[1]]
+        for number in range(3):
+            losses = [loss_of(each(batch_of(number, dist.get_rank()))) for each in called]
+            torch.testing.assert_close(*losses, rtol=RTOL, atol=ATOL)
+            for loss in losses:
+                loss.backward()
+            for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
+                assert (found.grad is None) == (expected.grad is None), name
+                if found.grad is not None:
+                    torch.testing.assert_close(mine(found.grad), mine(expected.grad), rtol=RTOL, atol=1e-5)
+            with torch.no_grad():
+                for model in models:
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param -= 0.01 * param.grad
+                            param.grad = None
