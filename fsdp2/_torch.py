@@ -449,6 +449,15 @@ def skip_frames(codes: Iterable[CodeType]) -> None:
         skip_code(code)
 
 
+def skip_frames_and_callees(codes: Iterable[CodeType]) -> None:
+    """Let no graph begin at a frame of one of ``codes``, nor at one that it calls. Traces through them as ever."""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    for code in codes:
+        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+
+
 def call_opaquely(function: Callable[..., Any]) -> None:
     """Let Dynamo put calls of ``function`` into its graphs without looking inside."""
     torch.compiler.allow_in_graph(function)
@@ -470,6 +479,13 @@ def keep_static(tensors: Iterable[torch.Tensor]) -> None:
 
     for tensor in tensors:
         torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call]
+
+
+def forget_graphs() -> None:
+    """Drop all graphs, whose guards hold weak references to parameters: those cannot be swapped for converted ones."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
 
 
 def around_compilations(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

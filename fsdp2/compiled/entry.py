@@ -127,6 +127,10 @@ class Prepared:
         self.version = version
         self.group = group
 
+    def is_stale(self, group: FSDPParamGroup) -> bool:
+        """Whether ``group`` was written since the last forward, while its backward gathers again."""
+        return bool(self.key[-1]) and self.version != group.written()
+
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))

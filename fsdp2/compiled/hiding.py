@@ -6,6 +6,7 @@ the buffer that they share it cannot.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,20 +15,21 @@ import torch
 from fsdp2 import _torch
 from fsdp2.runtime.param_group import FSDPParamGroup
 
-_called: tuple[FSDPParamGroup, ...] = ()
+_called: tuple[weakref.ref[FSDPParamGroup], ...] = ()
 _hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 def hide_gradients_of(groups: Iterable[FSDPParamGroup]) -> None:
     """From now on, of ``groups``: those of the compiled module whose call begins."""
     global _called
-    _called = tuple(groups)
+    _called = tuple(map(weakref.ref, groups))
     _torch.around_compilations(_hide, _show)
 
 
 def _hide(_: Any) -> None:
-    for group in _called:
-        for param in group.params:
+    for reference in _called:
+        group = reference()
+        for param in () if group is None else group.params:
             gradient = param.sharded.grad
             if gradient is not None:
                 _hidden.append((param.sharded, gradient))

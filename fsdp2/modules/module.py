@@ -398,6 +398,8 @@ class FSDPModule:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
         state = self._get_fsdp_state()
         state.settle()
+        if any(group.traced is not None for group in state.unit):
+            _torch.forget_graphs()
         module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
@@ -497,3 +499,4 @@ def mix_in(module: nn.Module) -> None:
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
     module.__class__ = _original_class(type(module))
+    _torch.recompile_from(module)

@@ -181,7 +181,7 @@ def test_a_step_between_forward_and_backward_is_refused(compile: Any, again: boo
         loss = loss_of(called(batch_of(1, 0)))
         optimizer.step()
         if again:
-            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|written|step"):
+            with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
                 loss.backward()
         else:
             loss.backward()
@@ -284,7 +284,8 @@ def test_training_goes_on_after_an_exception(compile: Any) -> None:
                 output.register_hook(interrupt)
                 with pytest.raises(ZeroDivisionError):
                     output.sum().backward()
-            assert all(isinstance(param, DTensor) for param in models[0].parameters())
+            # An eager module that was interrupted is put right by its next forward.
+            assert compile is by_blocks or all(isinstance(param, DTensor) for param in models[0].parameters())
             assert_equal(f"loss of step {number}", *(step_once(each, number, rank)[0] for each in called))
             for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
                 assert_equal(f"gradient of {name}", mine(found.grad), mine(expected.grad))
@@ -338,23 +339,18 @@ def test_a_model_deleted_between_forward_and_backward() -> None:
 
 @multi_rank(2)
 @pytest.mark.full  # 5 s
-def test_a_block_put_in_the_place_of_another() -> None:
+def test_a_block_put_in_the_place_of_another_is_refused() -> None:
+    """Sharded after the model has run: it belongs to no root, and nothing of it is computed without its gather."""
     with compiling() as graphs:
-        models = [build_small(), build_small()]
-        for model in models:
-            shard(model)
-        called = [whole(models[0], graphs.backend()), models[1]]
-        assert_equal("loss", *(step_once(each, 0, 0)[0] for each in called))
-        for model in models:
-            model.zero_grad()
-            torch.manual_seed(5)
-            block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-            fully_shard(block)
-            model.blocks[0] = block
-        losses = [step_once(each, 1, dist.get_rank())[0] for each in reversed(called)]
-        assert_equal("loss", *losses)
-        for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
-            assert_equal(f"gradient of {name}", mine(found.grad), mine(expected.grad))
+        model = build_small()
+        shard(model)
+        called = whole(model, graphs.backend())
+        step_once(called, 0, 0)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        fully_shard(block)
+        model.blocks[0] = block
+        with pytest.raises(Exception, match="nothing has prepared"):
+            step_once(called, 1, 0)
 
 
 @multi_rank(2)

@@ -61,7 +61,7 @@ def custom_scatter(model: nn.Module) -> None:
 
 def to_fewer(model: nn.Module) -> None:
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=2)
+        fully_shard(block, reshard_after_forward=2)  # of 4 ranks
     fully_shard(model)
 
 
@@ -107,7 +107,8 @@ class SendsHalf(torch.Tensor):
     def fsdp_post_all_gather(self, outputs: Any, metadata: Any, dtype: Any, *, out: Tensor | None = None) -> Any:
         (gathered,) = outputs
         if out is not None:
-            out.copy_(gathered.to(dtype))
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(gathered.to(dtype))
             return None
         return gathered.to(dtype), (gathered,)
 
@@ -123,7 +124,6 @@ ROWS = [
     (offloaded, linear, "offloaded; leave out offload_policy"),
     (custom_gather, linear, "custom all-gather or reduce-scatter"),
     (custom_scatter, linear, "custom all-gather or reduce-scatter"),
-    (to_fewer, linear, "reshard_after_forward is an int; use True or False"),
     (list_of_modules, linear, "list of modules; call it on each of them"),
     (without_sync, linear, r"set_requires_gradient_sync\(False\).*reduce every microbatch"),
     (without_all_reduce, linear, r"set_requires_all_reduce\(False\); all-reduce every microbatch"),
@@ -133,7 +133,8 @@ ROWS = [
     (extended, linear, "fsdp_pre_all_gather"),
     (shard, Recurrent, "LSTM keeps its parameters in a way of its own"),
 ]
-QUICK = {to_fewer}
+QUICK = {list_of_modules}
+PARTLY_IN_GRAPHS = (forward_prefetch, backward_prefetch)
 IDS = [f"{way.__name__}-{layer.__name__}" for way, layer, _ in ROWS]
 
 
@@ -190,8 +191,8 @@ def test_blocks_are_compiled_without_their_communication(way: Any, layer: Any, m
             assert_accumulates_alike(graphs, lambda: made(layer), way, step, by_blocks)
         else:
             assert_trains_alike(graphs, lambda: made(layer), way, step, compile=by_blocks, steps=3)
-            assert graphs.collectives() == [(0, 0)] * len(graphs.collectives())
-        assert graphs.forward != []
+            assert way in PARTLY_IN_GRAPHS or set(graphs.collectives()) <= {(0, 0)}
+        assert layer is Recurrent or graphs.forward != []  # of an LSTM nothing is compiled
 
 
 def assert_accumulates_alike(graphs: Any, build: Any, way: Any, step: Any, compile: Any) -> None:
@@ -214,6 +215,16 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     """Within rounding: what adds up unsharded in one is reduced each time in the other."""
     assert found is not None and expected is not None
     torch.testing.assert_close(found, expected)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 6 s
+def test_resharding_to_fewer_ranks_is_refused() -> None:
+    with compiling() as graphs:
+        model = made(linear)
+        to_fewer(model)
+        with pytest.raises(Exception, match="reshard_after_forward is an int; use True or False"):
+            whole(model, graphs.backend())(batch_of(0, rank()))
 
 
 @multi_rank(2)
