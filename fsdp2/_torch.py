@@ -452,7 +452,7 @@ def skip_frames(codes: Iterable[CodeType]) -> None:
 def skip_frames_and_callees(codes: Iterable[CodeType]) -> None:
     """Let no graph begin at a frame of one of ``codes``, nor at one that it calls. Traces through them as ever."""
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
     for code in codes:
         set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
@@ -479,13 +479,6 @@ def keep_static(tensors: Iterable[torch.Tensor]) -> None:
 
     for tensor in tensors:
         torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call]
-
-
-def forget_graphs() -> None:
-    """Drop all graphs, whose guards hold weak references to parameters: those cannot be swapped for converted ones."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
 
 
 def around_compilations(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:

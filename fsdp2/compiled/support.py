@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
+from fsdp2.common import FSDPRuntimeError
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState
 
@@ -37,6 +39,24 @@ def _feature_of_state(state: FSDPState) -> str | None:
             "out, for a graph has an order of its own"
         )
     return None
+
+
+@contextmanager
+def explained_conversion(state: FSDPState) -> Iterator[None]:
+    """Around ``module.to(...)`` and the like, which graphs forbid: they hold weak references to parameters.
+
+    Raises:
+        FSDPRuntimeError: torch could not convert a parameter, and ``state`` is in graphs. Nothing has changed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "swap" in str(error) and any(group.traced is not None for group in state.unit):
+            raise FSDPRuntimeError(
+                f"'{state.name}' has been called in a graph of torch.compile, which refers to its parameters, so that "
+                "torch cannot convert or move them; do that before the first compiled call."
+            ) from error
+        raise
 
 
 def _sharer_outside(group: FSDPParamGroup, inside: Collection[FSDPState]) -> str | None:

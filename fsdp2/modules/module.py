@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -13,13 +12,14 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
 from fsdp2.compiled.entry import prepares_graphs
+from fsdp2.compiled.support import explained_conversion
 from fsdp2.modules import communicating
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
-from fsdp2.plan.structure import has_forward_of_torch
+from fsdp2.plan.structure import own_forward_of
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
@@ -398,9 +398,8 @@ class FSDPModule:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
         state = self._get_fsdp_state()
         state.settle()
-        if any(group.traced is not None for group in state.unit):
-            _torch.forget_graphs()
-        module = super()._apply(fn, recurse)  # type: ignore[misc]
+        with explained_conversion(state):
+            module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
 
@@ -473,24 +472,11 @@ def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | Non
     return tuple(module._get_fsdp_state().unit for module in modules) or None
 
 
-def _forward_of(original: type) -> dict[str, Any]:
-    """A ``forward`` for classes that have torch's: ``torch.compile`` would begin its graph outside of our call."""
-    inherited = original.forward  # type: ignore[attr-defined]
-    if not has_forward_of_torch(original):
-        return {}
-
-    @functools.wraps(inherited)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return inherited(self, *args, **kwargs)
-
-    return {"forward": forward}
-
-
 def mix_in(module: nn.Module) -> None:
     """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
     original = type(module)
     if original not in _CLASSES:
-        namespace = {"__module__": original.__module__, **_forward_of(original)}
+        namespace = {"__module__": original.__module__, **own_forward_of(original)}
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
     _torch.recompile_from(module)
