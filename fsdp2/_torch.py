@@ -441,21 +441,14 @@ def tagged(policy: CheckpointPolicy) -> Iterator[None]:
         meta.update(before)
 
 
-def skip_frames(codes: Iterable[CodeType]) -> None:
-    """Let no graph begin at a frame of one of ``codes``. They can still be traced as part of their caller's graph."""
-    from torch._dynamo.eval_frame import skip_code  # importing Dynamo takes a second
-
-    for code in codes:
-        skip_code(code)
-
-
-def skip_frames_and_callees(codes: Iterable[CodeType]) -> None:
-    """Let no graph begin at a frame of one of ``codes``, nor at one that it calls. Traces through them as ever."""
-    from torch._C._dynamo.eval_frame import set_code_exec_strategy
+def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
+    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Callers' graphs trace through them."""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy  # importing Dynamo takes a second
     from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT)
     for code in codes:
-        set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+        set_code_exec_strategy(code, strategy)
 
 
 def call_opaquely(function: Callable[..., Any]) -> None:

@@ -21,7 +21,7 @@ def begin_graphs_at_calls_only() -> None:
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
     codes = [code for module in modules for code in _codes_in(module)]
     _torch.skip_frames(code for code in codes if code.co_name not in (BEGINS_GRAPHS, *HOOKS))
-    _torch.skip_frames_and_callees(code for code in codes if code.co_name in HOOKS)
+    _torch.skip_frames((code for code in codes if code.co_name in HOOKS), callees=True)
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:

@@ -322,11 +322,7 @@ class FSDPParamGroup:
         return post_forward.changed() is None and self._swaps.hold_post_forward()
 
     def refuse_backward(self) -> NoReturn:
-        """Refuse a backward whose parameters were written after its forward.
-
-        Raises:
-            FSDPRuntimeError: always.
-        """
+        """Raise `FSDPRuntimeError`: the parameters were written after the forward."""
         raise FSDPRuntimeError(
             f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
             "values of before. Run all backwards before the optimizer steps, or anything else writes them."
