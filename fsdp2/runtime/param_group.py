@@ -256,8 +256,7 @@ class FSDPParamGroup:
         Returns:
             Whether that was all.
         """
-        replacements = self._replacements()
-        if not all(param.lies_under(found) for param, found in replacements):
+        if not all(param.lies_under(found) for param, found in (replacements := self._replacements())):
             return False
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
@@ -324,8 +323,8 @@ class FSDPParamGroup:
     def refuse_backward(self) -> NoReturn:
         """Raise `FSDPRuntimeError`: the parameters were written after the forward."""
         raise FSDPRuntimeError(
-            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
-            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
+            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the values of "
+            "before. Run all backwards before the optimizer steps, or anything else writes them."
         )
 
     def _start(self) -> None:
