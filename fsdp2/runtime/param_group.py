@@ -256,7 +256,8 @@ class FSDPParamGroup:
         Returns:
             Whether that was all.
         """
-        if not all(param.lies_under(found) for param, found in (replacements := self._replacements())):
+        replacements = self._replacements()
+        if not all(param.lies_under(found) for param, found in replacements):
             return False
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
@@ -305,10 +306,10 @@ class FSDPParamGroup:
                     return
             self.reshard()
         if for_backward and not ahead and self._is_stale():
-            self.refuse_backward()
+            self._refuse_backward()
         if not self._swaps.hold_sharded():
             if for_backward and not self._adopt_in_place():
-                self.refuse_backward()
+                self._refuse_backward()
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
@@ -320,11 +321,10 @@ class FSDPParamGroup:
         assert post_forward is not None, "the parameters rest there"
         return post_forward.changed() is None and self._swaps.hold_post_forward()
 
-    def refuse_backward(self) -> NoReturn:
-        """Raise `FSDPRuntimeError`: the parameters were written after the forward."""
+    def _refuse_backward(self) -> NoReturn:
         raise FSDPRuntimeError(
-            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the values of "
-            "before. Run all backwards before the optimizer steps, or anything else writes them."
+            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
+            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
         )
 
     def _start(self) -> None:
