@@ -22,7 +22,7 @@ from tests.compiled.models import (
     steps_of,
     whole,
 )
-from tests.compiled.twins import assert_equal, assert_trains_alike, compiling
+from tests.compiled.twins import assert_trains_alike, compiling
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 
@@ -226,38 +226,6 @@ def test_small_parameters_replicated(compile: Any) -> None:
         assert_trains_alike(
             graphs, build, lambda model: shard(model, replicate_below=64), steps_of(1), compile=compile, steps=3
         )
-
-
-@multi_rank(2)
-@pytest.mark.full  # 6 s
-def test_the_optimizers_step_compiled_too() -> None:
-    """It compiles outside of the model's graph, over DTensors."""
-    with compiling() as graphs:
-        models = [build_small() for _ in range(2)]
-        for model in models:
-            shard(model)
-        compiled = torch.compile(models[0], backend=graphs.backend(), fullgraph=True)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-
-        @torch.compile(backend="eager")
-        def step() -> None:
-            optimizers[0].step()
-
-        rank = torch.distributed.get_rank()
-        for number in range(3):
-            losses = []
-            for called in (compiled, models[1]):
-                loss = loss_of(called(batch_of(number, rank)))
-                loss.backward()
-                losses.append(loss.detach())
-            assert_equal(f"loss of step {number}", *losses)
-            step()
-            optimizers[1].step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert_equal("parameter", found.to_local(), expected.to_local())
-        assert len(graphs.forward) == len(graphs.backward) == 1
 
 
 @multi_rank(2)
