@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -41,7 +42,8 @@ def by_blocks(model: nn.Module) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
 def test_trains_like_eager(compile: Any) -> None:
-    with compiling(), tempfile.TemporaryDirectory() as folder:
+    with compiling(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, when inductor is imported
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         first = build()
