@@ -71,5 +71,5 @@ def test_trains_like_eager(compile: Any) -> None:
                 for model in models:
                     for param in model.parameters():
                         if param.grad is not None:
-                            param -= 0.01 * param.grad
+                            param -= 1e-5 * param.grad
                             param.grad = None
