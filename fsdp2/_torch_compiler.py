@@ -102,12 +102,14 @@ def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[
     config.post_grad_custom_post_pass = Reordering()
 
 
-def skip_frames(codes: Iterable[CodeType]) -> None:
-    """Let no graph begin at a frame of one of ``codes``. They can still be traced as part of their caller's graph."""
-    from torch._dynamo.eval_frame import skip_code  # importing Dynamo takes a second
+def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
+    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Callers' graphs trace through them."""
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy  # importing Dynamo takes a second
+    from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT)
     for code in codes:
-        skip_code(code)
+        set_code_exec_strategy(code, strategy)
 
 
 def call_opaquely(function: Callable[..., Any]) -> None:
@@ -123,6 +125,23 @@ def trace_through_checkpoints() -> None:
     import torch._dynamo.config as config
 
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def keep_static(tensors: Iterable[torch.Tensor]) -> None:
+    """Let graphs take the sizes of ``tensors`` for constants, also under ``dynamic=True``, and not for the batch's."""
+    import torch._dynamo
+
+    for tensor in tensors:
+        torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call]
+
+
+def around_compilations(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Call ``begin`` before Dynamo makes a graph, and ``end`` after it. (`torch._dynamo.reset` forgets them.)"""
+    from torch._dynamo.callback import callback_handler
+
+    if begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
 
 
 def recompile_from(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.arrivals import carriers_of
+from fsdp2.compiled.hiding import hide_gradients_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
 from fsdp2.compiled.support import reason_against
@@ -78,8 +79,9 @@ def prepare_call(module: nn.Module) -> bool:
     root = state.ensure_root()
     root.recover_if_failed()
     below = state._states if state.own_root is root else tuple(states_below(module))
-    reasons = {each: reason_against(each) for each in below}
+    reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
+    hide_gradients_of(dict.fromkeys(group for each in below for group in each.unit))
     for each in below:
         reason = reasons[each]
         if reason is not None:
@@ -134,28 +136,38 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
     spec = _spec_of(group, again, budget)
-    shards = tuple(
-        storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
-    )
+    # Whatever the mode of the first call is, a later one may train.
+    with torch.inference_mode(False), torch.enable_grad():
+        shards = tuple(
+            storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
+        )
+        carriers = carriers_of(group, spec.reduces)
     uses = tuple(
         TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
         for index, param in enumerate(group.params)
         for module, name in param.uses
     )
-    prepared = TracedGroup(text_of(spec), shards, carriers_of(group, spec.reduces), uses)
-    group.traced = Prepared(key, version, prepared)
+    sharded = [param.sharded for param in group.params]
+    _torch_compiler.keep_static([*shards, *carriers, *sharded, *(param.local for param in group.params)])
+    prepared = TracedGroup(text_of(spec), shards, carriers, uses)
+    group.traced = Prepared(key, version, prepared, again)
     return prepared
 
 
 class Prepared:
     """What `prepare_call` has made of a group, and what of."""
 
-    __slots__ = ("group", "key", "version")
+    __slots__ = ("gathers_again", "group", "key", "version")
 
-    def __init__(self, key: tuple[Any, ...], version: object, group: TracedGroup) -> None:
+    def __init__(self, key: tuple[Any, ...], version: object, group: TracedGroup, gathers_again: bool) -> None:
         self.key = key
+        self.gathers_again = gathers_again
         self.version = version
         self.group = group
+
+    def is_stale(self, group: FSDPParamGroup) -> bool:
+        """Whether ``group`` was written since the last forward, while its backward gathers again."""
+        return self.gathers_again and self.version != group.written()
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

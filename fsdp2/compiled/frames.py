@@ -11,15 +11,17 @@ from fsdp2 import _torch_compiler
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_captured_call"
+HOOKS = ("pre_forward", "post_forward")
+"""What they call may be the user's: collectives, tensors that gather themselves."""
 
 
 @functools.cache
 def begin_graphs_at_calls_only() -> None:
     """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way."""
     modules = [module for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
-    _torch_compiler.skip_frames(
-        code for module in modules for code in _codes_in(module) if code.co_name != BEGINS_GRAPHS
-    )
+    codes = [code for module in modules for code in _codes_in(module)]
+    _torch_compiler.skip_frames(code for code in codes if code.co_name not in (BEGINS_GRAPHS, *HOOKS))
+    _torch_compiler.skip_frames((code for code in codes if code.co_name in HOOKS), callees=True)
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:

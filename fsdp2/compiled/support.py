@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
+from fsdp2.common import FSDPRuntimeError
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState
 
 
-def reason_against(state: FSDPState) -> str | None:
-    """Why the hooks of ``state`` cannot be traced, and the eager alternative; None if they can."""
+def reason_against(state: FSDPState, inside: Collection[FSDPState]) -> str | None:
+    """Why the hooks of ``state`` cannot be traced, and the eager alternative; None if they can.
+
+    Args:
+        state: of a module in the graph.
+        inside: those of all modules in the graph.
+    """
     what = _feature_of_state(state)
     for group in state.unit:
-        what = what or _feature_of_group(group)
+        what = what or _sharer_outside(group, inside) or _feature_of_group(group)
     if what is None:
         return None
     return (
@@ -29,6 +38,31 @@ def _feature_of_state(state: FSDPState) -> str | None:
             "set_modules_to_forward_prefetch() and set_modules_to_backward_prefetch() order eager gathers; leave them "
             "out, for a graph has an order of its own"
         )
+    return None
+
+
+@contextmanager
+def explained_conversion(state: FSDPState) -> Iterator[None]:
+    """Around ``module.to(...)`` and the like, which graphs forbid: they hold weak references to parameters.
+
+    Raises:
+        FSDPRuntimeError: torch could not convert a parameter, and ``state`` is in graphs. Nothing has changed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "swap" in str(error) and any(group.traced is not None for group in state.unit):
+            raise FSDPRuntimeError(
+                f"'{state.name}' has been called in a graph of torch.compile, which refers to its parameters, so that "
+                "torch cannot convert or move them; do that before the first compiled call."
+            ) from error
+        raise
+
+
+def _sharer_outside(group: FSDPParamGroup, inside: Collection[FSDPState]) -> str | None:
+    for sharer in group.sharers:
+        if sharer not in inside:
+            return f"it shares parameters, or their gather, with '{sharer.name}', which the graph does not hold"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
 from fsdp2.compiled.entry import prepares_graphs
+from fsdp2.compiled.support import explained_conversion
 from fsdp2.modules import communicating
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
+from fsdp2.plan.structure import own_forward_of
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
@@ -397,7 +400,8 @@ class FSDPModule:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
         state = self._get_fsdp_state()
         state.settle()
-        module = super()._apply(fn, recurse)  # type: ignore[misc]
+        with explained_conversion(state):
+            module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
 
@@ -474,12 +478,20 @@ def mix_in(module: nn.Module) -> None:
     """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
     original = type(module)
     if original not in _CLASSES:
-        namespace = {"__module__": original.__module__}
+        namespace = {"__module__": original.__module__, **own_forward_of(original)}
+        namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
     module.__class__ = _CLASSES[original]
     _torch_compiler.recompile_from(module)
 
 
+def _of_its_own_code(function: Any) -> Any:
+    """A copy of ``function``. Dynamo counts and limits what it compiles by code object: each class has its own."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
     module.__class__ = _original_class(type(module))
+    _torch_compiler.recompile_from(module)

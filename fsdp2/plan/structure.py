@@ -5,6 +5,7 @@ Knows modules, nothing of sharding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -58,6 +59,19 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 def has_forward(module: nn.Module) -> bool:
     """Whether calling ``module`` computes something, so that parameters can be gathered before."""
     return type(module).forward not in _NO_FORWARD or "forward" in vars(module)
+
+
+def own_forward_of(kind: type) -> dict[str, Any]:
+    """A ``forward`` for module classes that have torch's: ``torch.compile`` would begin graphs outside of our call."""
+    inherited = kind.forward  # type: ignore[attr-defined]
+    if inherited in _NO_FORWARD or getattr(inherited, "__module__", "").split(".")[0] != "torch":
+        return {}
+
+    @functools.wraps(inherited)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inherited(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def refuse_container(module: nn.Module, caller: str) -> None:

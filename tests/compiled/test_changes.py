@@ -1,0 +1,372 @@
+"""What happens to a compiled model between its calls: loads, casts, freezing, copies, exceptions, deletion."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import fully_shard
+from tests.compiled.models import (
+    WIDTH,
+    batch_of,
+    build,
+    build_small,
+    by_blocks,
+    by_method,
+    loss_of,
+    multi_rank,
+    shard,
+    steps_of,
+    trainable,
+    whole,
+)
+from tests.compiled.twins import assert_equal, assert_trains_alike, compiling, mine
+
+WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
+step_once = steps_of(1)
+
+
+def sharded(model: Any) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def other_state(model: nn.Module, number: int) -> dict[str, Any]:
+    """Values that depend on the step, sharded as the model is."""
+    return {
+        name: DTensor.from_local(
+            value.to_local() + number,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+        for name, value in model.state_dict().items()
+    }
+
+
+def load(model: nn.Module, number: int) -> None:
+    model.load_state_dict(other_state(model, number))
+
+
+def load_assigned(model: nn.Module, number: int) -> None:
+    model.load_state_dict(other_state(model, number), assign=True)
+
+
+def write_in_place(model: nn.Module, number: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5 + number)
+
+
+def write_locals(model: nn.Module, number: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.to_local().add_(number)
+
+
+def set_data(model: nn.Module, number: int) -> None:
+    for param in model.parameters():
+        param.data = param.data * 1.5
+
+
+def freeze(model: nn.Module, number: int) -> None:
+    model.blocks[0].requires_grad_(number % 2 == 1)
+
+
+def freeze_some(model: nn.Module, number: int) -> None:
+    model.blocks[1][0].bias.requires_grad_(number % 2 == 1)
+
+
+def freeze_blocks(model: nn.Module, number: int) -> None:
+    model.blocks.requires_grad_(number % 2 == 1)
+
+
+def unshard_by_hand(model: nn.Module, number: int) -> None:
+    model.unshard()
+    for block in model.blocks:
+        block.unshard()
+
+
+def eval_and_train(model: nn.Module, number: int) -> None:
+    model.train(number % 2 == 1)
+
+
+CHANGES = [
+    load,
+    load_assigned,
+    write_in_place,
+    write_locals,
+    set_data,
+    freeze,
+    freeze_some,
+    freeze_blocks,
+    unshard_by_hand,
+    eval_and_train,
+]
+
+
+# Full: 6 s each.
+@multi_rank(2)
+@pytest.mark.full
+@WAYS
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_steps(change: Callable[[nn.Module, int], None], compile: Any) -> None:
+    """Leaves follow: nothing stale is computed with."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = [compile(models[0], graphs.backend()), models[1]]
+        for number in range(5):
+            if number in (2, 3):
+                for model in models:
+                    change(model, number - 2)
+            optimizers = [torch.optim.SGD(trainable(model), lr=0.05) for model in models]
+            losses = []
+            for each in called:
+                loss = loss_of(each(batch_of(number, dist.get_rank())))
+                loss.backward()
+                losses.append(loss.detach())
+            assert_equal(f"loss of step {number}", *losses)
+            pairs = zip(*(model.named_parameters() for model in models), strict=True)
+            for (name, found), (_, expected) in pairs:
+                assert_equal(f"gradient of {name} in step {number}", mine(found.grad), mine(expected.grad))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            pairs = zip(*(model.named_parameters() for model in models), strict=True)
+            for (name, found), (_, expected) in pairs:
+                assert_equal(f"{name} after step {number}", mine(found), mine(expected))
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@WAYS
+@pytest.mark.parametrize("again", [True, False])
+def test_a_step_between_forward_and_backward_is_refused(compile: Any, again: bool) -> None:
+    """What backward gathers again would be of other values than forward's."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model, reshard_after_forward=again)
+        called = compile(model, graphs.backend())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(called(batch_of(0, 0))).backward()
+        loss = loss_of(called(batch_of(1, 0)))
+        optimizer.step()
+        if again:
+            with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
+                loss.backward()
+        else:
+            loss.backward()
+        optimizer.zero_grad()
+        loss_of(called(batch_of(2, 0))).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@multi_rank(2)
+@pytest.mark.full  # 6 s each
+@pytest.mark.parametrize("compile", [by_method, by_blocks])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_of_a_compiled_model(compile: Any, way: str) -> None:
+    """A copy trains on its own; the original does not notice."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = [compile(models[0], graphs.backend()), models[1]]
+        rank = dist.get_rank()
+        for each in called:
+            step_once(each, 0, rank)
+            each.zero_grad()
+        copies = []
+        for model in models:
+            if way == "deepcopy":
+                copies.append(copy.deepcopy(model))
+            else:
+                copies.append(pickle.loads(pickle.dumps(model)))
+        for each, twin in ((models, 3), (copies, 4), (models, 5)):
+            losses = [step_once(model, twin, rank)[0] for model in each]
+            assert_equal(f"loss {twin}", *losses)
+            for found, expected in zip(each[0].parameters(), each[1].parameters(), strict=True):
+                assert_equal("gradient", mine(found.grad), mine(expected.grad))
+            for model in each:
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+        for found, expected in zip(copies[0].parameters(), copies[1].parameters(), strict=True):
+            assert_equal("parameter of the copy", mine(found), mine(expected))
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_a_checkpoint_of_a_compiled_model() -> None:
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = whole(models[0], graphs.backend())
+        step_once(called, 0, dist.get_rank())
+        file = io.BytesIO()
+        torch.save(models[0].state_dict(), file)
+        file.seek(0)
+        write_in_place(models[0], 1)
+        models[0].load_state_dict(torch.load(file, weights_only=False))
+        assert_equal("loss", step_once(called, 1, 0)[0], step_once(models[1], 1, 0)[0])
+
+
+@multi_rank(2)
+@pytest.mark.full  # 6 s each
+@pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
+def test_unwrapped_and_sharded_again(compile: Any) -> None:
+    with compiling() as graphs:
+        models = [build(), build()]
+        for model in models:
+            shard(model)
+        called = [compile(models[0], graphs.backend()), models[1]]
+        rank = dist.get_rank()
+        assert_equal("loss", *(step_once(each, 0, rank)[0] for each in called))
+        for model in models:
+            model.zero_grad()
+            fsdp2.unwrap(model)
+        plain = [step_once(each, 1, rank)[0] for each in called]
+        assert_equal("loss of the plain model", *plain)
+        for model in models:
+            model.zero_grad()
+            shard(model)
+        assert_equal("loss after sharding again", *(step_once(each, 2, rank)[0] for each in called))
+        for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert isinstance(found, DTensor)
+            assert_equal("gradient", mine(found.grad), mine(expected.grad))
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
+def test_training_goes_on_after_an_exception(compile: Any) -> None:
+    """A wrong shape, while the graph is traced or when it runs; then a backward that raises."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = [compile(models[0], graphs.backend()), models[1]]
+        rank = dist.get_rank()
+        for number in range(3):
+            for each in called:
+                with pytest.raises(Exception, match=r"shape|size"):
+                    each(torch.randn(4, WIDTH + 1))
+                output = each(batch_of(number, rank))
+                output.register_hook(interrupt)
+                with pytest.raises(ZeroDivisionError):
+                    output.sum().backward()
+            # An eager module that was interrupted is put right by its next forward.
+            assert compile is by_blocks or all(isinstance(param, DTensor) for param in models[0].parameters())
+            assert_equal(f"loss of step {number}", *(step_once(each, number, rank)[0] for each in called))
+            for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
+                assert_equal(f"gradient of {name}", mine(found.grad), mine(expected.grad))
+            for model in models:
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+
+
+def interrupt(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_the_state_of_a_model_whose_trace_failed() -> None:
+    """The parameters that were swapped in while tracing are not left behind."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model)
+        model.blocks[1].register_forward_hook(fail_when_traced)
+        called = whole(model, graphs.backend())
+        with pytest.raises(Exception, match="not in a graph"):
+            called(batch_of(0, 0))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        twin = build_small()
+        shard(twin)
+        assert_equal("loss", step_once(model, 0, 0)[0], step_once(twin, 0, 0)[0])
+
+
+def fail_when_traced(*_: Any) -> None:
+    if torch.compiler.is_compiling():
+        raise ValueError("not in a graph")
+
+
+@multi_rank(2)
+@pytest.mark.full  # 4 s
+def test_a_model_deleted_between_forward_and_backward() -> None:
+    """Backward says so, as nobody is left to take the gradients."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model)
+        called = whole(model, graphs.backend())
+        step_once(called, 0, 0)
+        loss = loss_of(called(batch_of(1, 0)))
+        del called, model
+        torch._dynamo.reset()
+        gc.collect()
+        with pytest.raises(fsdp2.FSDPRuntimeError, match="was deleted"):
+            loss.backward()
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_a_block_put_in_the_place_of_another_is_refused() -> None:
+    """Sharded after the model has run: it belongs to no root, and nothing of it is computed without its gather."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model)
+        called = whole(model, graphs.backend())
+        step_once(called, 0, 0)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        fully_shard(block)
+        model.blocks[0] = block
+        with pytest.raises(Exception, match="nothing has prepared"):
+            step_once(called, 1, 0)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 4 s
+def test_a_conversion_after_a_compiled_call_is_refused() -> None:
+    """Torch cannot swap tensors that graphs refer to. The model goes on as it was."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = whole(models[0], graphs.backend())
+        step_once(called, 0, 0)
+        models[0].zero_grad()
+        with pytest.raises(fsdp2.FSDPRuntimeError, match="before the first compiled call"):
+            models[0].double()
+        assert_equal("loss", step_once(called, 1, 0)[0], step_once(models[1], 1, 0)[0])
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_built_on_meta() -> None:
+    def shard_meta(model: nn.Module) -> None:
+        shard(model)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for index, param in enumerate(model.parameters()):
+                param.to_local().fill_(0.1 + index / 20)
+
+    def build_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build_small()
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build_meta, shard_meta, step_once, steps=2)

@@ -1,0 +1,160 @@
+"""Graphs over replicas and beside tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
+from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+
+
+class FeedForward(nn.Module):
+    """For tensor parallelism; ``few`` is left out of it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.few = nn.Parameter(torch.randn(3, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + (x @ self.few.T) @ self.few
+
+
+class Parallel(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FeedForward(hidden) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallelized(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def step_of(mesh: DeviceMesh) -> Any:
+    """Ranks of one tensor-parallel group have the same batch."""
+    replicas = mesh.size() // mesh["tp"].size()
+
+    def step(model: nn.Module, number: int, rank: int) -> list[Tensor]:
+        loss = loss_of(model(batch_of(number, rank * replicas // mesh.size())))
+        loss.backward()
+        return [loss.detach()]
+
+    return step
+
+
+def build_parallel(hidden: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Parallel(hidden)
+
+
+# Full: DTensor makes a trace several times as long, 20 s each.
+@multi_rank(4)
+@pytest.mark.full
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+@pytest.mark.parametrize("hidden", [12, 10])
+def test_beside_tensor_parallelism(compile: Any, hidden: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def shard_parallel(model: nn.Module) -> None:
+        parallelized(model, mesh["tp"])
+        shard(model, mesh=mesh["dp"])
+
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs, lambda: build_parallel(hidden), shard_parallel, step_of(mesh), compile=compile, steps=3
+        )
+        if compile is whole:
+            assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@multi_rank(4)
+@pytest.mark.full  # 20 s each
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_over_replicas_beside_tensor_parallelism(sizes: tuple[int, int, int]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+
+    def shard_parallel(model: nn.Module) -> None:
+        parallelized(model, mesh["tp"])
+        shard(model, mesh=mesh["replicate", "shard"])
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh), steps=3)
+        assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@multi_rank(2)
+@pytest.mark.full  # 15 s each
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_beside_tensor_parallelism_on_an_axis_of_one(sizes: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+
+    def shard_parallel(model: nn.Module) -> None:
+        parallelized(model, mesh["tp"])
+        shard(model, mesh=mesh["dp"])
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, lambda: build_parallel(10), shard_parallel, step_of(mesh), steps=3)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 8 s each
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_over_replicas_in_mixed_precision(compile: Any, reshard: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs,
+            build,
+            lambda model: shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard),
+            one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator)),
+            compile=compile,
+        )
+
+
+@multi_rank(2)
+@pytest.mark.full  # 6 s each
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_replicas_or_shards_of_one(sizes: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs,
+            build,
+            lambda model: shard(model, mesh=mesh),
+            one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator)),
+        )
+        assert graphs.collectives() == ([(4, 0), (3, 4)] if sizes[1] > 1 else [(0, 0), (0, 0)])
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_a_group_of_one_rank() -> None:
+    """Nothing travels, and gradients arrive all the same."""
+    import torch.distributed as dist
+
+    mine = [DeviceMesh("cpu", [rank]) for rank in range(2)][dist.get_rank()]
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs,
+            build,
+            lambda model: [fully_shard(block, mesh=mine) for block in model.blocks] and fully_shard(model, mesh=mine),
+            one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator)),
+        )
+        assert graphs.collectives() == [(0, 0), (0, 0)]

@@ -1,0 +1,158 @@
+"""Mixed precision in graphs: casts of inputs by name, of outputs, and the dtypes of gathers and reductions."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.compiled.models import WIDTH, batch, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
+from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+# Full: 5 s each.
+@multi_rank(2, full=[4])
+@pytest.mark.full
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        HALF,
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cache_shards=True),
+        MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float32),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(output_dtype=torch.float64),
+    ],
+    ids=["bf16", "bf16 reduced in fp32", "cached", "fp64", "only reduced", "only output"],
+)
+def test_policies(compile: Any, policy: MixedPrecisionPolicy) -> None:
+    with compiling() as graphs:
+        blocks = dataclasses.replace(policy, output_dtype=None)  # what follows them is in param_dtype
+
+        def shard_mixed(model: nn.Module) -> None:
+            for block in model.blocks:
+                fully_shard(block, mp_policy=blocks)
+            fully_shard(model, mp_policy=policy)
+
+        assert_trains_alike(graphs, build, shard_mixed, one_backward(batch), compile=compile, steps=3)
+
+
+class Pair(NamedTuple):
+    """Two tensors."""
+
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Inputs:
+    """A tensor that is cast, and one that is not floating point."""
+
+    values: Tensor
+    rows: Tensor
+
+
+class Named(nn.Module):
+    """Takes arguments by position, by keyword, in containers; some are to stay in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor, *rest: Tensor, pair: Pair, scale: Any = None) -> dict[str, Any]:
+        assert x.dtype == self.layer.weight.dtype
+        assert positions.dtype == torch.float32
+        assert all(each.dtype == torch.float32 for each in rest)
+        assert pair.first.dtype == torch.bfloat16 and pair.second.dtype == torch.int64
+        out = self.layer(x) * torch.cos(positions).to(x.dtype) + pair.first
+        for each in rest:
+            out = out + each.to(x.dtype)
+        return {"out": out, "pair": Pair(out * 2, pair.second), "list": [out.sum()]}
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Named(), Named()])
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(WIDTH, dtype=torch.float32)
+        for block in self.blocks:
+            found = block(x, positions, positions / 3, pair=Pair(x, torch.arange(3)), scale=None)
+            x = found["out"] + found["pair"].first.float() + found["list"][0]
+        return self.head(x)
+
+
+def build_caller() -> nn.Module:
+    torch.manual_seed(0)
+    return Caller()
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+def test_inputs_that_are_cast_by_name(compile: Any) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        output_dtype=torch.float32,
+        cast_forward_inputs=["x", "pair"],
+    )
+
+    def shard_named(model: nn.Module) -> None:
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model)
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build_caller, shard_named, one_backward(batch), compile=compile)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 4 s
+def test_inputs_in_containers() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 3)
+
+        def forward(self, inputs: Inputs) -> Inputs:
+            return Inputs(self.layer(inputs.values)[inputs.rows], inputs.rows)
+
+    def build_reads() -> nn.Module:
+        torch.manual_seed(0)
+        return Reads()
+
+    def step(model: nn.Module, number: int, rank: int) -> list[Tensor]:
+        found = model(Inputs(batch_of(number, rank), torch.tensor([0, 2])))
+        assert found.values.dtype == torch.float64
+        loss = loss_of(found.values)
+        loss.backward()
+        return [loss.detach()]
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build_reads, lambda model: fully_shard(model, mp_policy=policy), step)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_gradients_in_a_dtype_of_their_own() -> None:
+    """`Tensor.grad_dtype`: reduced in bf16, delivered in fp32, or the other way round."""
+
+    def shard_mixed(model: nn.Module) -> None:
+        shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        for param in model.blocks[0].parameters():
+            param.grad_dtype = torch.float32
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build, shard_mixed, one_backward(batch), steps=3)
