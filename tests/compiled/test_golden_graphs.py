@@ -59,7 +59,7 @@ def test_one_layer_on_8_ranks(simulate: FakeWorlds) -> None:
 forward:
   all_gather_into_tensor -> float32[272]
 backward:
-  reduce_scatter_tensor avg -> float32[38]""",
+  reduce_scatter_tensor avg -> float32[36]""",
     )
 
 
@@ -72,7 +72,7 @@ def test_one_layer_on_64_ranks(simulate: FakeWorlds) -> None:
 forward:
   all_gather_into_tensor -> float32[1088]
 backward:
-  reduce_scatter_tensor avg -> float32[22]""",
+  reduce_scatter_tensor avg -> float32[19]""",
     )
 
 
@@ -88,9 +88,9 @@ forward:
   all_gather_into_tensor -> float32[272]
 backward:
   all_gather_into_tensor -> float32[272]
-  reduce_scatter_tensor avg -> float32[38]
-  reduce_scatter_tensor avg -> float32[38]
-  reduce_scatter_tensor avg -> float32[13]""",
+  reduce_scatter_tensor avg -> float32[36]
+  reduce_scatter_tensor avg -> float32[36]
+  reduce_scatter_tensor avg -> float32[11]""",
     )
 
 
@@ -108,12 +108,12 @@ forward:
   all_gather_into_tensor -> bfloat16[272]
 backward:
   all_gather_into_tensor -> bfloat16[272]
-  reduce_scatter_tensor avg -> float32[38]
-  all_reduce avg -> float32[38]
-  reduce_scatter_tensor avg -> float32[38]
-  all_reduce avg -> float32[38]
-  reduce_scatter_tensor avg -> float32[13]
-  all_reduce avg -> float32[13]""",
+  reduce_scatter_tensor avg -> float32[36]
+  all_reduce avg -> float32[36]
+  reduce_scatter_tensor avg -> float32[36]
+  all_reduce avg -> float32[36]
+  reduce_scatter_tensor avg -> float32[11]
+  all_reduce avg -> float32[11]""",
     )
 
 

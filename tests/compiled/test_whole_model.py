@@ -12,7 +12,7 @@ from tests.compiled.models import batch, build, by_blocks, by_method, multi_rank
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # 10 s; meshes run on four
 @pytest.mark.parametrize("reshard", [None, True, False])
 def test_the_whole_model_is_one_graph(reshard: bool | None) -> None:
     with compiling() as graphs:
