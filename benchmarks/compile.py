@@ -5,7 +5,8 @@
     python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
 
 A name is an implementation (`unsharded`, `torch`, `fsdp2`) and what of it is compiled: `whole` (the model in one graph,
-``fullgraph=True``), `blocks` (each block by itself), or nothing. torch's own cannot be compiled whole.
+``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, with ours left outside of the graphs, as torch's are),
+or nothing. torch's own cannot be compiled whole.
 
 First comes the time to the end of the first two steps, in which everything is compiled; then, as in
 `benchmarks.throughput`, CPU time of all threads of all ranks, which decides, and wall time of the slowest rank.
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2
 from benchmarks.implementations import UNSHARDED, ShardingOptions, build_contender
 from benchmarks.models import ModelSpec
 from benchmarks.results import Environment
@@ -40,6 +42,7 @@ CONTENDERS = (
     "torch-blocks",
     "fsdp2",
     "fsdp2-blocks",
+    "fsdp2-hooks",
     "fsdp2-whole",
 )
 REFERENCE = "torch"
@@ -57,7 +60,9 @@ def _step_of(name: str, blocks: int, backend: str, options: ShardingOptions, mes
     called: Any = model
     if how == "whole":
         called = torch.compile(model, backend=backend, fullgraph=True)
-    elif how == "blocks":
+    elif how:
+        if how == "hooks":
+            fsdp2.set_graph_capture(model, False)
         for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)

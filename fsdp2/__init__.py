@@ -11,6 +11,7 @@ from fsdp2.common import (
 )
 from fsdp2.compiled.entry import prepare_compile
 from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
+from fsdp2.compiled.support import set_graph_capture
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.modules.functions import register_fsdp_forward_method, share_comm_ctx
@@ -71,6 +72,7 @@ __all__ = [
     "prepare_compile",
     "optim",
     "register_fsdp_forward_method",
+    "set_graph_capture",
     "share_comm_ctx",
     "step_on_owners",
     "unwrap",

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp2.common import FSDPRuntimeError
+from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState
+from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 
 def reason_against(state: FSDPState, inside: Collection[FSDPState]) -> str | None:
@@ -30,7 +30,40 @@ def reason_against(state: FSDPState, inside: Collection[FSDPState]) -> str | Non
     )
 
 
+def set_graph_capture(model: nn.Module, enabled: bool, *, recurse: bool = True) -> None:
+    """Whether graphs of `torch.compile` hold the gathers and reductions of the sharded modules in ``model``; they do.
+
+    Disabled, hooks stay outside, as torch's do: for blocks that are compiled one by one, whose gathers eager hooks
+    issue ahead of the blocks before, where a graph of its own could not. A compiled module around them then raises.
+    No communication; all ranks must call it alike.
+
+        >>> fsdp2.set_graph_capture(model, False)
+        >>> for block in model.blocks:
+        ...     block.compile(fullgraph=True)
+
+    Args:
+        model: a module; with ``recurse`` all sharded modules in it are meant, else itself.
+        enabled: whether.
+        recurse: see there.
+
+    Raises:
+        FSDPTypeError: not a module, or not a bool.
+        FSDPValueError: nothing in it is sharded.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(enabled, bool):
+        found = f"{type(model).__name__} and {enabled!r}"
+        raise FSDPTypeError(f"set_graph_capture takes an nn.Module and a bool, got {found}.")
+    state = state_of(model)
+    states = states_below(model) if recurse else [] if state is None else [state]
+    if not states:
+        raise FSDPValueError(f"fully_shard was called on no module of {type(model).__name__}.")
+    for each in states:
+        each.is_captured = enabled
+
+
 def _feature_of_state(state: FSDPState) -> str | None:
+    if not state.is_captured:
+        return "set_graph_capture(False) was called on it"
     if len(state.modules) > 1:
         return "fully_shard was called on a list of modules; call it on each of them"
     if state.forward_prefetch is not None or state.backward_prefetch is not None:

@@ -349,7 +349,7 @@ def refuse_to_copy(group: FSDPParamGroup) -> None:
         )
 
 
-_COPIED = ("reshard_after_forward", "reshard_after_backward")
+_COPIED = ("reshard_after_forward", "reshard_after_backward", "is_captured")
 _COPIED_OF_ROOTS = ("is_last_backward", "finalizes_manually", "prefetch_bytes", "pools_memory")
 
 

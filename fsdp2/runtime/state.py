@@ -81,6 +81,7 @@ class FSDPState(CopyableState):
         wrapping: the arguments of the call.
         attachment: what hangs on the modules.
         traced: takes the place of the hooks in a graph.
+        is_captured: whether graphs may hold what the hooks do.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class FSDPState(CopyableState):
         self.wrapping = wrapping
         self.attachment = Attachment()
         self.traced: Any = UNTRACED
+        self.is_captured = True
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._awaits_finalization = False

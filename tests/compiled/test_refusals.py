@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2
 from fsdp2 import CPUOffloadPolicy, Owned, fully_shard
-from tests.compiled.models import WIDTH, batch_of, multi_rank, rank, shard, steps_of, whole
-from tests.compiled.twins import assert_equal, assert_trains_alike, compiling, mine
+from tests.compiled.models import WIDTH, batch, batch_of, build, multi_rank, rank, shard, steps_of, whole
+from tests.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 
 
@@ -247,3 +249,37 @@ def test_a_setting_that_changes_after_compiling_is_noticed() -> None:
         assert_equal("loss", *losses)
         for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
             assert_equal("gradient", mine(found.grad), mine(expected.grad))
+
+
+# Full: three compilations.
+@multi_rank(2)
+@pytest.mark.full
+def test_capture_can_be_disabled() -> None:
+    """Blocks that are compiled one by one then gather and reduce in their hooks, which travel with copies."""
+
+    def uncaptured(model: nn.Module) -> None:
+        shard(model)
+        fsdp2.set_graph_capture(model, False)
+
+    def by_blocks(model: nn.Module, backend: Any) -> nn.Module:
+        for block in model.blocks:
+            block.compile(backend=backend, fullgraph=True)
+        return model
+
+    with compiling() as graphs:
+        model = assert_trains_alike(graphs, build, uncaptured, one_backward(batch), compile=by_blocks, steps=2)
+        assert set(graphs.collectives()) == {(0, 0)}
+        assert not fsdp2.compile_report(copy.deepcopy(model)).is_complete
+        with pytest.raises(Exception, match="set_graph_capture"):
+            torch.compile(model, backend=graphs.backend(), fullgraph=True)(batch(torch.Generator()))
+        fsdp2.set_graph_capture(model, True)
+    with compiling() as graphs:
+        torch.compile(model, backend=graphs.backend(), fullgraph=True)(batch(torch.Generator())).sum().backward()
+        assert sum(gathers for gathers, _ in graphs.collectives()) > 0
+
+
+def test_capture_of_what_is_not_sharded() -> None:
+    with pytest.raises(fsdp2.FSDPValueError, match="no module of Linear"):
+        fsdp2.set_graph_capture(nn.Linear(2, 2), False)
+    with pytest.raises(fsdp2.FSDPTypeError, match="a bool, got Linear"):
+        fsdp2.set_graph_capture(nn.Linear(2, 2), None)  # type: ignore[arg-type]
