@@ -5,8 +5,8 @@
     python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
 
 A name is an implementation (`unsharded`, `torch`, `fsdp2`) and what of it is compiled: `whole` (the model in one graph,
-``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, with ours left outside of the graphs, as torch's
-are), or nothing. torch's own cannot be compiled whole.
+``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, communication left outside of the graphs, as with
+torch), or nothing. torch's own cannot be compiled whole.
 
 First comes the time to the end of the first two steps, in which everything is compiled; then, as in
 `benchmarks.throughput`, CPU time of all threads of all ranks, which decides, and wall time of the slowest rank.
