@@ -5,7 +5,7 @@
     python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
 
 A name is an implementation (`unsharded`, `torch`, `fsdp2`) and what of it is compiled: `whole` (the model in one graph,
-``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, communication left outside of the graphs, as with
+``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, communication outside of the graphs, as with
 torch), or nothing. torch's own cannot be compiled whole.
 
 First comes the time to the end of the first two steps, in which everything is compiled; then, as in
