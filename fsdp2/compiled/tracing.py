@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import UserDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.plan.policies import ModulePolicy
@@ -71,6 +72,7 @@ class TracedState:
         self.policy = policy
         self.escapes = 0
         self._has_warned = False
+        self._is_called = False
         self._names = argument_names(module.forward)
 
     def pre_forward(
@@ -100,9 +102,18 @@ class TracedState:
         }
         return tuple(cast_args), cast_kwargs
 
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """The compiled call of the module: its own hooks are to run in a graph."""
+        self._is_called = True
+        try:
+            yield
+        finally:
+            self._is_called = False
+
     def called_eagerly(self, name: str) -> None:
         """Note, and warn once, if the hooks of the module called ``name`` run outside of a graph in a compiled call."""
-        if not _torch_compiler.frame_callback():
+        if not self._is_called:
             return
         self.escapes += 1
         if not self._has_warned:

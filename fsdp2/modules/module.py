@@ -387,7 +387,8 @@ class FSDPModule:
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
             if _torch_compiler.frame_callback() and prepares_graphs()(self):
-                return self._captured_call(*args, **kwargs)
+                with self._get_fsdp_state().traced.called():
+                    return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             self._get_fsdp_state().forward_failed()

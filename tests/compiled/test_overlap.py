@@ -1,0 +1,131 @@
+"""The overlap pass: what moves in a graph, what a budget allows, and that nothing is computed otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard
+from fsdp2.compiled.overlap import overlap
+from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.harness import FakeWorlds, multi_rank
+
+WIDTH = 16
+SHORT = {
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "reduce",
+    "all_reduce": "replicate",
+    "wait_tensor": "wait",
+    "mm": "compute",
+}
+
+
+class Chain(nn.Module):
+    """Matrices one after the other, each a block, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Chain()
+
+
+def shard(model: nn.Module, **arguments: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+
+
+def order_of(graph: torch.fx.Graph) -> str:
+    names = []
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            names.append(SHORT.get(node.target._schema.name.split("::")[1], ""))
+    return " ".join(name for name in names if name)
+
+
+def reordering(orders: list[str], after: list[dict[torch.fx.Node, list[torch.fx.Node]]]) -> Any:
+    """A backend that runs the pass, as inductor does."""
+
+    def compile(graph: torch.fx.GraphModule, _: Any) -> Any:
+        after.append(overlap(graph.graph))
+        graph.graph.lint()
+        graph.recompile()
+        orders.append(order_of(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=compile, bw_compiler=compile, partition_fn=min_cut_rematerialization_partition)
+
+
+def orders_on(simulate: FakeWorlds, budget: int | None = None, **arguments: Any) -> tuple[list[str], Any]:
+    model = build()
+    shard(model, **arguments)
+    if budget is not None:
+        model.set_prefetch_budget(budget)
+    orders: list[str] = []
+    after: list[Any] = []
+    with compiling():
+        torch.compile(model, backend=reordering(orders, after), fullgraph=True)(torch.ones(2, WIDTH)).sum().backward()
+    return orders, after
+
+
+def test_the_next_gather_is_issued_before_the_wait_for_this_one(simulate: FakeWorlds) -> None:
+    simulate(8)
+    (forward, backward), after = orders_on(simulate)
+    # The root's comes first and is kept; then every block's is in flight while the one before computes.
+    assert forward == "gather gather wait gather wait compute gather wait compute wait compute compute"
+    gathers = backward.split().count("gather")
+    assert gathers == 2, "the first block's input needs no gradient"
+    assert backward.index("gather gather") < backward.index("wait"), "issued together, before the first wait"
+    # A reduction is waited for after compute that was issued behind it.
+    behind = backward[backward.index("reduce") :].split()
+    assert behind.index("compute") < behind.index("wait") or (behind[1] == "wait" and "compute" in behind[2:])
+    assert all(after), "inductor is told to keep it"
+
+
+@pytest.mark.parametrize(("budget", "ahead"), [(0, 0), (4 * WIDTH * WIDTH, 1), (1 << 20, 3)])
+def test_a_budget_bounds_what_is_gathered_ahead(simulate: FakeWorlds, budget: int, ahead: int) -> None:
+    simulate(8)
+    (forward, _), _ = orders_on(simulate, budget)
+    in_flight, most = 0, 0
+    for name in forward.split():
+        in_flight += {"gather": 1, "wait": -1}.get(name, 0)
+        most = max(most, in_flight)
+    assert most == ahead + 1
+
+
+def test_over_replicas_a_tail_stays_in_order(simulate: FakeWorlds) -> None:
+    simulate(8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+    (_, backward), _ = orders_on(simulate, mesh=mesh)
+    names = [name for name in backward.split() if name in ("reduce", "replicate")]
+    assert names.count("reduce") == names.count("replicate") == 4
+    assert names[0] == "reduce" and names[-1] == "replicate"
+
+
+@multi_rank(2)
+def test_reordered_graphs_compute_the_same() -> None:
+    orders: list[str] = []
+
+    def compile(model: nn.Module, _: Any) -> Any:
+        return torch.compile(model, backend=reordering(orders, []), fullgraph=True)
+
+    with compiling() as graphs:
+        step = one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator))
+        assert_trains_alike(graphs, build, shard, step, compile=compile, steps=3)
+    assert len(orders) == 2
