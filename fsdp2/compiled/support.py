@@ -105,6 +105,8 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "its parameters or gradients are offloaded; leave out offload_policy"
     if storage.custom is not None or reducer.custom is not None:
         return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"
+    if group.mesh.spmd_mesh is not None:
+        return "dp_mesh_dims: whether a gradient is summed over data-parallel dims is known only when it arrives"
     if storage.has_extensions:
         return "its tensors gather themselves (fsdp_pre_all_gather)"
     if storage.post_forward is not None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.parity.test_spmd_mesh import TwoLayers, data_placements, distribute, spmd_mesh
 
 
 class FeedForward(nn.Module):
@@ -158,3 +160,40 @@ def test_a_group_of_one_rank() -> None:
             one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator)),
         )
         assert graphs.collectives() == [(0, 0), (0, 0)]
+
+
+# Full: DTensor makes a trace several times as long.
+@multi_rank(4)
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 4}])
+def test_on_a_mesh_of_named_dims_hooks_stay_outside(axes: dict[str, int]) -> None:
+    """Of a gradient's data-parallel dims a graph does not know whether they are summed already."""
+    mesh = spmd_mesh(**axes)
+
+    def build_named() -> nn.Module:
+        torch.manual_seed(0)
+        return distribute(TwoLayers(), mesh)
+
+    def shard_named(model: nn.Module) -> None:
+        for unit in (model.up, model):
+            fully_shard(unit, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+    def inputs(number: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(number * 10 + rank // axes.get("tp", 1))
+        return DTensor.from_local(torch.randn(4, 8, generator=generator), mesh, data_placements(mesh), run_check=False)
+
+    def step(model: nn.Module, number: int, rank: int) -> list[Tensor]:
+        output: Any = model(inputs(number, rank))
+        loss = loss_of(output.redistribute(placements=data_placements(mesh)).to_local())
+        loss.backward()
+        return [loss.detach()]
+
+    def by_layer(model: nn.Module, backend: Any) -> nn.Module:
+        model.up.compile(backend=backend, fullgraph=True)
+        return model
+
+    with compiling() as graphs:
+        model = assert_trains_alike(graphs, build_named, shard_named, step, compile=by_layer, steps=2)
+        assert set(graphs.collectives()) == {(0, 0)}
+        with pytest.raises(Exception, match="dp_mesh_dims"):
+            whole(model, graphs.backend())(inputs(0, 0))
