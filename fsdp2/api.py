@@ -98,8 +98,7 @@ def fully_shard(
     Each parameter of shape ``(size0, ...)`` becomes a DTensor with placement ``Shard(0)``; rank r keeps rows
     ``[r * ceil(size0 / W), (r + 1) * ceil(size0 / W))``. The parameters of one call form a *group*: before
     ``module``'s forward and backward they are all-gathered together, afterwards freed; their gradients are averaged
-    over
-    the ranks with one reduce-scatter. Call it bottom-up, on the blocks of a model and then on the model itself:
+    over the ranks with one reduce-scatter. Call it bottom-up, on the blocks of a model and then on the model itself:
     parameters of submodules on which it was called before belong to those. Buffers are not sharded.
 
         >>> for block in model.blocks:

@@ -50,7 +50,7 @@ class _Arrival(torch.autograd.Function):
         if group is None:
             raise FSDPRuntimeError("the model of this backward was deleted, or sharded anew, after its forward.")
         if group.traced.is_stale(group):
-            group._refuse_backward()
+            group.refuse_backward()
         with torch.no_grad():
             group.reducer.arrive_from_graph(
                 [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)]

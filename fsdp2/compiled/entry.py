@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -78,14 +78,15 @@ def prepare_call(module: nn.Module) -> bool:
     assert state is not None, "a sharded module has a state"
     root = state.ensure_root()
     root.recover_if_failed()
-    below = state._states if state.own_root is root else tuple(states_below(module))
+    below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
     hide_gradients_of(dict.fromkeys(group for each in below for group in each.unit))
     for each in below:
         reason = reasons[each]
         if reason is not None:
-            each.traced = RefusedState(reason)
+            if not isinstance(each.traced, RefusedState) or each.traced.reason != reason:
+                each.traced = RefusedState(reason)
         elif each is state:
             _prepare_state(each, tuple(dict.fromkeys((*each.unit, *held))))
         else:
@@ -126,10 +127,10 @@ def _gathers_again(state: FSDPState) -> bool:
 
 def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedGroup:
     """What was prepared before if nothing has changed since, else anew."""
-    key = (group.plan, group.reducer.dtypes, again, budget)
+    key = Key(group.plan, group.reducer.dtypes, again, budget)
     version = group.written()
     known = group.traced
-    if known is not None and _same(known.key, key):
+    if known is not None and known.key.is_same(key):
         if known.version != version:
             known.version = version
             # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
@@ -150,28 +151,43 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     sharded = [param.sharded for param in group.params]
     _torch_compiler.keep_static([*shards, *carriers, *sharded, *(param.local for param in group.params)])
     prepared = TracedGroup(text_of(spec), shards, carriers, uses)
-    group.traced = Prepared(key, version, prepared, again)
+    group.traced = Prepared(key, version, prepared)
     return prepared
+
+
+class Key(NamedTuple):
+    """What a prepared group depends on.
+
+    Attributes:
+        plan: of the group.
+        dtypes: of its reductions, one object for as long as they are the same.
+        gathers_again: whether backward does.
+        budget: bytes that may be gathered ahead.
+    """
+
+    plan: object
+    dtypes: object
+    gathers_again: bool
+    budget: int | None
+
+    def is_same(self, other: Key) -> bool:
+        """Whether these are the same plan and dtypes, not equal ones, and equal numbers."""
+        return self.plan is other.plan and self.dtypes is other.dtypes and self[2:] == other[2:]
 
 
 class Prepared:
     """What `prepare_call` has made of a group, and what of."""
 
-    __slots__ = ("gathers_again", "group", "key", "version")
+    __slots__ = ("group", "key", "version")
 
-    def __init__(self, key: tuple[Any, ...], version: object, group: TracedGroup, gathers_again: bool) -> None:
+    def __init__(self, key: Key, version: object, group: TracedGroup) -> None:
         self.key = key
-        self.gathers_again = gathers_again
         self.version = version
         self.group = group
 
     def is_stale(self, group: FSDPParamGroup) -> bool:
         """Whether ``group`` was written since the last forward, while its backward gathers again."""
-        return self.gathers_again and self.version != group.written()
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return all(a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True))
+        return self.key.gathers_again and self.version != group.written()
 
 
 def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:

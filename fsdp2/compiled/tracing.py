@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.plan.policies import ModulePolicy
-from fsdp2.runtime.hooks import argument_names
+from fsdp2.runtime.hooks import argument_names, cast_named
 
 
 @dataclass(slots=True)
@@ -92,15 +92,7 @@ class TracedState:
             return None
         if cast.names is None:
             return _cast(cast.dtype, args), _cast(cast.dtype, kwargs)
-        positional, rest = self._names
-        cast_args = []
-        for position, value in enumerate(args):
-            name = positional[position] if position < len(positional) else rest
-            cast_args.append(_cast(cast.dtype, value) if name in cast.names else value)
-        cast_kwargs = {
-            name: _cast(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()
-        }
-        return tuple(cast_args), cast_kwargs
+        return cast_named(cast, self._names, args, kwargs, _cast)
 
     @contextmanager
     def called(self) -> Iterator[None]:
@@ -136,7 +128,11 @@ class TracedState:
 
 
 def _cast(dtype: torch.dtype, tree: Any) -> Any:
-    """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt."""
+    """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt.
+
+    Not `fsdp2.runtime.hooks.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
+    whether one is another.
+    """
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
     if isinstance(tree, (list, tuple)):

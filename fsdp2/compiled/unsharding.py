@@ -8,7 +8,6 @@ saves shards for backward and no unsharded parameter.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
 from fsdp2.params.buffers import on_the_wire
-from fsdp2.plan.layout import Cut, GradientSlot, Slot
+from fsdp2.params.gradients import dealt_out
+from fsdp2.plan.layout import Cut, Slot
 
 
 def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -163,7 +163,7 @@ def _reduce(
             continue
         if slot.offset > end:
             packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))
-        packed.append(_dealt_out(gradient.to(dtype), slot, world_size))
+        packed.append(dealt_out(gradient.to(dtype), slot, world_size).reshape(world_size, -1))
         end = slot.offset + slot.shard_numel
     if layout.presence_offset > end:
         packed.append(like.new_zeros((world_size, layout.presence_offset - end), dtype=dtype))
@@ -191,24 +191,3 @@ def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReduceSpec) -> 
     if spec.replicas.name:
         flat = _torch_compiler.functional_all_reduce(flat, reduce.replicate_op, spec.replicas.name)
     return flat
-
-
-def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
-    """``gradient``, in memory order, as (world_size, shard_numel): what each rank is to reduce."""
-    cut = slot.cut
-    if cut.dim is None:
-        return gradient.reshape(1, -1).expand(world_size, -1)
-    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
-    whole = gradient.reshape(outer, size * row_numel)
-    if outer == 1:
-        lacking = world_size * rows * row_numel - math.prod(cut.shape)
-        flat = whole.view(-1)
-        return torch.cat([flat, flat.new_zeros(lacking)]).view(world_size, -1) if lacking else flat.view(world_size, -1)
-    full, rest = divmod(size, rows)
-    width = rows * row_numel
-    pieces = whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(full, -1)
-    if rest:
-        last = whole[:, full * width :].reshape(1, -1)
-        pieces = torch.cat([pieces, torch.cat([last, last.new_zeros(1, slot.shard_numel - last.numel())], 1)])
-    lacking = world_size - pieces.shape[0]
-    return torch.cat([pieces, pieces.new_zeros(lacking, slot.shard_numel)]) if lacking else pieces

@@ -74,22 +74,27 @@ class PackedGradients:
         self.inputs = []
 
 
-def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
-    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce."""
+def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
+
+    Writes into nothing, so that it can be part of a graph.
+    """
     cut = slot.cut
     if cut.dim is None:
         return gradient.reshape(1, -1).expand(world_size, -1)
     rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    width = rows * row_numel
     if rows * world_size == size:
-        return gradient.reshape(outer, world_size, rows * row_numel).transpose(0, 1)
-    full, rest = divmod(size, rows)
-    whole = gradient.reshape(outer, size, row_numel)
-    pieces = gradient.new_zeros(world_size, slot.shard_numel)
-    evenly = whole[:, : full * rows].unflatten(1, (full, rows)).transpose(0, 1)
-    pieces[:full].view(full, outer, rows, row_numel).copy_(evenly)
-    if rest:
-        pieces[full, : outer * rest * row_numel].view(outer, rest, row_numel).copy_(whole[:, full * rows :])
-    return pieces
+        return gradient.reshape(outer, world_size, width).transpose(0, 1)
+    if outer == 1:
+        flat = gradient.reshape(-1)
+        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
+    full = size // rows
+    whole = gradient.reshape(outer, size * row_numel)
+    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
+    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
+    lacking = world_size * slot.shard_numel - gradient.numel()
+    return torch.cat([*pieces, gradient.new_zeros(lacking)]).view(world_size, -1)
 
 
 class DtypeGradients:
@@ -230,7 +235,7 @@ class DtypeGradients:
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
             if slot.is_dealt_out:
-                gradient = _dealt_out(gradient, slot, world_size)
+                gradient = dealt_out(gradient, slot, world_size)
             packing[hole] = gradient
         if missing:
             packing[-1] = self._without(packing[-1], missing)

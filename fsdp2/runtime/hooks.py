@@ -171,15 +171,24 @@ def cast_inputs(
     """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast."""
     if cast.names is None:
         return cast_floating_point(cast.dtype, (args, kwargs))  # type: ignore[no-any-return]
-    positional, rest = argument_names(function)
-    names = [*positional, *[rest] * max(0, len(args) - len(positional))]
+    return cast_named(cast, argument_names(function), args, kwargs, cast_floating_point)
+
+
+def cast_named(
+    cast: InputCast,
+    names: tuple[tuple[str, ...], str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    convert: Callable[[torch.dtype, Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` of a function with these `argument_names`, those that ``cast`` names converted."""
+    assert cast.names is not None, "names to look for"
+    positional, rest = names
+    of_args = [*positional, *[rest] * max(0, len(args) - len(positional))]
     new_args = tuple(
-        cast_floating_point(cast.dtype, value) if name in cast.names else value
-        for name, value in zip(names, args, strict=False)
+        convert(cast.dtype, value) if name in cast.names else value for name, value in zip(of_args, args, strict=False)
     )
-    new_kwargs = {
-        name: cast_floating_point(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()
-    }
+    new_kwargs = {name: convert(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()}
     return new_args, new_kwargs
 
 

@@ -304,10 +304,10 @@ class FSDPParamGroup:
                     return
             self.reshard()
         if for_backward and not ahead and self._is_stale():
-            self._refuse_backward()
+            self.refuse_backward()
         if not self._swaps.hold_sharded():
             if for_backward and not self._adopt_in_place():
-                self._refuse_backward()
+                self.refuse_backward()
             self.adopt_replaced()
         if self.plan is None and self.comm is not None:
             self.prepare(self.comm)
@@ -319,7 +319,8 @@ class FSDPParamGroup:
         assert post_forward is not None, "the parameters rest there"
         return post_forward.changed() is None and self._swaps.hold_post_forward()
 
-    def _refuse_backward(self) -> NoReturn:
+    def refuse_backward(self) -> NoReturn:
+        """Raise `FSDPRuntimeError`: parameters that the running backward needs were written since its forward."""
         raise FSDPRuntimeError(
             f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
             "values of before. Run all backwards before the optimizer steps, or anything else writes them."

@@ -9,6 +9,8 @@ sent, and only then the next unit is gathered. Three units' memory is live, and 
 
 Which gradients a rank has must not change the order of its collectives. So a postponed gather is issued before any
 other collective of the root, and before the backward ends, if half of the gradients have not arrived until then.
+Where that is not enough, because only their order tells messages apart (`GradientReducer.is_ordered`), the
+next unit is gathered before compute, and only the reduction is waited for halfway.
 """
 
 from __future__ import annotations

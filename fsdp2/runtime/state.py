@@ -72,7 +72,7 @@ class FSDPState(CopyableState):
         mesh: of the modules; a parameter may have been given another.
         policy: for what forward takes and returns.
         root: set at lazy initialization; of several, the last to claim it; ``roots``: all of these.
-        own_root: the root that its own module is.
+        own_root: the root that its own module is; ``states``: all that it claimed.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
@@ -135,7 +135,7 @@ class FSDPState(CopyableState):
         for group in unit:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
-        self._states: tuple[FSDPState, ...] = ()
+        self.states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
 
     @property
@@ -196,15 +196,15 @@ class FSDPState(CopyableState):
             state._shared = tuple(group for group in state.unit if group.is_shared)
             state._own = tuple(group for group in state.unit if not group.is_shared)
         resolve_prefetch(states, groups)
-        self._states, self.own_root = states, root
+        self.states, self.own_root = states, root
         claim(root, states, self)
 
     def _reclaim(self, root: FSDPRoot) -> None:
         """Claim the states that another root has claimed."""
-        lost = {state: state.name for state in self._states if state.root is not root}
+        lost = {state: state.name for state in self.states if state.root is not root}
         refuse_busy(self.class_name, lost, root)
         share_context(self._comm_ctx, roots_of(lost))
-        claim(root, self._states, self)
+        claim(root, self.states, self)
 
     @property
     def _comm_ctx(self) -> SharedComm:
@@ -381,7 +381,7 @@ class FSDPState(CopyableState):
                     if not group.users:
                         group.reshard_after_forward()
         if self.is_root and not recompute and root.iteration.in_forward:
-            for state in self._states:
+            for state in self.states:
                 if state._to_run:
                     state._end_round_early()
             root.end_forward()
@@ -461,7 +461,7 @@ class FSDPState(CopyableState):
         Their inputs need no gradient, they hold gradients of microbatches without communication, or their gradients
         came by another way than their outputs (a loss that a module keeps as an attribute).
         """
-        for state in self._states:
+        for state in self.states:
             if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
                 continue
@@ -473,7 +473,7 @@ class FSDPState(CopyableState):
 
     def _pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
-        for state in self._states:
+        for state in self.states:
             if not state._in_backward:
                 continue
             if any(group.reducer.requires_gradient_sync for group in state._own):
@@ -485,10 +485,10 @@ class FSDPState(CopyableState):
 
     def _forget_root(self) -> None:
         if self.own_root is not None:
-            release(self.own_root, self._states)
-            self._states = ()
+            release(self.own_root, self.states)
+            self.states = ()
 
     def _drop_iteration(self) -> None:
-        for state in self._states:
+        for state in self.states:
             state._in_backward = state._awaits_finalization = False
             state._to_run.clear()
