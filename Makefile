@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check test test-full test-clients lint bench torch-gaps clean
+.PHONY: help train train-check test test-full test-clients test-pool lint bench torch-gaps clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -18,6 +18,7 @@ help:
 	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
 	@echo "make test-full    the suite with its slow part"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
+	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
 
@@ -42,6 +43,9 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest $(ARGS)
+
+test-pool: $(STAMP)
+	FSDP2_TEST_POOL=1 $(BIN)/python -m pytest -m "not full" tests/multi_rank tests/parity $(ARGS)
 
 $(CLIENTS_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(CLIENTS_VENV)

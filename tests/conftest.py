@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.harness.fake import FakeWorlds
 from tests.harness.pool import WorkerPools, start_fork_server
+from tests.harness.pooling import pool_if_asked
 from tests.harness.state import ProcessState, forget_meshes, seed_everything
 from tests.unit.parity_table import report_what_was_not_shown
 
@@ -24,10 +25,11 @@ TOLERATED_WARNINGS: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the mark that `multi_rank` sets, and the tolerated warnings."""
+    """Registers the mark that `multi_rank` sets, and the tolerated warnings; pools memory if asked to."""
     config.addinivalue_line("markers", "multi_rank: runs on several worker processes (set by @multi_rank)")
     for warning in TOLERATED_WARNINGS:
         config.addinivalue_line("filterwarnings", warning)
+    pool_if_asked()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

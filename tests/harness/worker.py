@@ -32,6 +32,7 @@ from _pytest.assertion import util as assertion_util
 from _pytest.config import _prepareconfig
 
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
+from tests.harness.pooling import pool_if_asked
 from tests.harness.state import ProcessState, forget_meshes, seed_everything
 
 STACK_SIGNAL = signal.SIGUSR1
@@ -54,6 +55,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     os.chdir(setup.root)
     torch.set_num_threads(1)
     _rewrite_assertions(setup)
+    pool_if_asked()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)
     state = ProcessState.capture()
     gc.freeze()  # the collection after each test then skips the thousands of objects of torch itself
