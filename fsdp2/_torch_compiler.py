@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -110,6 +110,21 @@ def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT)
     for code in codes:
         set_code_exec_strategy(code, strategy)
+
+
+def stays_outside(reason: str) -> Callable[[FunctionType], Any]:
+    """A decorator: graphs break at calls of the function, which begins no graph, though its callees may.
+
+    As ``torch.compiler.disable(recursive=False)`` does, without importing Dynamo and without a call in between. What
+    lets no graph begin at it is `skip_frames`.
+    """
+
+    def mark(function: FunctionType) -> FunctionType:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def call_opaquely(function: Callable[..., Any]) -> None:

@@ -11,8 +11,8 @@ from fsdp2 import _torch_compiler
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_captured_call"
-HOOKS = ("pre_forward", "post_forward")
-"""What they call may be the user's: collectives, tensors that gather themselves."""
+HOOKS = ("pre_forward", "post_forward", "look_through")
+"""What they call may be the user's (collectives, tensors that gather themselves), or torch's."""
 
 
 @functools.cache
