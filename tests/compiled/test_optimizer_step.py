@@ -189,10 +189,8 @@ def build_part(parameter: Tensor) -> Tensor:
 def test_a_learning_rate_that_is_a_tensor_is_scheduled_without_compiling_anew(make: Any) -> None:
     with compiling() as graphs:
         model, unsharded = shard(build()), build()
-        optimizer = make(
-            [*model.parameters()], lr=torch.tensor(1e-2), foreach=None
-        )  # torch takes no tensor for foreach
-
+        # torch takes no tensor for foreach
+        optimizer = make([*model.parameters()], lr=torch.tensor(1e-2), foreach=None)
         of_unsharded = foreach([*unsharded.parameters()])
         schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, of_unsharded)]
         step = torch.compile(optimizer.step, backend=graphs.backend())
@@ -302,6 +300,37 @@ def test_offloaded_state_is_refused(make: Any) -> None:
         with pytest.raises(FSDPNotImplementedError, match="whose state is offloaded"):
             train(model, optimizer, torch.compile(optimizer.step, backend=graphs.backend()), 0)
         train(model, optimizer, optimizer.step, 1)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("make", [sgd, local])
+def test_a_whole_graph_is_out_of_reach_as_in_torch(make: Any) -> None:
+    with compiling():
+        for model in (build(), shard(build())):
+            optimizer = make([*model.parameters()])
+            with pytest.raises(torch._dynamo.exc.Unsupported):
+                train(model, optimizer, torch.compile(optimizer.step, backend="aot_eager", fullgraph=True), 0)
+
+
+@multi_rank(2)
+def test_conversion_after_a_compiled_step() -> None:
+    with compiling() as graphs:
+        model = shard(build())
+        optimizer = sgd([*model.parameters()])
+        train(model, optimizer, torch.compile(optimizer.step, backend=graphs.backend()), 0)
+        before = [param.detach().to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+        with pytest.raises(FSDPRuntimeError, match=r"holds weak references to parameter 'up\.weight'"):
+            model.double()
+        for found, expected in zip(model.parameters(), before, strict=True):
+            assert_equal("parameter", mine(found.detach()), expected)
+        model = shard(build())
+        optimizer = local([*model.parameters()])
+        step = torch.compile(optimizer.step, backend=graphs.backend())
+        train(model, optimizer, step, 0)
+        model.double()
+        optimizer.zero_grad()
+        loss_of(model(batch_of(1, dist.get_rank()).double())).backward()
+        step()
 
 
 # Full: 20 s each when nothing else runs: a C++ compiler runs.
