@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import CheckpointPolicy
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def functional_all_gather(input: torch.Tensor, size: int, group: str) -> torch.Tensor:
@@ -110,6 +112,21 @@ def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT)
     for code in codes:
         set_code_exec_strategy(code, strategy)
+
+
+def stays_outside(reason: str) -> Callable[[F], F]:
+    """A decorator: graphs break at calls of the function, which begins no graph, though its callees may.
+
+    As ``torch.compiler.disable(recursive=False)`` does, without importing Dynamo and without a call in between. What
+    lets no graph begin at it is `skip_frames`.
+    """
+
+    def mark(function: F) -> F:
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return function
+
+    return mark
 
 
 def call_opaquely(function: Callable[..., Any]) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from fsdp2 import _torch_compiler
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.arrivals import carriers_of
-from fsdp2.compiled.hiding import hide_gradients_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
+from fsdp2.compiled.stand_ins import trace_gradients_of_groups
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
 from fsdp2.compiled.unsharding import unshard
@@ -81,7 +81,7 @@ def prepare_call(module: nn.Module) -> bool:
     below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
-    hide_gradients_of(dict.fromkeys(group for each in below for group in each.unit))
+    trace_gradients_of_groups(dict.fromkeys(group for each in below for group in each.unit))
     for each in below:
         reason = reasons[each]
         if reason is not None:

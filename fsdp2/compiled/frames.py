@@ -15,13 +15,29 @@ HOOKS = ("pre_forward", "post_forward")
 """What they call may be the user's: collectives, tensors that gather themselves."""
 
 
+OPTIMIZERS = "fsdp2.optim."
+LEADS_TO_GRAPHS = (
+    "step",
+    "_step_inside",
+    "_step_on",
+    "_step_with",
+    "_step_on_lent_state",
+    "_before_step",
+    "_after_step",
+)
+"""Of optimizers, what calls the ``step`` of torch's class, which is a graph. All else that they call is none."""
+
+
 @functools.cache
 def begin_graphs_at_calls_only() -> None:
     """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way."""
-    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
-    codes = [code for module in modules for code in _codes_in(module)]
-    _torch_compiler.skip_frames(code for code in codes if code.co_name not in (BEGINS_GRAPHS, *HOOKS))
-    _torch_compiler.skip_frames((code for code in codes if code.co_name in HOOKS), callees=True)
+    modules = [(name, module) for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
+    for name, module in modules:
+        is_optimizers = name.startswith(OPTIMIZERS)
+        for code in _codes_in(module):
+            if code.co_name != BEGINS_GRAPHS:
+                callees = code.co_name not in LEADS_TO_GRAPHS if is_optimizers else code.co_name in HOOKS
+                _torch_compiler.skip_frames([code], callees=callees)
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -76,18 +77,22 @@ def _feature_of_state(state: FSDPState) -> str | None:
 
 @contextmanager
 def explained_conversion(state: FSDPState) -> Iterator[None]:
-    """Around ``module.to(...)`` and the like, which graphs forbid: they hold weak references to parameters.
+    """Around ``module.to(...)`` and the like, which compiled steps of optimizers forbid: they refer to parameters.
 
     Raises:
-        FSDPRuntimeError: torch could not convert a parameter, and ``state`` is in graphs. Nothing has changed.
+        FSDPRuntimeError: torch could not convert a parameter of ``state``, to which something refers.
     """
     try:
         yield
     except RuntimeError as error:
-        if "swap" in str(error) and any(group.traced is not None for group in state.unit):
+        params = [param for group in state.unit for param in group.params]
+        held = next((param for param in params if weakref.getweakrefcount(param.sharded)), None)
+        if "swap" in str(error) and held is not None:
             raise FSDPRuntimeError(
-                f"'{state.name}' has been called in a graph of torch.compile, which refers to its parameters, so that "
-                "torch cannot convert or move them; do that before the first compiled call."
+                f"something holds weak references to parameter '{held.path}', so that torch cannot convert or move "
+                "it: most likely the graph of an optimizer's compiled step, or one that a backend of torch.compile "
+                "keeps. Do that before the first compiled call, or make the optimizer with fsdp2.optim.local, whose "
+                "graphs refer to local tensors only."
             ) from error
         raise
 

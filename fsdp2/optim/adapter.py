@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fsdp2 import _torch
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.optim.units import LentState, State, Units, known_in, refuse_partial
 
@@ -159,6 +159,9 @@ class LocalOptimizer(Optimizer):
             units.show(self._outside)
         return self._outside
 
+    @_torch_compiler.stays_outside(
+        "what fsdp2.optim.local lends is a graph: the step of torch's class, on local tensors"
+    )
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """As the plain optimizer's, on local shards. Returns what ``closure`` does.
 

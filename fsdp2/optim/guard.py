@@ -23,9 +23,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2 import _torch
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.comm.whole import Former
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.compiled.stand_ins import trace_gradients_of_optimizer
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.params.freshness import Freshness
 from fsdp2.params.param import FSDPParam, owner_of
@@ -69,8 +70,11 @@ class OptimizerGuard:
         self._handles.clear()
         Freshness.unwatched = True
 
+    @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.look_through(optimizer)
+        if _torch_compiler.frame_callback():
+            trace_gradients_of_optimizer(optimizer)
         Freshness.unwatched = True  # a closure may run forwards between the writes of one step
 
     def look_through(self, optimizer: Optimizer) -> None:
@@ -88,6 +92,7 @@ class OptimizerGuard:
         for summing in seen.summing:
             _refuse_to_skip(summing())
 
+    @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
             freshness.writes += 1

@@ -22,9 +22,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from fsdp2 import _torch
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.comm.comm_context import finish_current_stream
-from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.params.param import owner_of
 from fsdp2.plan.ragged import dtensor_over
 
@@ -220,6 +220,7 @@ class OptimizerStateOffload:
         local = _local(value)
         return local.device.type == "cpu" and (not self._pin_memory or local.is_pinned() or not _has_accelerator(value))
 
+    @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is brought outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer.state, _StateOnLoan):  # the previous step raised
             self.settle(optimizer)
@@ -228,10 +229,17 @@ class OptimizerStateOffload:
                 "an optimizer whose state is offloaded cannot be captured in a CUDA graph: its state is at other "
                 "addresses in each step. Call remove() on what offload_optimizer_state returned."
             )
+        if _torch_compiler.frame_callback():
+            raise FSDPNotImplementedError(
+                "a compiled step of an optimizer whose state is offloaded (by offload_optimizer_state, or by the "
+                "offload_policy of its parameters): graphs refer to state tensors, and these are others in every step. "
+                "Call its step() without torch.compile, or leave the state on the device."
+            )
         optimizer.state = _StateOnLoan(  # type: ignore[assignment]
             optimizer.state, optimizer.param_groups, self._chooses, pin_memory=self._pin_memory
         )
 
+    @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is taken back outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         state: Any = optimizer.state
         if isinstance(state, _StateOnLoan):

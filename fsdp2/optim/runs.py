@@ -125,7 +125,7 @@ class Run:
             return None
         if moved:
             return None
-        shard = buffers.shard[self.start : self.start + self.numel]
+        shard = buffers.shard_slice(self.start, self.numel)
         found = list(map(_gradient_of, self.params))
         delivered = gradients.delivered
         if delivered is not None and all(map(operator.is_, found, self._pick(delivered.gradients))):

@@ -295,20 +295,20 @@ class Units:
         Raises:
             FSDPValueError: a gradient is not sharded like its parameter. Call `take_back` then, too.
         """
-        tensors: list[torch.Tensor] = []
-        states: list[State] = []
+        self._lent = tensors = []
         for unit in self.flats:
             found = unit.run.tensors()
             if found is None:
                 return None
             found[0].grad = found[1]
             tensors.append(found[0])
-            states.append(unit.state)
-        self._lent = locals_ = list(map(_torch.local_of, self._sharded))
+        states = [unit.state for unit in self.flats]
+        locals_ = list(map(_torch.local_of, self._sharded))
+        tensors += locals_
         gradients = [parameter.grad for parameter in self._sharded]
         for local, gradient in zip(locals_, self._local_gradients(gradients), strict=True):
             local.grad = gradient
-        return tensors + locals_ + self._plain, states + self._states
+        return tensors + self._plain, states + self._states
 
     def _local_gradients(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What lies under ``gradients``.

@@ -129,6 +129,14 @@ class DtypeBuffers:
         self._locals: list[torch.Tensor] = []
         self._offsets: list[int] = []
         self._versions: list[int] = []
+        self._shard_slices: dict[tuple[int, int], torch.Tensor] = {}
+
+    def shard_slice(self, start: int, numel: int) -> torch.Tensor:
+        """(numel,) of the shard buffer; always the same tensor, as graphs of `torch.compile` rely on."""
+        known = self._shard_slices.get((start, numel))
+        if known is None:
+            known = self._shard_slices[start, numel] = self.shard[start : start + numel]
+        return known
 
     def prepare(self, device: torch.device) -> None:
         """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed."""

@@ -340,8 +340,8 @@ def test_a_block_put_in_the_place_of_another_is_refused() -> None:
 
 @multi_rank(2)
 @pytest.mark.full  # 4 s
-def test_a_conversion_after_a_compiled_call_is_refused() -> None:
-    """Torch cannot swap tensors that graphs refer to. The model goes on as it was."""
+def test_a_conversion_is_refused_while_a_graph_is_kept() -> None:
+    """Torch cannot swap tensors that are referred to, as by what the backend of these tests keeps."""
     with compiling() as graphs:
         models = [build_small(), build_small()]
         for model in models:
@@ -370,3 +370,22 @@ def test_built_on_meta() -> None:
 
     with compiling() as graphs:
         assert_trains_alike(graphs, build_meta, shard_meta, step_once, steps=2)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 30 s on a busy machine
+@pytest.mark.parametrize("compile", [whole, by_method])
+def test_conversion_after_a_compiled_call(compile: Callable[..., Any]) -> None:
+    with compiling():
+        models = [build_small(), build_small()]
+        for model in models:
+            shard(model)
+        called = [compile(models[0], "aot_eager"), models[1]]
+        for number, dtype in enumerate([torch.float32, torch.float64, torch.float32]):
+            for model, call in zip(models, called, strict=True):
+                model.zero_grad()
+                model.to(dtype)
+                call(batch_of(number, dist.get_rank()).to(dtype)).square().sum().backward()
+            for found, expected in zip(*(model.parameters() for model in models), strict=True):
+                assert found.dtype == dtype
+                assert_equal("gradient", mine(found.grad), mine(expected.grad))

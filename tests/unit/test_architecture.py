@@ -68,7 +68,7 @@ LAYERS = {
         "unsharding",
         "overlap",
         "arrivals",
-        "hiding",
+        "stand_ins",
         "tracing",
         "support",
         "entry",
