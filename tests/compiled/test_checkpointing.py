@@ -5,17 +5,16 @@ Parameters here have sizes that no activation has, so that a saved one is seen b
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.compiled.models import batch_of, loss_of, multi_rank
+from tests.compiled.models import batch_of, loss_of, multi_rank, selective
 from tests.compiled.twins import Graphs, assert_trains_alike, compiling
 
 ROWS, WIDTH, HIDDEN = 5, 16, 22
@@ -72,15 +71,6 @@ def run_all(blocks: Any, x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
-
-
-def saves_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-selective = functools.partial(create_selective_checkpoint_contexts, saves_products)
 
 
 def plain() -> nn.Module:
