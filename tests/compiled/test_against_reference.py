@@ -19,7 +19,7 @@ from tests.compiled.models import CHECKPOINTS, multi_rank, shard_checkpointed, w
 from tests.compiled.twins import Graphs, compiling
 from tests.harness import MODEL_CASES, ModelCase, Reference, tolerance_for
 from tests.harness.compare import SUM_ORDER
-from tests.harness.models import FROZEN, MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
+from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
 from tests.harness.training import assert_trains_like
 from tests.parity.language import UNEVEN as LANGUAGE
 
@@ -58,9 +58,7 @@ def train_like(reference: Reference, called: Any, tolerance: Any) -> None:
     optimizer = fsdp2.optim.local(torch.optim.AdamW, params, lr=1e-2, eps=1e-3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        assert_trains_like(
-            reference, called, optimizer, steps=3, tolerance=tolerance, clip=fsdp2.clip_grad_norm_
-        )
+        assert_trains_like(reference, called, optimizer, steps=3, tolerance=tolerance, clip=fsdp2.clip_grad_norm_)
 
 
 # Quick: uneven rows. Full: 10 s each, transformers 20 s.

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -18,6 +20,7 @@ from tests.compiled.models import batch_of, loss_of, multi_rank, selective
 from tests.compiled.twins import Graphs, assert_trains_alike, compiling
 
 ROWS, WIDTH, HIDDEN = 5, 16, 22
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Layer(nn.Module):
@@ -127,9 +130,14 @@ def seeded(make: Any) -> nn.Module:
     return make()
 
 
-def assert_nothing_whole_is_saved(graphs: Graphs) -> None:
-    """Nothing that a forward graph hands on is as large as a parameter of a block, or the buffer that gathered it."""
-    assert [numel for outputs in graphs.outputs for numel in outputs if numel >= WIDTH * HIDDEN] == []
+def assert_nothing_whole_is_saved(graphs: Graphs, parts: int = 1) -> None:
+    """Nothing that a forward graph hands on is as large as a parameter of a block, or the buffer that gathered it.
+
+    ``parts``: into which tensor parallelism has cut it before.
+    """
+    limit = WIDTH * HIDDEN // parts
+    assert limit > ROWS * HIDDEN, "no activation is as large"
+    assert [numel for outputs in graphs.outputs for numel in outputs if numel >= limit] == []
 
 
 # Quick: one row, the order that is common. Full: 6 s each.
@@ -189,12 +197,60 @@ def test_block_by_block(make: Any) -> None:
 
 @multi_rank(2)
 @pytest.mark.full  # 6 s each
-@pytest.mark.parametrize("make", [inside, nested, selective_inside])
+@pytest.mark.parametrize("make", [plain, inside, outside, nested, selective_inside])
 def test_in_mixed_precision(make: Any) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=policy), step, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step, steps=3)
         assert_nothing_whole_is_saved(graphs)
+
+
+PARALLEL = [plain, inside, outside, selective_inside]
+
+
+@multi_rank(4)
+@pytest.mark.full  # 6 s each
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", PARALLEL)
+def test_over_replicas(make: Any, policy: MixedPrecisionPolicy) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs,
+            lambda: seeded(make),
+            lambda model: shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True),
+            step,
+            steps=3,
+        )
+        units = len(seeded(make).blocks) + 1
+        assert graphs.collectives() == [(units, 0), (units, units)]
+        assert graphs.backward[0]["all_reduce"] == units
+        assert_nothing_whole_is_saved(graphs)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s each: DTensor makes a trace several times as long
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("make", PARALLEL)
+def test_beside_tensor_parallelism(make: Any, sizes: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
+    """What must not be saved is what the data-parallel ranks gather: this rank's part of tensor parallelism."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    data = mesh["shard"] if sizes[0] == 1 else mesh["replicate", "shard"]
+
+    def shard_parallel(model: nn.Module) -> None:
+        for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh=data, mp_policy=policy, reshard_after_forward=True)
+
+    def step_parallel(model: nn.Module, number: int, rank: int) -> list[Tensor]:
+        return step(model, number, rank // 2)
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, lambda: seeded(make), shard_parallel, step_parallel, steps=3)
+        units = len(seeded(make).blocks) + 1 if sizes[1] > 1 else 0
+        assert graphs.collectives() == [(units, 0), (units, units)]
+        if units:  # a single shard is the whole, and no gather makes it
+            assert_nothing_whole_is_saved(graphs, parts=2)
 
 
 @multi_rank(2)

@@ -71,12 +71,21 @@ def test_on_three_axes_of_two() -> None:
 
 
 @multi_rank(4)
-@pytest.mark.full  # 10 s each
-@pytest.mark.parametrize("way", [whole, by_blocks])
-def test_sequence_parallel(way: Any) -> None:
+@pytest.mark.full  # 10 s
+def test_sequence_parallel() -> None:
+    """The whole; single blocks fail in torch's DTensor, without any sharding by rows too (2.13)."""
     mesh = world(2, 2)
     with compiling() as graphs:
-        compiled_like(graphs, EVEN, mesh, parallel(EVEN, mesh, sequence=True), way=way)
+        compiled_like(graphs, EVEN, mesh, parallel(EVEN, mesh, sequence=True))
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s each
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
+def test_by_blocks(shape: tuple[int, ...]) -> None:
+    mesh = world(*shape)
+    with compiling() as graphs:
+        compiled_like(graphs, UNEVEN, mesh, parallel(UNEVEN, mesh), way=by_blocks)
 
 
 @multi_rank(4)

@@ -152,9 +152,10 @@ def build_empty() -> nn.Module:
     return nn.Sequential(Empty(), nn.Linear(3, 3))
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("dim", [0, 1])
-def test_empty_parameters(dim: int, world_size: int) -> None:
+# Full: 1 s each.
+@multi_rank(2, full=[4])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_empty_parameters(dim: int) -> None:
     def shard_empty(model: nn.Module) -> None:
         for part in (model[0], model):
             fully_shard(part, shard_placement_fn=lambda param: Shard(dim if param.dim() > 1 else 0))
@@ -169,6 +170,7 @@ def test_empty_parameters(dim: int, world_size: int) -> None:
 
 
 @multi_rank(2, full=[4])
+@pytest.mark.full  # 1 s each
 @pytest.mark.parametrize("dim", [0, 1])
 def test_nothing_but_empty_parameters(dim: int) -> None:
     """A group that has nothing to gather."""
