@@ -5,19 +5,23 @@ Parameters here have sizes that no activation has, so that a saved one is seen b
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.compiled.models import batch_of, loss_of, multi_rank, selective
 from tests.compiled.twins import Graphs, assert_trains_alike, compiling
+from tests.harness import FakeWorlds
 
 ROWS, WIDTH, HIDDEN = 5, 16, 22
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -283,3 +287,19 @@ def test_dropout_in_a_checkpoint_is_drawn_once() -> None:
 
     with compiling() as graphs:
         assert_trains_alike(graphs, lambda: seeded(make), shard, drawn, steps=3)
+
+
+@pytest.mark.full  # 2 s each
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_composable_checkpointing_is_refused(simulate: FakeWorlds, fullgraph: bool) -> None:
+    """Dynamo cannot trace it; with a graph break, backward finds that what was computed again differs. Never silent."""
+    simulate(2)
+    model = seeded(plain)
+    for block in model.blocks:
+        fully_shard(composable_checkpoint(block))
+    fully_shard(model)
+    with compiling() as graphs, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*outside of its graph.*")
+        called = torch.compile(model, backend=graphs.backend(), fullgraph=fullgraph)
+        with pytest.raises(Unsupported if fullgraph else CheckpointError):
+            called(torch.ones(ROWS, WIDTH)).sum().backward()
