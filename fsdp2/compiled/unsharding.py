@@ -84,7 +84,7 @@ def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tens
                 mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.dtype)
                 gathered = _all_gather(mine, spec.shard)
                 whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.cut.numel), slot.cut)
-            elif part is None:
+            elif part is None or not slot.shard_numel:
                 whole[index] = shard.new_empty(slot.cut.shape, dtype=gather.dtype)
             else:
                 whole[index] = _copied_out(part, slot, spec.shard.size)

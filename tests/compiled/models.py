@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp2 import fully_shard
 from tests import harness
@@ -95,6 +97,29 @@ def shard(model: nn.Module, **arguments: Any) -> None:
     """Each block, then the whole."""
     for block in model.blocks:
         fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+
+
+def saves_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of selective checkpointing: all but products of matrices is computed again."""
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+selective = functools.partial(create_selective_checkpoint_contexts, saves_products)
+
+CHECKPOINTS = ("inside", "outside", "selective")
+
+
+def shard_checkpointed(model: nn.Module, where: str, **arguments: Any) -> None:
+    """`shard`, each block's activations checkpointed ``inside`` or ``outside`` of it, or ``selective``ly inside."""
+    for index, block in enumerate(model.blocks):
+        if where == "outside":
+            model.blocks[index] = checkpoint_wrapper(fully_shard(block, **arguments))
+        else:
+            context = {"context_fn": selective} if where == "selective" else {}
+            model.blocks[index] = fully_shard(checkpoint_wrapper(block, **context), **arguments)
     fully_shard(model, **arguments)
 
 

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import fully_shard
-from tests.compiled.models import multi_rank, whole
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.compiled.models import CHECKPOINTS, multi_rank, shard_checkpointed, whole
 from tests.compiled.twins import Graphs, compiling
 from tests.harness import MODEL_CASES, ModelCase, Reference, tolerance_for
 from tests.harness.compare import SUM_ORDER
-from tests.harness.models import MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
+from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP
 from tests.harness.training import assert_trains_like
+from tests.parity.language import UNEVEN as LANGUAGE
 
 QUICK = {UNEVEN_MLP}
 
 
 def compiled_like(
-    reference: Reference, graphs: Graphs, tolerance: Any, *, blocks: bool = False, **arguments: Any
+    reference: Reference,
+    graphs: Graphs,
+    tolerance: Any,
+    *,
+    blocks: bool = False,
+    shard: Callable[[nn.Module], None] | None = None,
+    **arguments: Any,
 ) -> None:
+    """Train a compiled model of the reference's case, sharded by ``shard`` or as the case says."""
     case = reference.case
     model = case.build()
     units = case.units(model)
-    for unit in units:
-        fully_shard(unit, **arguments)
+    if shard is not None:
+        shard(model)
+    else:
+        for unit in units:
+            fully_shard(unit, **arguments)
     if blocks:
         for unit in units[:-1]:
             unit.compile(backend=graphs.backend(), fullgraph=True)
         called = model
     else:
         called = whole(model, graphs.backend())
-    params = [param for param in model.parameters() if param.requires_grad]
+    train_like(reference, called, tolerance)
+
+
+def train_like(reference: Reference, called: Any, tolerance: Any) -> None:
+    params = [param for param in called.parameters() if param.requires_grad]
     optimizer = fsdp2.optim.local(torch.optim.AdamW, params, lr=1e-2, eps=1e-3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        assert_trains_like(reference, called, optimizer, steps=3, tolerance=tolerance)
+        assert_trains_like(reference, called, optimizer, steps=3, tolerance=tolerance, clip=fsdp2.clip_grad_norm_)
 
 
 # Quick: uneven rows. Full: 10 s each, transformers 20 s.
@@ -51,6 +70,14 @@ def test_whole_models(case: ModelCase, world_size: int) -> None:
     with compiling() as graphs:
         compiled_like(Reference(case, world_size=world_size), graphs, tolerance_for(world_size))
         assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s each
+@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN, PARTLY_USED, TIED], ids=str)
+def test_whole_models_on_four_ranks(case: ModelCase) -> None:
+    with compiling() as graphs:
+        compiled_like(Reference(case, world_size=4), graphs, SUM_ORDER)
 
 
 @multi_rank(2)
@@ -70,11 +97,102 @@ def test_over_replicas(sizes: tuple[int, int]) -> None:
         compiled_like(Reference(UNEVEN_MLP, world_size=4), graphs, SUM_ORDER, mesh=mesh)
 
 
-@multi_rank(2)
-@pytest.mark.full  # 12 s
-def test_accumulated(world_size: int) -> None:
+@multi_rank(2, 4)
+@pytest.mark.full  # 12 s each
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TIED], ids=str)
+def test_accumulated(case: ModelCase, blocks: bool, world_size: int) -> None:
     with compiling() as graphs:
-        compiled_like(Reference(MLP, world_size=world_size, microbatches=3), graphs, SUM_ORDER)
+        compiled_like(Reference(case, world_size=world_size, microbatches=3), graphs, SUM_ORDER, blocks=blocks)
+
+
+@multi_rank(2, 4)
+@pytest.mark.full  # 8 s each
+@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN, PARTLY_USED], ids=str)
+def test_clipped(case: ModelCase, world_size: int) -> None:
+    with compiling() as graphs:
+        compiled_like(Reference(case, world_size=world_size, max_norm=0.1), graphs, SUM_ORDER)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s
+def test_clipped_over_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        compiled_like(Reference(UNEVEN_MLP, world_size=4, max_norm=0.1), graphs, SUM_ORDER, mesh=mesh)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@multi_rank(2, 4)
+@pytest.mark.full  # 8 s each
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+@pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
+def test_in_mixed_precision(case: ModelCase, blocks: bool, world_size: int) -> None:
+    reference = Reference(case, world_size=world_size, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with compiling() as graphs:
+        compiled_like(reference, graphs, tolerance_for(world_size), blocks=blocks, mp_policy=HALF)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 8 s
+def test_in_mixed_precision_over_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reference = Reference(UNEVEN_MLP, world_size=4, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with compiling() as graphs:
+        compiled_like(reference, graphs, SUM_ORDER, mesh=mesh, mp_policy=HALF)
+
+
+@multi_rank(2, 4)
+@pytest.mark.full  # 12 s each
+@pytest.mark.parametrize("where", CHECKPOINTS)
+def test_with_activation_checkpointing(where: str, world_size: int) -> None:
+    """Gradients of two microbatches, clipped."""
+    reference = Reference(LANGUAGE, world_size=world_size, microbatches=2, max_norm=0.1)
+    with compiling() as graphs:
+        compiled_like(reference, graphs, SUM_ORDER, shard=lambda model: shard_checkpointed(model, where))
+
+
+@multi_rank(4)
+@pytest.mark.full  # 12 s each
+@pytest.mark.parametrize("where", CHECKPOINTS)
+def test_with_activation_checkpointing_over_replicas(where: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        compiled_like(
+            Reference(LANGUAGE, world_size=4),
+            graphs,
+            SUM_ORDER,
+            shard=lambda model: shard_checkpointed(model, where, mesh=mesh),
+        )
+
+
+class Alternating:
+    """A model, every second call of which is eager."""
+
+    def __init__(self, model: nn.Module, called: Any) -> None:
+        self.model = model
+        self.next = itertools.cycle([called, model])
+
+    def __call__(self, *args: Any) -> Any:
+        return next(self.next)(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+@multi_rank(2, full=[4])
+def test_beside_eager_calls_that_go_peer_to_peer(world_size: int) -> None:
+    """Without ``FSDP2_COMM=native``: graphs communicate by torch's collectives, the eager calls between them do not."""
+    del os.environ["FSDP2_COMM"]
+    reference = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3)
+    with compiling() as graphs:
+        model = reference.case.build()
+        for unit in reference.case.units(model):
+            fully_shard(unit)
+        train_like(reference, Alternating(model, whole(model, graphs.backend())), tolerance_for(world_size))
+        assert len(graphs.forward) == len(graphs.backward) == 1
 
 
 @multi_rank(2)

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -39,6 +39,19 @@ step_once = steps_of(1)
 
 def sharded(model: Any) -> nn.Module:
     return getattr(model, "_orig_mod", model)
+
+
+def compiled_and_eager(build: Callable[[], nn.Module], compile: Any, backend: Any) -> tuple[list[nn.Module], list[Any]]:
+    """Two models that are sharded alike; and the same to be called, the first compiled."""
+    models = [build(), build()]
+    for model in models:
+        shard(model)
+    return models, [compile(models[0], backend), models[1]]
+
+
+def assert_same_gradients(models: Iterable[nn.Module], when: str) -> None:
+    for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
+        assert_equal(f"gradient of {name} {when}", mine(found.grad), mine(expected.grad))
 
 
 def other_state(model: nn.Module, number: int) -> dict[str, Any]:
@@ -125,10 +138,7 @@ CHANGES = [
 def test_changes_between_steps(change: Callable[[nn.Module, int], None], compile: Any) -> None:
     """Leaves follow: nothing stale is computed with."""
     with compiling() as graphs:
-        models = [build_small(), build_small()]
-        for model in models:
-            shard(model)
-        called = [compile(models[0], graphs.backend()), models[1]]
+        models, called = compiled_and_eager(build_small, compile, graphs.backend())
         for number in range(5):
             if number in (2, 3):
                 for model in models:
@@ -140,9 +150,7 @@ def test_changes_between_steps(change: Callable[[nn.Module, int], None], compile
                 loss.backward()
                 losses.append(loss.detach())
             assert_equal(f"loss of step {number}", *losses)
-            pairs = zip(*(model.named_parameters() for model in models), strict=True)
-            for (name, found), (_, expected) in pairs:
-                assert_equal(f"gradient of {name} in step {number}", mine(found.grad), mine(expected.grad))
+            assert_same_gradients(models, f"in step {number}")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -182,10 +190,7 @@ def test_a_step_between_forward_and_backward_is_refused(compile: Any, again: boo
 def test_copies_of_a_compiled_model(compile: Any, way: str) -> None:
     """A copy trains on its own; the original does not notice."""
     with compiling() as graphs:
-        models = [build_small(), build_small()]
-        for model in models:
-            shard(model)
-        called = [compile(models[0], graphs.backend()), models[1]]
+        models, called = compiled_and_eager(build_small, compile, graphs.backend())
         rank = dist.get_rank()
         for each in called:
             step_once(each, 0, rank)
@@ -199,8 +204,7 @@ def test_copies_of_a_compiled_model(compile: Any, way: str) -> None:
         for each, twin in ((models, 3), (copies, 4), (models, 5)):
             losses = [step_once(model, twin, rank)[0] for model in each]
             assert_equal(f"loss {twin}", *losses)
-            for found, expected in zip(each[0].parameters(), each[1].parameters(), strict=True):
-                assert_equal("gradient", mine(found.grad), mine(expected.grad))
+            assert_same_gradients(each, f"of {twin}")
             for model in each:
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
                 model.zero_grad()
@@ -230,10 +234,7 @@ def test_a_checkpoint_of_a_compiled_model() -> None:
 @pytest.mark.parametrize("compile", [whole, by_method, by_blocks])
 def test_unwrapped_and_sharded_again(compile: Any) -> None:
     with compiling() as graphs:
-        models = [build(), build()]
-        for model in models:
-            shard(model)
-        called = [compile(models[0], graphs.backend()), models[1]]
+        models, called = compiled_and_eager(build, compile, graphs.backend())
         rank = dist.get_rank()
         assert_equal("loss", *(step_once(each, 0, rank)[0] for each in called))
         for model in models:
@@ -245,9 +246,8 @@ def test_unwrapped_and_sharded_again(compile: Any) -> None:
             model.zero_grad()
             shard(model)
         assert_equal("loss after sharding again", *(step_once(each, 2, rank)[0] for each in called))
-        for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert isinstance(found, DTensor)
-            assert_equal("gradient", mine(found.grad), mine(expected.grad))
+        assert all(isinstance(param, DTensor) for param in models[0].parameters())
+        assert_same_gradients(models, "after sharding again")
 
 
 @multi_rank(2)
@@ -256,10 +256,7 @@ def test_unwrapped_and_sharded_again(compile: Any) -> None:
 def test_training_goes_on_after_an_exception(compile: Any) -> None:
     """A wrong shape, while the graph is traced or when it runs; then a backward that raises."""
     with compiling() as graphs:
-        models = [build_small(), build_small()]
-        for model in models:
-            shard(model)
-        called = [compile(models[0], graphs.backend()), models[1]]
+        models, called = compiled_and_eager(build_small, compile, graphs.backend())
         rank = dist.get_rank()
         for number in range(3):
             for each in called:
@@ -272,8 +269,7 @@ def test_training_goes_on_after_an_exception(compile: Any) -> None:
             # An eager module that was interrupted is put right by its next forward.
             assert compile is by_blocks or all(isinstance(param, DTensor) for param in models[0].parameters())
             assert_equal(f"loss of step {number}", *(step_once(each, number, rank)[0] for each in called))
-            for (name, found), (_, expected) in zip(*(model.named_parameters() for model in models), strict=True):
-                assert_equal(f"gradient of {name}", mine(found.grad), mine(expected.grad))
+            assert_same_gradients(models, f"in step {number}")
             for model in models:
                 torch.optim.SGD(model.parameters(), lr=0.1).step()
                 model.zero_grad()
@@ -334,6 +330,60 @@ def test_a_block_put_in_the_place_of_another_is_refused() -> None:
         block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
         fully_shard(block)
         model.blocks[0] = block
+        with pytest.raises(Exception, match="nothing has prepared"):
+            step_once(called, 1, 0)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("way", [whole, by_method])
+def test_sharded_after_it_was_compiled(way: Any, called_before: bool) -> None:
+    """The graph of the plain model is not used any more; the next one communicates."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        called = [way(models[0], graphs.backend()), models[1]]
+        rank = dist.get_rank()
+        if called_before:
+            assert_equal("loss of the plain model", *(step_once(each, 0, rank)[0] for each in called))
+            for model in models:
+                model.zero_grad()
+        for model in models:
+            shard(model)
+        assert_equal("loss", *(step_once(each, 1, rank)[0] for each in called))
+        assert_same_gradients(models, "after sharding")
+        assert graphs.collectives()[1 if called_before else 0] == (3, 0)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@pytest.mark.parametrize("way", [whole, by_method])
+def test_a_child_sharded_after_its_parent_was_compiled(way: Any) -> None:
+    """The parent leaves it out, and is compiled; before it has run, the child is sharded too."""
+    with compiling() as graphs:
+        models = [build_small(), build_small()]
+        called = []
+        for model in models:
+            fully_shard(model.blocks[1])
+            fully_shard(model, ignored_params=set(model.blocks[0].parameters()))
+            called.append(way(model, graphs.backend()) if model is models[0] else model)
+            fully_shard(model.blocks[0])
+        assert_equal("loss", *(step_once(each, 1, dist.get_rank())[0] for each in called))
+        assert_same_gradients(models, "of all")
+        assert graphs.collectives()[0] == (3, 0)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+def test_a_child_sharded_after_its_parent_was_called_is_refused() -> None:
+    """The root of the parent does not know it. (An eager call takes it up.)"""
+    with compiling() as graphs:
+        model = build_small()
+        fully_shard(model.blocks[1])
+        fully_shard(model, ignored_params=set(model.blocks[0].parameters()))
+        called = whole(model, graphs.backend())
+        step_once(called, 0, dist.get_rank())
+        fully_shard(model.blocks[0])
         with pytest.raises(Exception, match="nothing has prepared"):
             step_once(called, 1, 0)
 

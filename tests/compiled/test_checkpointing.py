@@ -5,20 +5,26 @@ Parameters here have sizes that no activation has, so that a saved one is seen b
 
 from __future__ import annotations
 
-import functools
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from tests.compiled.models import batch_of, loss_of, multi_rank
+from tests.compiled.models import batch_of, loss_of, multi_rank, selective
 from tests.compiled.twins import Graphs, assert_trains_alike, compiling
+from tests.harness import FakeWorlds
 
 ROWS, WIDTH, HIDDEN = 5, 16, 22
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Layer(nn.Module):
@@ -72,15 +78,6 @@ def run_all(blocks: Any, x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
-
-
-def saves_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-selective = functools.partial(create_selective_checkpoint_contexts, saves_products)
 
 
 def plain() -> nn.Module:
@@ -137,9 +134,14 @@ def seeded(make: Any) -> nn.Module:
     return make()
 
 
-def assert_nothing_whole_is_saved(graphs: Graphs) -> None:
-    """Nothing that a forward graph hands on is as large as a parameter of a block, or the buffer that gathered it."""
-    assert [numel for outputs in graphs.outputs for numel in outputs if numel >= WIDTH * HIDDEN] == []
+def assert_nothing_whole_is_saved(graphs: Graphs, parts: int = 1) -> None:
+    """Nothing that a forward graph hands on is as large as a parameter of a block, or the buffer that gathered it.
+
+    ``parts``: into which tensor parallelism has cut it before.
+    """
+    limit = WIDTH * HIDDEN // parts
+    assert limit > ROWS * HIDDEN, "no activation is as large"
+    assert [numel for outputs in graphs.outputs for numel in outputs if numel >= limit] == []
 
 
 # Quick: one row, the order that is common. Full: 6 s each.
@@ -199,12 +201,60 @@ def test_block_by_block(make: Any) -> None:
 
 @multi_rank(2)
 @pytest.mark.full  # 6 s each
-@pytest.mark.parametrize("make", [inside, nested, selective_inside])
+@pytest.mark.parametrize("make", [plain, inside, outside, nested, selective_inside])
 def test_in_mixed_precision(make: Any) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=policy), step, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step, steps=3)
         assert_nothing_whole_is_saved(graphs)
+
+
+PARALLEL = [plain, inside, outside, selective_inside]
+
+
+@multi_rank(4)
+@pytest.mark.full  # 6 s each
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("make", PARALLEL)
+def test_over_replicas(make: Any, policy: MixedPrecisionPolicy) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        assert_trains_alike(
+            graphs,
+            lambda: seeded(make),
+            lambda model: shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True),
+            step,
+            steps=3,
+        )
+        units = len(seeded(make).blocks) + 1
+        assert graphs.collectives() == [(units, 0), (units, units)]
+        assert graphs.backward[0]["all_reduce"] == units
+        assert_nothing_whole_is_saved(graphs)
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s each: DTensor makes a trace several times as long
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), HALF], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("make", PARALLEL)
+def test_beside_tensor_parallelism(make: Any, sizes: tuple[int, ...], policy: MixedPrecisionPolicy) -> None:
+    """What must not be saved is what the data-parallel ranks gather: this rank's part of tensor parallelism."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+    data = mesh["shard"] if sizes[0] == 1 else mesh["replicate", "shard"]
+
+    def shard_parallel(model: nn.Module) -> None:
+        for layer in [module for module in model.modules() if isinstance(module, Layer)]:
+            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        shard(model, mesh=data, mp_policy=policy, reshard_after_forward=True)
+
+    def step_parallel(model: nn.Module, number: int, rank: int) -> list[Tensor]:
+        return step(model, number, rank // 2)
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, lambda: seeded(make), shard_parallel, step_parallel, steps=3)
+        units = len(seeded(make).blocks) + 1 if sizes[1] > 1 else 0
+        assert graphs.collectives() == [(units, 0), (units, units)]
+        if units:  # a single shard is the whole, and no gather makes it
+            assert_nothing_whole_is_saved(graphs, parts=2)
 
 
 @multi_rank(2)
@@ -237,3 +287,19 @@ def test_dropout_in_a_checkpoint_is_drawn_once() -> None:
 
     with compiling() as graphs:
         assert_trains_alike(graphs, lambda: seeded(make), shard, drawn, steps=3)
+
+
+@pytest.mark.full  # 2 s each
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_composable_checkpointing_is_refused(simulate: FakeWorlds, fullgraph: bool) -> None:
+    """Dynamo cannot trace it; with a graph break, backward finds that what was computed again differs. Never silent."""
+    simulate(2)
+    model = seeded(plain)
+    for block in model.blocks:
+        fully_shard(composable_checkpoint(block))
+    fully_shard(model)
+    with compiling() as graphs, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*outside of its graph.*")
+        called = torch.compile(model, backend=graphs.backend(), fullgraph=fullgraph)
+        with pytest.raises(Unsupported if fullgraph else CheckpointError):
+            called(torch.ones(ROWS, WIDTH)).sum().backward()

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import fully_shard
+from fsdp2 import _torch_compiler, fully_shard
 from fsdp2.compiled.overlap import overlap
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
 from tests.harness import FakeWorlds, multi_rank
@@ -89,12 +91,13 @@ def test_the_next_gather_is_issued_before_the_wait_for_this_one(simulate: FakeWo
     (forward, backward), after = orders_on(simulate)
     # The root's comes first and is kept; then every block's is in flight while the one before computes.
     assert forward == "gather gather wait gather wait compute gather wait compute wait compute compute"
-    gathers = backward.split().count("gather")
-    assert gathers == 2, "the first block's input needs no gradient"
-    assert backward.index("gather gather") < backward.index("wait"), "issued together, before the first wait"
-    # A reduction is waited for after compute that was issued behind it.
-    behind = backward[backward.index("reduce") :].split()
-    assert behind.index("compute") < behind.index("wait") or (behind[1] == "wait" and "compute" in behind[2:])
+    # The head's gradients first, as it was kept. The first block is not gathered, for its input needs no gradient. Both
+    # gathers are in flight before the first wait; each reduction is, while what follows it computes, and ends when the
+    # next is issued.
+    assert backward == (
+        "compute compute compute gather gather wait compute reduce compute wait compute "
+        "wait reduce compute wait reduce wait reduce wait"
+    )
     assert all(after), "inductor is told to keep it"
 
 
@@ -116,6 +119,45 @@ def test_over_replicas_a_tail_stays_in_order(simulate: FakeWorlds) -> None:
     names = [name for name in backward.split() if name in ("reduce", "replicate")]
     assert names.count("reduce") == names.count("replicate") == 4
     assert names[0] == "reduce" and names[-1] == "replicate"
+
+
+class UsersPass(CustomGraphPass):
+    """Puts a scalar before everything."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            graph.call_function(torch.ops.aten.scalar_tensor.default, (1.0,))
+
+    def uuid(self) -> Any:
+        return "mine"
+
+
+def users_function(graph: torch.fx.Graph) -> None:
+    """The same as a function, which has no identity to cache graphs by."""
+    UsersPass()(graph)
+
+
+@pytest.mark.parametrize(
+    ("users", "uuid"),
+    [(None, "1"), (UsersPass(), ("1", "mine")), (users_function, None)],
+    ids=["none", "pass", "function"],
+)
+def test_a_pass_of_the_user_runs_first(users: Any, uuid: Any) -> None:
+    """And graphs are cached by both."""
+    found: list[int] = []
+
+    def ours(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+        found.append(len(graph.nodes))
+        return {}
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=users):
+        _torch_compiler.reorder_graphs.__wrapped__(ours, "1")
+        installed = torch._inductor.config.post_grad_custom_post_pass
+        graph = torch.fx.symbolic_trace(nn.ReLU()).graph
+        before = len(graph.nodes)
+        installed(graph)
+        assert found == [before + (users is not None)]
+        assert installed.uuid() == uuid
 
 
 @multi_rank(2)

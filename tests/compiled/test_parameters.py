@@ -131,6 +131,70 @@ def test_odd_dtypes_and_shapes() -> None:
         assert model[0].zero_points.dtype == torch.int64
 
 
+class Empty(nn.Module):
+    """Parameters without elements beside one with: without rows, columns, or more behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 3) / 3)
+        self.no_columns = nn.Parameter(torch.randn(3, 0))
+        self.no_rows = nn.Parameter(torch.randn(0, 3))
+        self.nothing_behind = nn.Parameter(torch.randn(2, 3, 0))
+        self.unused = nn.Parameter(torch.randn(3, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.no_columns.shape == (3, 0) and self.nothing_behind.shape == (2, 3, 0)
+        return x @ self.weight + self.no_columns.sum() + self.no_rows.sum() + self.nothing_behind.sum()
+
+
+def build_empty() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Empty(), nn.Linear(3, 3))
+
+
+# Full: 1 s each.
+@multi_rank(2, full=[4])
+@pytest.mark.parametrize("dim", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_empty_parameters(dim: int) -> None:
+    def shard_empty(model: nn.Module) -> None:
+        for part in (model[0], model):
+            fully_shard(part, shard_placement_fn=lambda param: Shard(dim if param.dim() > 1 else 0))
+
+    with compiling() as graphs:
+        model = assert_trains_alike(graphs, build_empty, shard_empty, one_backward(batch), steps=2)
+        assert graphs.collectives() == [(2, 0), (0, 2)]  # the first layer's input needs no gradient
+        model[0].unshard()
+        plain = build_empty()[0]
+        assert all(param.shape == getattr(plain, name).shape for name, param in model[0].named_parameters())
+        model[0].reshard()
+
+
+@multi_rank(2, full=[4])
+@pytest.mark.full  # 1 s each
+@pytest.mark.parametrize("dim", [0, 1])
+def test_nothing_but_empty_parameters(dim: int) -> None:
+    """A group that has nothing to gather."""
+
+    class Nothing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.randn(3, 0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.empty.sum()
+
+    def build_nothing() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Nothing(), nn.Linear(WIDTH, 3))
+
+    def shard_nothing(model: nn.Module) -> None:
+        fully_shard(model[0], shard_placement_fn=lambda _: Shard(dim))
+        fully_shard(model)
+
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build_nothing, shard_nothing, one_backward(batch), steps=2)
+
+
 class Switched(nn.Module):
     """Uses one of two layers, by an argument that the graph is made for."""
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 
+Exchange = tuple[str, int, torch.dtype, str]
 GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
 
@@ -38,6 +39,8 @@ class Graphs:
             (What is handed on of its inputs, as shards are, is not made.)
         texts: each graph, readable.
         issued: of each graph, its direction and its collectives in order, with what they return.
+        exchanged: of each graph, its direction and its collectives as `tests.parity.trace` counts those of eager mode:
+            kind, elements of the larger side, dtype, process group.
     """
 
     forward: list[dict[str, int]] = field(default_factory=list)
@@ -45,6 +48,7 @@ class Graphs:
     outputs: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     issued: list[tuple[str, list[str]]] = field(default_factory=list)
+    exchanged: list[tuple[str, list[Exchange]]] = field(default_factory=list)
 
     def backend(self) -> Any:
         """For `torch.compile`: eager operators, partitioned as for inductor, and counted."""
@@ -63,7 +67,9 @@ class Graphs:
                     name = node.target._schema.name.split("::")[1]
                     found[name] = found.get(name, 0) + 1
             counts.append(found)
-            self.issued.append(("backward" if outputs is None else "forward", _collectives(graph)))
+            direction = "backward" if outputs is None else "forward"
+            self.issued.append((direction, _collectives(graph)))
+            self.exchanged.append((direction, _exchanges(graph)))
             self.texts.append(graph.print_readable(print_output=False))
             if outputs is not None:
                 (results,) = graph.graph.output_node().args
@@ -91,6 +97,18 @@ def _collectives(graph: torch.fx.GraphModule) -> list[str]:
                 operation = [each for each in node.args if each in ("sum", "avg")]
                 lines.append(" ".join([name, *operation, "->", f"{dtype}{list(value.shape)}"]))
     return lines
+
+
+def _exchanges(graph: torch.fx.GraphModule) -> list[Exchange]:
+    found = []
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            namespace, name = node.target._schema.name.split("::")
+            if namespace == "_c10d_functional" and name != "wait_tensor":
+                values = [node.meta["val"], node.args[0].meta["val"]]
+                kind = name.removesuffix("_tensor").removesuffix("_into")
+                found.append((kind, max(value.numel() for value in values), values[0].dtype, str(node.args[-1])))
+    return found
 
 
 def _count(found: dict[str, int], names: Iterable[str]) -> int:

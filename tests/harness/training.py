@@ -32,6 +32,7 @@ def assert_trains_like(
     steps: int,
     tolerance: Tolerance | None = EXACT,
     before_forward: Callable[[int], None] | None = None,
+    clip: Callable[[list[nn.Parameter], float], Tensor] = nn.utils.clip_grad_norm_,
 ) -> list[StepRecord]:
     """Trains `model` beside `reference` and compares losses, gradients and parameters in every step.
 
@@ -46,6 +47,7 @@ def assert_trains_like(
         tolerance: For all comparisons.
         before_forward: Called with the number of each microbatch before its forward: the place for
             `set_requires_gradient_sync`, which `Accumulation.REDUCE_LAST` needs.
+        clip: What clips `model` where the reference has a `max_norm`.
 
     Returns:
         The reference's records.
@@ -60,7 +62,7 @@ def assert_trains_like(
         assert_sharded_same(f"gradients {at}", gradients_of(model), record.gradients, tolerance=tolerance)
         norm = None
         if reference.max_norm is not None:
-            norm = gather(nn.utils.clip_grad_norm_(model.parameters(), reference.max_norm))
+            norm = gather(clip(list(model.parameters()), reference.max_norm))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         expected_losses = record.losses[dist.get_rank()]

@@ -111,3 +111,18 @@ def test_a_backend_that_multiplies_before_it_sums_is_let_to() -> None:
     # Not in a dtype in which the product could vanish, and not where nothing is reduced.
     assert Scaling.choose(torch.float16, 8, 2, factor=5.0, premultiplies=True).scatter_op == dist.ReduceOp.SUM
     assert Scaling.choose(torch.float32, 1, 2, factor=5.0, premultiplies=True).after == 5.0
+
+
+@pytest.mark.parametrize("factor", [None, 2.0, 5.0, 8.0])
+def test_for_backends_that_cannot_multiply_the_result_is_divided(factor: float | None) -> None:
+    """`Scaling.of_any_backend`: as for graphs, whose collectives sum and average only; the mean is the same."""
+    chosen = Scaling.choose(torch.float32, 8, 2, factor=factor, premultiplies=True)
+    plain = chosen.of_any_backend()
+    assert {plain.scatter_op, plain.replicate_op} <= {dist.ReduceOp.SUM, dist.ReduceOp.AVG}
+    values = torch.tensor([12.0, -24.0, 6.0, 0.0]).expand(8, 2, -1)
+    expected = values[0, 0] if factor is None else values[0, 0] * 16 / factor
+    torch.testing.assert_close(reduced(values, plain), expected, rtol=torch.finfo(torch.float32).eps, atol=0.0)
+    # What is plain already stays what it is, and its numbers bit for bit.
+    assert (plain is chosen) == (chosen.scatter_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
+    assert (plain is chosen) == (factor != 5.0 and factor != 2.0)
+    assert plain.of_any_backend() is plain
