@@ -305,7 +305,8 @@ class Units:
             tensors.append(found[0])
             states.append(unit.state)
         self._lent = locals_ = list(map(_torch.local_of, self._sharded))
-        gradients = [parameter.grad for parameter in self._sharded]
+        with _torch.plain_attributes():
+            gradients = [parameter.grad for parameter in self._sharded]
         for local, gradient in zip(locals_, self._local_gradients(gradients), strict=True):
             local.grad = gradient
         return tensors + locals_ + self._plain, states + self._states

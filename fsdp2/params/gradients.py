@@ -190,12 +190,14 @@ class DtypeGradients:
         in_place: bool,
         custom: ReduceScatter | None,
         memory: MemoryPool | None = None,
+        lets_go: bool = False,
     ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
         On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
         written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
-        ``memory``: the pool of what is needed until delivery.
+        ``memory``: the pool of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
+        ``gradients`` before the next copy is made, as no stream may still read it.
         """
         layout, world_size = self.layout, self._world_size
         numel = layout.numel
@@ -204,19 +206,17 @@ class DtypeGradients:
             output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
             output = self._delivery_flat(memory)
-        elif in_place and memory is not None and self._is_copied_to_delivery:
-            pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
-            output = pooled[0].flat
         else:
-            output = torch.empty(numel, dtype=self.dtype, device=self._device)
+            output = self._empty(numel, memory if in_place and self._is_copied_to_delivery else None, pooled)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
         direct: list[Member] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
-        for hole, slot, gradient in zip(self._holes, self._carried, carried, strict=True):
+        for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True)):
             if hole is None:  # of no elements
                 continue
+            gradient = carried[index]
             if gradient is None:
                 gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
             if gradient.is_sparse:
@@ -225,7 +225,12 @@ class DtypeGradients:
                 gradient = gradient.permute(slot.cut.order)
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
-                direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
+                if gradient.dtype is not self.dtype:
+                    flat = self._empty(gradient.numel(), memory, pooled)
+                    gradient = flat.view(gradient.shape).copy_(gradient)
+                    if lets_go:
+                        carried[index] = None
+                direct.append((destination, gradient.contiguous().view(-1)))
                 continue
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
@@ -237,16 +242,20 @@ class DtypeGradients:
         size = world_size * layout.packed_numel
         if custom is not None:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
-        elif memory is not None:
-            pooled.append(Resizable.taken(memory, size, dtype=self.dtype, device=self._device))
-            packed = pooled[-1].flat.view(world_size, -1)
         else:
-            packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
+            packed = self._empty(size, memory, pooled).view(world_size, -1)
         _torch.chunk_cat(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, custom is not None, pooled)
+
+    def _empty(self, numel: int, memory: MemoryPool | None, pooled: list[Resizable]) -> torch.Tensor:
+        """(numel,) in the dtype that travels; ``pooled`` has it, if it is from a pool."""
+        if memory is None:
+            return torch.empty(numel, dtype=self.dtype, device=self._device)
+        pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
+        return pooled[-1].flat
 
     def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
@@ -295,8 +304,6 @@ class DtypeGradients:
 
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
-        if not missing:
-            return presence
         presence = presence.clone()
         presence[:, missing] = 0
         return presence
