@@ -33,8 +33,9 @@ from fsdp2.params.gather import Member
 from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
 from fsdp2.params.memory import MemoryPool
+from fsdp2.params.packing import dealt_out, packing_for
 from fsdp2.params.param import FSDPParam
-from fsdp2.plan.layout import GradientLayout, GradientSlot
+from fsdp2.plan.layout import GradientLayout
 from fsdp2.plan.ragged import dtensor_over
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
@@ -72,24 +73,6 @@ class PackedGradients:
         """Let go of what was sent, once it has been."""
         self.members = []
         self.inputs = []
-
-
-def _dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
-    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce."""
-    cut = slot.cut
-    if cut.dim is None:
-        return gradient.reshape(1, -1).expand(world_size, -1)
-    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
-    if rows * world_size == size:
-        return gradient.reshape(outer, world_size, rows * row_numel).transpose(0, 1)
-    full, rest = divmod(size, rows)
-    whole = gradient.reshape(outer, size, row_numel)
-    pieces = gradient.new_zeros(world_size, slot.shard_numel)
-    evenly = whole[:, : full * rows].unflatten(1, (full, rows)).transpose(0, 1)
-    pieces[:full].view(full, outer, rows, row_numel).copy_(evenly)
-    if rest:
-        pieces[full, : outer * rest * row_numel].view(outer, rest, row_numel).copy_(whole[:, full * rows :])
-    return pieces
 
 
 class DtypeGradients:
@@ -134,6 +117,7 @@ class DtypeGradients:
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
+        self._pack = packing_for(layout, world_size, device)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 
@@ -235,7 +219,7 @@ class DtypeGradients:
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
             if slot.is_dealt_out:
-                gradient = _dealt_out(gradient, slot, world_size)
+                gradient = dealt_out(gradient, slot, world_size)
             packing[hole] = gradient
         if missing:
             packing[-1] = self._without(packing[-1], missing)
@@ -244,7 +228,7 @@ class DtypeGradients:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
         else:
             packed = self._empty(size, memory, pooled).view(world_size, -1)
-        _torch.chunk_cat(packing, world_size, packed)
+        self._pack(packing, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None

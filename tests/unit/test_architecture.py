@@ -45,6 +45,7 @@ LAYERS = {
         "storage",
         "host_sums",
         "gradient_buffer",
+        "packing",
         "gradients",
         "wrapping",
     ),

@@ -1,0 +1,69 @@
+"""How gradients are put side by side for a reduce-scatter: one row for each rank, of what that rank reduces.
+
+Knows tensors and the layout; nothing of parameters, buffers or collectives. Which way is taken is decided when a group
+is laid out; all give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
+
+Pack = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+"""Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
+
+COLUMNS_FROM = 1024
+"""From so many ranks on, elements one by one take longer to pack as chunks than as columns."""
+
+
+def packing_for(layout: GradientLayout, world_size: int, device: torch.device) -> Pack:
+    """The way of packing that is fastest for what ``layout`` packs."""
+    if device.type != "cpu":
+        return _chunks  # which is one kernel, and casts
+    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
+    are_columns = all(slot.cut.shape == (world_size,) and slot.shard_numel == 1 for slot in packed)
+    return _columns if packed and are_columns and world_size >= COLUMNS_FROM else _chunks_on_host
+
+
+def _chunks(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    _torch.chunk_cat(tensors, len(packed), packed)
+
+
+def _chunks_on_host(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Cast, unless that takes much memory, after packing: the operator itself takes three to five times as long."""
+    dtype = tensors[-1].dtype
+    if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
+        _torch.chunk_cat(tensors, len(packed), packed)
+        return
+    uncast = torch.empty(packed.shape, dtype=dtype)
+    _torch.chunk_cat(tensors, len(packed), uncast)
+    packed.copy_(uncast)
+
+
+def _columns(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Of vectors (world_size,), and a last tensor (world_size, ...)."""
+    *vectors, last = tensors
+    packed[:, : len(vectors)].copy_(torch.cat(vectors).view(len(vectors), len(packed)).t())
+    packed[:, len(vectors) :].copy_(last)
+
+
+def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce."""
+    cut = slot.cut
+    if cut.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    if rows * world_size == size:
+        return gradient.reshape(outer, world_size, rows * row_numel).transpose(0, 1)
+    full, rest = divmod(size, rows)
+    whole = gradient.reshape(outer, size, row_numel)
+    pieces = gradient.new_zeros(world_size, slot.shard_numel)
+    evenly = whole[:, : full * rows].unflatten(1, (full, rows)).transpose(0, 1)
+    pieces[:full].view(full, outer, rows, row_numel).copy_(evenly)
+    if rest:
+        pieces[full, : outer * rest * row_numel].view(outer, rest, row_numel).copy_(whole[:, full * rows :])
+    return pieces
