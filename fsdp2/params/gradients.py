@@ -117,7 +117,13 @@ class DtypeGradients:
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
-        self._pack = packing_for(layout, world_size, device)
+        self._carriages = [
+            (index, hole, slot)
+            for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
+            if hole is not None
+        ]
+        casts = any(param.param_dtype != dtype for param in self.params)
+        self._pack = packing_for(layout, world_size, device, casts=casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 
@@ -197,9 +203,7 @@ class DtypeGradients:
         packing = self._template_of(dtype).copy()
         direct: list[Member] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
-        for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True)):
-            if hole is None:  # of no elements
-                continue
+        for index, hole, slot in self._carriages:
             gradient = carried[index]
             if gradient is None:
                 gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
@@ -226,9 +230,11 @@ class DtypeGradients:
         size = world_size * layout.packed_numel
         if custom is not None:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
-        else:
+        elif memory is not None:
             packed = self._empty(size, memory, pooled).view(world_size, -1)
-        self._pack(packing, packed)
+        else:
+            packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
+        self._pack(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None

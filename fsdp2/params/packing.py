@@ -13,41 +13,39 @@ import torch
 from fsdp2 import _torch
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 
-Pack = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
 """Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
 
 COLUMNS_FROM = 1024
 """From so many ranks on, elements one by one take longer to pack as chunks than as columns."""
 
 
-def packing_for(layout: GradientLayout, world_size: int, device: torch.device) -> Pack:
-    """The way of packing that is fastest for what ``layout`` packs."""
+def packing_for(layout: GradientLayout, world_size: int, device: torch.device, *, casts: bool) -> Pack:
+    """The way of packing that is fastest for what ``layout`` packs. ``casts``: into another dtype."""
     if device.type != "cpu":
-        return _chunks  # which is one kernel, and casts
+        return _torch.chunk_cat  # one kernel, which casts
     packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
     are_columns = all(slot.cut.shape == (world_size,) and slot.shard_numel == 1 for slot in packed)
-    return _columns if packed and are_columns and world_size >= COLUMNS_FROM else _chunks_on_host
+    if packed and are_columns and world_size >= COLUMNS_FROM:
+        return _columns
+    return _cast_chunks if casts else _torch.chunk_cat
 
 
-def _chunks(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    _torch.chunk_cat(tensors, len(packed), packed)
-
-
-def _chunks_on_host(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
     """Cast, unless that takes much memory, after packing: the operator itself takes three to five times as long."""
     dtype = tensors[-1].dtype
     if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
-        _torch.chunk_cat(tensors, len(packed), packed)
+        _torch.chunk_cat(tensors, world_size, packed)
         return
     uncast = torch.empty(packed.shape, dtype=dtype)
-    _torch.chunk_cat(tensors, len(packed), uncast)
+    _torch.chunk_cat(tensors, world_size, uncast)
     packed.copy_(uncast)
 
 
-def _columns(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
     """Of vectors (world_size,), and a last tensor (world_size, ...)."""
     *vectors, last = tensors
-    packed[:, : len(vectors)].copy_(torch.cat(vectors).view(len(vectors), len(packed)).t())
+    packed[:, : len(vectors)].copy_(torch.cat(vectors).view(len(vectors), world_size).t())
     packed[:, len(vectors) :].copy_(last)
 
 
