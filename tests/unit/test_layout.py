@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from fsdp2.params.gradients import _dealt_out
+from fsdp2.params.packing import dealt_out
 from fsdp2.plan.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
@@ -227,7 +227,7 @@ def sent_by(
             continue
         dealt = gradient.permute(slot.cut.order or tuple(range(gradient.dim())))
         if slot.is_dealt_out and slot.shard_numel:
-            pieces = _dealt_out(dealt, slot, world_size).reshape(world_size, -1)
+            pieces = dealt_out(dealt, slot, world_size).reshape(world_size, -1)
         for rank in range(world_size):
             chunk = in_memory(chunk_of(gradient, slot.cut, world_size, rank), slot.cut)
             packed[rank, slot.offset - slot.pad_numel : slot.offset + slot.shard_numel] = 0
