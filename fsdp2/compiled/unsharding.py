@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
 from fsdp2.params.buffers import on_the_wire
-from fsdp2.params.gradients import dealt_out
+from fsdp2.params.packing import dealt_out
 from fsdp2.plan.layout import Cut, Slot
 
 

@@ -29,6 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.optim.kept import KeptState
 from fsdp2.optim.units import LentState, State, Units, known_in, refuse_partial
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -133,6 +134,7 @@ class LocalOptimizer(Optimizer):
     _units: list[Units]
     _outside: State
     _others: State
+    _kept: KeptState
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's.
@@ -222,6 +224,7 @@ class LocalOptimizer(Optimizer):
         outside, earlier = self.state, known_in(vars(self).get("_units", ()))
         units = [Units(group["params"], outside, flat=self._flat, earlier=earlier) for group in self.param_groups]
         self._units, self._outside = units, outside
+        self._kept = KeptState()
         self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
         del self.state
 
@@ -241,10 +244,13 @@ class LocalOptimizer(Optimizer):
         return lent if len(lent) == len(self._units) else None
 
     def _step_on(self, lent: list[tuple[list[torch.Tensor], list[State]]], step: Callable[..., Any]) -> None:
-        inside: State = defaultdict(dict)
-        for tensors, states in lent:
-            inside.update(zip(tensors, states, strict=True))
-        count = len(inside)
+        tensors = lent[0][0] if len(lent) == 1 else [each for tensors, _ in lent for each in tensors]
+        inside = self._kept.take(tensors)
+        if inside is None:
+            inside = defaultdict(dict)
+            for each, states in lent:
+                inside.update(zip(each, states, strict=True))
+        count = len(tensors)
         inside.update(self._others)
         vars(self)["state"] = inside
         try:
@@ -258,6 +264,8 @@ class LocalOptimizer(Optimizer):
             if len(inside) > count:
                 self._others = dict(list(inside.items())[count:])
                 self._outside.update(self._others)
+        if not (self._others or self._flat):  # runs are other tensors in each step
+            self._kept.keep(inside, self.param_groups)
         for units in self._units:
             units.check()
 

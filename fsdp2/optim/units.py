@@ -305,7 +305,8 @@ class Units:
         states = [unit.state for unit in self.flats]
         locals_ = list(map(_torch.local_of, self._sharded))
         tensors += locals_
-        gradients = [parameter.grad for parameter in self._sharded]
+        with _torch.plain_attributes():
+            gradients = [parameter.grad for parameter in self._sharded]
         for local, gradient in zip(locals_, self._local_gradients(gradients), strict=True):
             local.grad = gradient
         return tensors + self._plain, states + self._states

@@ -33,8 +33,9 @@ from fsdp2.params.gather import Member
 from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
 from fsdp2.params.memory import MemoryPool
+from fsdp2.params.packing import dealt_out, packing_for
 from fsdp2.params.param import FSDPParam
-from fsdp2.plan.layout import GradientLayout, GradientSlot
+from fsdp2.plan.layout import GradientLayout
 from fsdp2.plan.ragged import dtensor_over
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
@@ -72,29 +73,6 @@ class PackedGradients:
         """Let go of what was sent, once it has been."""
         self.members = []
         self.inputs = []
-
-
-def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
-    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
-
-    Writes into nothing, so that it can be part of a graph.
-    """
-    cut = slot.cut
-    if cut.dim is None:
-        return gradient.reshape(1, -1).expand(world_size, -1)
-    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
-    width = rows * row_numel
-    if rows * world_size == size:
-        return gradient.reshape(outer, world_size, width).transpose(0, 1)
-    if outer == 1:
-        flat = gradient.reshape(-1)
-        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
-    full = size // rows
-    whole = gradient.reshape(outer, size * row_numel)
-    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
-    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
-    lacking = world_size * slot.shard_numel - gradient.numel()
-    return torch.cat([*pieces, gradient.new_zeros(lacking)]).view(world_size, -1)
 
 
 class DtypeGradients:
@@ -139,6 +117,13 @@ class DtypeGradients:
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
+        self._carriages = [
+            (index, hole, slot)
+            for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
+            if hole is not None
+        ]
+        casts = any(param.param_dtype != dtype for param in self.params)
+        self._pack = packing_for(layout, world_size, device, casts=casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 
@@ -195,12 +180,14 @@ class DtypeGradients:
         in_place: bool,
         custom: ReduceScatter | None,
         memory: MemoryPool | None = None,
+        lets_go: bool = False,
     ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
         On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
         written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
-        ``memory``: the pool of what is needed until delivery.
+        ``memory``: the pool of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
+        ``gradients`` before the next copy is made, as no stream may still read it.
         """
         layout, world_size = self.layout, self._world_size
         numel = layout.numel
@@ -209,19 +196,15 @@ class DtypeGradients:
             output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
             output = self._delivery_flat(memory)
-        elif in_place and memory is not None and self._is_copied_to_delivery:
-            pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
-            output = pooled[0].flat
         else:
-            output = torch.empty(numel, dtype=self.dtype, device=self._device)
+            output = self._empty(numel, memory if in_place and self._is_copied_to_delivery else None, pooled)
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
         direct: list[Member] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
-        for hole, slot, gradient in zip(self._holes, self._carried, carried, strict=True):
-            if hole is None:  # of no elements
-                continue
+        for index, hole, slot in self._carriages:
+            gradient = carried[index]
             if gradient is None:
                 gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
             if gradient.is_sparse:
@@ -230,7 +213,12 @@ class DtypeGradients:
                 gradient = gradient.permute(slot.cut.order)
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
-                direct.append((destination, gradient.to(self.dtype).contiguous().view(-1)))
+                if gradient.dtype is not self.dtype:
+                    flat = self._empty(gradient.numel(), memory, pooled)
+                    gradient = flat.view(gradient.shape).copy_(gradient)
+                    if lets_go:
+                        carried[index] = None
+                direct.append((destination, gradient.contiguous().view(-1)))
                 continue
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
@@ -243,15 +231,21 @@ class DtypeGradients:
         if custom is not None:
             packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
         elif memory is not None:
-            pooled.append(Resizable.taken(memory, size, dtype=self.dtype, device=self._device))
-            packed = pooled[-1].flat.view(world_size, -1)
+            packed = self._empty(size, memory, pooled).view(world_size, -1)
         else:
             packed = torch.empty(world_size, layout.packed_numel, dtype=self.dtype, device=self._device)
-        _torch.chunk_cat(packing, world_size, packed)
+        self._pack(packing, world_size, packed)
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, custom is not None, pooled)
+
+    def _empty(self, numel: int, memory: MemoryPool | None, pooled: list[Resizable]) -> torch.Tensor:
+        """(numel,) in the dtype that travels; ``pooled`` has it, if it is from a pool."""
+        if memory is None:
+            return torch.empty(numel, dtype=self.dtype, device=self._device)
+        pooled.append(Resizable.taken(memory, numel, dtype=self.dtype, device=self._device))
+        return pooled[-1].flat
 
     def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
@@ -300,8 +294,6 @@ class DtypeGradients:
 
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
-        if not missing:
-            return presence
         presence = presence.clone()
         presence[:, missing] = 0
         return presence

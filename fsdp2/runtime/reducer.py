@@ -148,11 +148,13 @@ class GradientReducer:
     def _gradients(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> DtypeGradients:
         mesh = self._mesh
         may_travel_alone = self.custom is None and self._scaling(dtype).before == 1.0
+        # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
+        casts_alone = mesh.device.type == "cpu"
         layout = GradientLayout.build(
             [param.sharding.cut for param in params],
             [
                 may_travel_alone
-                and param.param_dtype == dtype
+                and (param.param_dtype == dtype or casts_alone)
                 and param.sharding.cut.dim is not None
                 and param.sharding.cut.outer == 1
                 and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
@@ -313,7 +315,17 @@ class GradientReducer:
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
-                _Sent(one, one.pack(gradients, in_place=in_place, custom=self.custom, memory=memory), scaling)
+                _Sent(
+                    one,
+                    one.pack(
+                        gradients,
+                        in_place=in_place,
+                        custom=self.custom,
+                        memory=memory,
+                        lets_go=not device.has_streams,
+                    ),
+                    scaling,
+                )
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
             for op, members in _launches(sent):

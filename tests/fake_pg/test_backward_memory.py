@@ -27,9 +27,10 @@ from tests.harness.internals import gathered_first, groups_of
 WIDTH = 512  # a matrix of 1 MiB, which travels by itself
 
 
-def memory_of(name: str, world_size: int, spec: ModelSpec) -> StepMemory:
+def memory_of(name: str, world_size: int, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> StepMemory:
     with fake_process_group(world_size) as mesh:
-        trainer = Trainer(name, spec, mesh=mesh, options=ShardingOptions(world_size=world_size))
+        options = ShardingOptions(world_size=world_size, param_dtype=dtype)
+        trainer = Trainer(name, spec, mesh=mesh, options=options)
         trainer.warm_up(2)
         return measure_step_memory(trainer)
 
@@ -41,6 +42,16 @@ def test_backward_holds_less_than_torch(matrices: int, world_size: int, blocks: 
     spec = replace(LARGE_PARAMETERS, dim=1024, hidden_dim=1024, params_per_block=matrices)
     block = 4 * matrices * spec.dim * spec.hidden_dim
     ours, theirs = (memory_of(name, world_size, spec) for name in ("fsdp2", "torch"))
+    assert ours.backward_over <= theirs.backward_over - blocks * block
+    assert ours.forward_over <= theirs.forward_over
+
+
+@pytest.mark.parametrize(("world_size", "matrices", "blocks"), [(8, 2, 1.1), (8, 6, 1.2), (64, 2, 0.45)])
+def test_gradients_go_one_by_one_when_they_are_cast(matrices: int, world_size: int, blocks: float) -> None:
+    """Parameters in bf16, reduced in fp32: of a block's gradients both forms would be three blocks."""
+    spec = replace(LARGE_PARAMETERS, dim=1024, hidden_dim=1024, params_per_block=matrices)
+    block = 2 * matrices * spec.dim * spec.hidden_dim
+    ours, theirs = (memory_of(name, world_size, spec, torch.bfloat16) for name in ("fsdp2", "torch"))
     assert ours.backward_over <= theirs.backward_over - blocks * block
     assert ours.forward_over <= theirs.forward_over
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.counts import StepCounts, count_step
+from benchmarks.counts import PythonCallCounter, StepCounts, count_step
 from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_group
 from benchmarks.models import LARGE_PARAMETERS, ModelSpec, small_parameters
+from benchmarks.optimizers import LOCAL, PLAIN, optimizer_of, parameters_of
 from benchmarks.step import Phase, Trainer
 
 CALLS_PER_GROUP = 348
@@ -52,3 +53,20 @@ def test_mixed_precision_casts_shards_and_gradients_once() -> None:
     cast_shards = 2 * 2 * numel / WORLD_SIZE  # in forward and in backward, to two bytes
     packed_gradients = 4 * numel
     assert counts.copied_bytes().total() <= 1.1 * (cast_shards + packed_gradients)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_local_optimizer_step_calls_what_the_plain_one_does(fused: bool) -> None:
+    """Of those beyond, none is for each parameter."""
+    calls: dict[str, int] = {}
+    with fake_process_group(WORLD_SIZE) as mesh:
+        parameters = parameters_of(small_parameters(blocks=8, params_per_block=12), mesh)
+        for name in (PLAIN, LOCAL):
+            step = optimizer_of(name, parameters[name], fused=fused).step
+            for _ in range(2):
+                step()
+            counter = PythonCallCounter()
+            with counter:
+                step()
+            calls[name] = counter.calls
+    assert calls[LOCAL] <= calls[PLAIN] + 70 < calls[PLAIN] + len(parameters[LOCAL])

@@ -45,6 +45,7 @@ LAYERS = {
         "storage",
         "host_sums",
         "gradient_buffer",
+        "packing",
         "gradients",
         "wrapping",
     ),
@@ -75,7 +76,7 @@ LAYERS = {
         "report",
         "frames",
     ),
-    "optim": ("offload", "guard", "owner_step", "runs", "units", "adapter", "clip_grad"),
+    "optim": ("offload", "guard", "owner_step", "runs", "units", "kept", "adapter", "clip_grad"),
     "modules": (
         "module_comm",
         "communicating",

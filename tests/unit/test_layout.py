@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from fsdp2.params.gradients import dealt_out
+from fsdp2.params.packing import dealt_out
 from fsdp2.plan.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,

@@ -1,0 +1,72 @@
+"""How gradients are put side by side for a reduce-scatter: one row for each rank, of what that rank reduces.
+
+Knows tensors and the layout; nothing of parameters, buffers or collectives. Which way is taken is decided when a group
+is laid out; all give the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
+
+Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
+"""Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
+
+COLUMNS_FROM = 1024
+"""From so many ranks on, elements one by one take longer to pack as chunks than as columns."""
+
+
+def packing_for(layout: GradientLayout, world_size: int, device: torch.device, *, casts: bool) -> Pack:
+    """The way of packing that is fastest for what ``layout`` packs. ``casts``: into another dtype."""
+    if device.type != "cpu":
+        return _torch.chunk_cat  # one kernel, which casts
+    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
+    are_columns = all(slot.cut.shape == (world_size,) and slot.shard_numel == 1 for slot in packed)
+    if packed and are_columns and world_size >= COLUMNS_FROM:
+        return _columns
+    return _cast_chunks if casts else _torch.chunk_cat
+
+
+def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
+    """Cast, unless that takes much memory, after packing: the operator itself takes three to five times as long."""
+    dtype = tensors[-1].dtype
+    if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
+        _torch.chunk_cat(tensors, world_size, packed)
+        return
+    uncast = torch.empty(packed.shape, dtype=dtype)
+    _torch.chunk_cat(tensors, world_size, uncast)
+    packed.copy_(uncast)
+
+
+def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
+    """Of vectors (world_size,), and a last tensor (world_size, ...)."""
+    *vectors, last = tensors
+    packed[:, : len(vectors)].copy_(torch.cat(vectors).view(len(vectors), world_size).t())
+    packed[:, len(vectors) :].copy_(last)
+
+
+def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
+
+    Writes into nothing, so that it can be part of a graph.
+    """
+    cut = slot.cut
+    if cut.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    width = rows * row_numel
+    if rows * world_size == size:
+        return gradient.reshape(outer, world_size, width).transpose(0, 1)
+    if outer == 1:
+        flat = gradient.reshape(-1)
+        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
+    full = size // rows
+    whole = gradient.reshape(outer, size * row_numel)
+    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
+    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
+    lacking = world_size * slot.shard_numel - gradient.numel()
+    return torch.cat([*pieces, gradient.new_zeros(lacking)]).view(world_size, -1)
