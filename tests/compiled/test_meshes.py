@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, set_graph_capture
 from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.parity.implementation import installed_from
 from tests.parity.test_spmd_mesh import TwoLayers, data_placements, distribute, spmd_mesh
 
 
@@ -82,6 +83,32 @@ def test_beside_tensor_parallelism(compile: Any, hidden: int) -> None:
         )
         if compile is whole:
             assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@multi_rank(4)
+@pytest.mark.full  # 10 s each
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+def test_hooks_outside_of_graphs_beside_tensor_parallelism(mp_policy: MixedPrecisionPolicy) -> None:
+    """Graphs take unsharded DTensors, which lie at offsets in one buffer; the modules have their own after it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def shard_parallel(model: nn.Module) -> None:
+        parallelized(model, mesh["tp"])
+        shard(model, mesh=mesh["dp"], mp_policy=mp_policy)
+        set_graph_capture(model, False)
+
+    with compiling() as graphs:
+        model = assert_trains_alike(
+            graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh), compile=by_blocks, steps=3
+        )
+        assert set(graphs.collectives()) == {(0, 0)}
+        made = len(graphs.forward)
+        model.unshard()
+        held = {name: parameter for name, parameter in model.named_parameters()}
+        model(batch_of(0, 0))
+        model.unshard()
+        assert all(held[name] is parameter for name, parameter in model.named_parameters())
+        assert len(graphs.forward) == made, "compiled again"
 
 
 @multi_rank(4)
@@ -165,6 +192,7 @@ def test_a_group_of_one_rank() -> None:
 # Full: DTensor makes a trace several times as long.
 @multi_rank(4)
 @pytest.mark.full
+@installed_from((2, 13), "its DTensor cannot be traced over a mesh of named dims")
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 4}])
 def test_on_a_mesh_of_named_dims_hooks_stay_outside(axes: dict[str, int]) -> None:
     """Of a gradient's data-parallel dims a graph does not know whether they are summed already."""
