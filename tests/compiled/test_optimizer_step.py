@@ -328,9 +328,14 @@ def test_conversion_after_a_compiled_step() -> None:
         step = torch.compile(optimizer.step, backend=graphs.backend())
         train(model, optimizer, step, 0)
         model.double()
-        optimizer.zero_grad()
+        optimizer = local([*model.parameters()])  # the state of the other is in the old dtype
+        before = [param.detach().to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
         loss_of(model(batch_of(1, dist.get_rank()).double())).backward()
-        step()
+        torch.compile(optimizer.step, backend=graphs.backend())()
+        for param, unchanged in zip(model.parameters(), before, strict=True):
+            found = mine(param.detach())
+            assert found is not None and found.dtype is torch.float64
+            assert not found.numel() or param.grad is None or not torch.equal(found, unchanged)
 
 
 # Full: 20 s each when nothing else runs: a C++ compiler runs.
