@@ -2,7 +2,7 @@
 
 An implementation is a `fully_shard` function with torch's signature; `unsharded` is the model as it is. The
 suffix `-again` gives a second instance of the same implementation: an A/A control, whose ratio to the first
-one shows what the measurement itself scatters.
+one shows what the measurement itself scatters. `-pooled` (of fsdp2) keeps the memory of communication.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.models import ModelSpec, StackedBlocks, build_model
 
 UNSHARDED = "unsharded"
 AGAIN = "-again"
+POOLED = "-pooled"
 # Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
 SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
 IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
@@ -58,15 +59,22 @@ def fake_process_group(world_size: int) -> Iterator[DeviceMesh]:
         torch.set_flush_denormal(False)
 
 
+def base_of(name: str) -> str:
+    """The implementation that `name` is an instance of."""
+    return name.removesuffix(AGAIN).removesuffix(POOLED)
+
+
 def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
     """Whether implementation `name` is there and can compute in `param_dtype`.
 
     Raises ValueError for an unknown name.
     """
-    base_name = name.removesuffix(AGAIN)
-    if base_name not in IMPLEMENTATIONS:
+    base_name = base_of(name)
+    if base_name not in IMPLEMENTATIONS or (name.endswith(POOLED) and base_name != "fsdp2"):
         known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"unknown implementation '{name}': expected one of {known}, '{AGAIN}' may follow")
+        raise ValueError(
+            f"unknown implementation '{name}': expected one of {known}, '{AGAIN}' or (fsdp2) '{POOLED}' may follow"
+        )
     if base_name == UNSHARDED:
         return True
     needed = ["fully_shard"] if param_dtype == torch.float32 else ["fully_shard", "MixedPrecisionPolicy"]
@@ -80,7 +88,7 @@ def build_contender(
     """A model of shape `spec` under implementation `name`, and its input `(batch_rows, dim)`."""
     model = build_model(spec)
     inputs = torch.linspace(-1, 1, spec.batch_rows * spec.dim).view(spec.batch_rows, spec.dim)
-    if name.removesuffix(AGAIN) == UNSHARDED:
+    if base_of(name) == UNSHARDED:
         return model.to(options.param_dtype), inputs.to(options.param_dtype)
     shard_blocks(name, model, mesh=mesh, options=options)
     return model, inputs
@@ -88,18 +96,20 @@ def build_contender(
 
 def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:
     """Shards every one of `model.blocks`, and `model`, with implementation `name`; `unsharded` leaves it alone."""
-    base_name = name.removesuffix(AGAIN)
+    base_name = base_of(name)
     if base_name == UNSHARDED:
         return
     fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
+    if name.endswith(POOLED):
+        model.set_communication_memory_pool(True)  # type: ignore[operator]
 
 
 def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:
     """Shards `module`, as one group, with implementation `name`; `unsharded` leaves it alone."""
-    base_name = name.removesuffix(AGAIN)
+    base_name = base_of(name)
     if base_name != UNSHARDED:
         _bind_fully_shard(base_name, mesh=mesh, options=options)(module)
 

@@ -151,9 +151,7 @@ def assert_nothing_whole_is_saved(graphs: Graphs, parts: int = 1) -> None:
 )
 def test_trains_alike_and_saves_no_unsharded_parameter(make: Any) -> None:
     with compiling() as graphs:
-        assert_trains_alike(
-            graphs, lambda: seeded(make), lambda model: shard(model, reshard_after_forward=True), step, steps=3
-        )
+        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, reshard_after_forward=True), step)
         assert len(graphs.forward) == len(graphs.backward) == 1
         units = len(seeded(make).blocks) + 1
         assert graphs.collectives() == [(units, 0), (units, units)]
@@ -166,9 +164,7 @@ def test_trains_alike_and_saves_no_unsharded_parameter(make: Any) -> None:
 def test_without_resharding_the_unsharded_parameters_are_saved(make: Any) -> None:
     """But what is gathered inside of a checkpointed region is gathered again with all else that is made there."""
     with compiling() as graphs:
-        assert_trains_alike(
-            graphs, lambda: seeded(make), lambda model: shard(model, reshard_after_forward=False), step, steps=3
-        )
+        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, reshard_after_forward=False), step)
         units = len(seeded(make).blocks) + 1
         again = units - 1 if make in (outside, nested) else 0
         assert graphs.collectives() == [(units, 0), (again, units)]
@@ -193,7 +189,6 @@ def test_block_by_block(make: Any) -> None:
             lambda model: shard(model, reshard_after_forward=True),
             step,
             compile=by_blocks,
-            steps=3,
         )
         assert {gathers for gathers, _ in graphs.collectives()} == {1}
         assert_nothing_whole_is_saved(graphs)
@@ -204,7 +199,7 @@ def test_block_by_block(make: Any) -> None:
 @pytest.mark.parametrize("make", [plain, inside, outside, nested, selective_inside])
 def test_in_mixed_precision(make: Any) -> None:
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step)
         assert_nothing_whole_is_saved(graphs)
 
 
@@ -223,7 +218,6 @@ def test_over_replicas(make: Any, policy: MixedPrecisionPolicy) -> None:
             lambda: seeded(make),
             lambda model: shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True),
             step,
-            steps=3,
         )
         units = len(seeded(make).blocks) + 1
         assert graphs.collectives() == [(units, 0), (units, units)]
@@ -250,7 +244,7 @@ def test_beside_tensor_parallelism(make: Any, sizes: tuple[int, ...], policy: Mi
         return step(model, number, rank // 2)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), shard_parallel, step_parallel, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(make), shard_parallel, step_parallel)
         units = len(seeded(make).blocks) + 1 if sizes[1] > 1 else 0
         assert graphs.collectives() == [(units, 0), (units, units)]
         if units:  # a single shard is the whole, and no gather makes it
@@ -268,7 +262,7 @@ def test_compiled_below_a_checkpoint_outside_of_the_graph() -> None:
         return model
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(outside), shard, step, compile=by_blocks, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(outside), shard, step, compile=by_blocks)
 
 
 @multi_rank(2)
@@ -286,7 +280,7 @@ def test_dropout_in_a_checkpoint_is_drawn_once() -> None:
         return [*step(model, number, rank), batch_of(0, 0)]
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: seeded(make), shard, drawn, steps=3)
+        assert_trains_alike(graphs, lambda: seeded(make), shard, drawn)
 
 
 @pytest.mark.full  # 2 s each

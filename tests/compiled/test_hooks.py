@@ -34,7 +34,7 @@ def test_tensor_hooks_change_gradients(compile: Any) -> None:
             param.register_hook(hook)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile, steps=3)
+        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile)
     assert_alike(calls)
 
 
@@ -56,7 +56,7 @@ def test_post_accumulate_hooks(compile: Any) -> None:
             param.register_post_accumulate_grad_hook(hook)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile, steps=3)
+        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(2), compile=compile)
     assert_alike(calls)
 
 
@@ -97,7 +97,7 @@ def test_forward_hooks_of_sharded_modules(compile: Any, before: bool) -> None:
             hooked(model)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(1), compile=compile, steps=3)
+        assert_trains_alike(graphs, build_small, shard_hooked, steps_of(1), compile=compile)
 
 
 @multi_rank(2)
@@ -118,7 +118,7 @@ def test_an_optimizer_in_backward(compile: Any) -> None:
             param.register_post_accumulate_grad_hook(step)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_small, shard_stepping, steps_of(1), compile=compile, steps=3)
+        assert_trains_alike(graphs, build_small, shard_stepping, steps_of(1), compile=compile)
 
 
 class Shows(nn.Module):
@@ -156,4 +156,4 @@ def test_a_module_that_returns_its_parameter() -> None:
         fully_shard(model)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_uses, shard_uses, steps_of(1), steps=3)
+        assert_trains_alike(graphs, build_uses, shard_uses, steps_of(1))

@@ -78,9 +78,7 @@ def test_beside_tensor_parallelism(compile: Any, hidden: int) -> None:
         shard(model, mesh=mesh["dp"])
 
     with compiling() as graphs:
-        assert_trains_alike(
-            graphs, lambda: build_parallel(hidden), shard_parallel, step_of(mesh), compile=compile, steps=3
-        )
+        assert_trains_alike(graphs, lambda: build_parallel(hidden), shard_parallel, step_of(mesh), compile=compile)
         if compile is whole:
             assert len(graphs.forward) == len(graphs.backward) == 1
 
@@ -99,7 +97,7 @@ def test_hooks_outside_of_graphs_beside_tensor_parallelism(mp_policy: MixedPreci
 
     with compiling() as graphs:
         model = assert_trains_alike(
-            graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh), compile=by_blocks, steps=3
+            graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh), compile=by_blocks
         )
         assert set(graphs.collectives()) == {(0, 0)}
         made = len(graphs.forward)
@@ -122,7 +120,7 @@ def test_over_replicas_beside_tensor_parallelism(sizes: tuple[int, int, int]) ->
         shard(model, mesh=mesh["replicate", "shard"])
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh), steps=3)
+        assert_trains_alike(graphs, lambda: build_parallel(12), shard_parallel, step_of(mesh))
         assert len(graphs.forward) == len(graphs.backward) == 1
 
 
@@ -137,7 +135,7 @@ def test_beside_tensor_parallelism_on_an_axis_of_one(sizes: tuple[int, int]) -> 
         shard(model, mesh=mesh["dp"])
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, lambda: build_parallel(10), shard_parallel, step_of(mesh), steps=3)
+        assert_trains_alike(graphs, lambda: build_parallel(10), shard_parallel, step_of(mesh))
 
 
 @multi_rank(4)
@@ -221,7 +219,7 @@ def test_on_a_mesh_of_named_dims_hooks_stay_outside(axes: dict[str, int]) -> Non
         return model
 
     with compiling() as graphs:
-        model = assert_trains_alike(graphs, build_named, shard_named, step, compile=by_layer, steps=2)
+        model = assert_trains_alike(graphs, build_named, shard_named, step, compile=by_layer)
         assert set(graphs.collectives()) == {(0, 0)}
         with pytest.raises(Exception, match="dp_mesh_dims"):
             whole(model, graphs.backend())(inputs(0, 0))

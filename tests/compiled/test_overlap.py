@@ -169,5 +169,5 @@ def test_reordered_graphs_compute_the_same() -> None:
 
     with compiling() as graphs:
         step = one_backward(lambda generator: torch.randn(4, WIDTH, generator=generator))
-        assert_trains_alike(graphs, build, shard, step, compile=compile, steps=3)
+        assert_trains_alike(graphs, build, shard, step, compile=compile)
     assert len(orders) == 2

@@ -161,7 +161,7 @@ def test_empty_parameters(dim: int) -> None:
             fully_shard(part, shard_placement_fn=lambda param: Shard(dim if param.dim() > 1 else 0))
 
     with compiling() as graphs:
-        model = assert_trains_alike(graphs, build_empty, shard_empty, one_backward(batch), steps=2)
+        model = assert_trains_alike(graphs, build_empty, shard_empty, one_backward(batch))
         assert graphs.collectives() == [(2, 0), (0, 2)]  # the first layer's input needs no gradient
         model[0].unshard()
         plain = build_empty()[0]
@@ -192,7 +192,7 @@ def test_nothing_but_empty_parameters(dim: int) -> None:
         fully_shard(model)
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, build_nothing, shard_nothing, one_backward(batch), steps=2)
+        assert_trains_alike(graphs, build_nothing, shard_nothing, one_backward(batch))
 
 
 class Switched(nn.Module):
@@ -262,7 +262,7 @@ def test_tied_in_one_group() -> None:
             fully_shard(model.body)
             fully_shard(model)
 
-        model = assert_trains_alike(graphs, build_tied, shard_tied, one_backward(tokens), steps=3)
+        model = assert_trains_alike(graphs, build_tied, shard_tied, one_backward(tokens))
         assert model.head.weight is model.embedding.weight
         assert graphs.collectives() == [(2, 0), (1, 2)]
 
@@ -388,7 +388,7 @@ def test_large_parameters_travel_alone(compile: Any) -> None:
     """Above 512 KiB of each rank a parameter is gathered and reduced from where it lies."""
 
     with compiling() as graphs:
-        assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile, steps=3)
+        assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile)
         assert graphs.collectives()[0] == (2 if compile is by_blocks else 3, 0)
 
 

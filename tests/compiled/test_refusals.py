@@ -192,7 +192,7 @@ def test_blocks_are_compiled_without_their_communication(way: Any, layer: Any, m
         if way in (without_sync, without_all_reduce):
             assert_accumulates_alike(graphs, lambda: made(layer), way, step, by_blocks)
         else:
-            assert_trains_alike(graphs, lambda: made(layer), way, step, compile=by_blocks, steps=3)
+            assert_trains_alike(graphs, lambda: made(layer), way, step, compile=by_blocks)
             assert way in PARTLY_IN_GRAPHS or set(graphs.collectives()) <= {(0, 0)}
         assert layer is Recurrent or graphs.forward != []  # of an LSTM nothing is compiled
 
@@ -267,7 +267,7 @@ def test_capture_can_be_disabled() -> None:
         return model
 
     with compiling() as graphs:
-        model = assert_trains_alike(graphs, build, uncaptured, one_backward(batch), compile=by_blocks, steps=2)
+        model = assert_trains_alike(graphs, build, uncaptured, one_backward(batch), compile=by_blocks)
         assert set(graphs.collectives()) == {(0, 0)}
         assert not fsdp2.compile_report(copy.deepcopy(model)).is_complete
         with pytest.raises(Exception, match="set_graph_capture"):

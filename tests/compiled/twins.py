@@ -85,29 +85,32 @@ class Graphs:
         return [(_count(each, GATHERS), _count(each, SCATTERS)) for each in (*self.forward, *self.backward)]
 
 
-def _collectives(graph: torch.fx.GraphModule) -> list[str]:
-    """Of ``graph``, in order: "all_gather_into_tensor -> float32[272]"."""
-    lines = []
+def _communications(graph: torch.fx.GraphModule) -> Iterator[tuple[str, torch.fx.Node]]:
+    """What ``graph`` communicates, in order: the name of the functional collective, and its node."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             namespace, name = node.target._schema.name.split("::")
             if namespace == "_c10d_functional" and name != "wait_tensor":
-                value = node.meta["val"]
-                dtype = str(value.dtype).removeprefix("torch.")
-                operation = [each for each in node.args if each in ("sum", "avg")]
-                lines.append(" ".join([name, *operation, "->", f"{dtype}{list(value.shape)}"]))
+                yield name, node
+
+
+def _collectives(graph: torch.fx.GraphModule) -> list[str]:
+    """Of ``graph``, in order: "all_gather_into_tensor -> float32[272]"."""
+    lines = []
+    for name, node in _communications(graph):
+        value = node.meta["val"]
+        dtype = str(value.dtype).removeprefix("torch.")
+        operation = [str(each) for each in node.args if each in ("sum", "avg")]
+        lines.append(" ".join([name, *operation, "->", f"{dtype}{list(value.shape)}"]))
     return lines
 
 
 def _exchanges(graph: torch.fx.GraphModule) -> list[Exchange]:
     found = []
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            namespace, name = node.target._schema.name.split("::")
-            if namespace == "_c10d_functional" and name != "wait_tensor":
-                values = [node.meta["val"], node.args[0].meta["val"]]
-                kind = name.removesuffix("_tensor").removesuffix("_into")
-                found.append((kind, max(value.numel() for value in values), values[0].dtype, str(node.args[-1])))
+    for name, node in _communications(graph):
+        values = [each.meta["val"] for each in (node, node.args[0])]
+        kind = name.removesuffix("_tensor").removesuffix("_into")
+        found.append((kind, max(value.numel() for value in values), values[0].dtype, str(node.args[-1])))
     return found
 
 

@@ -53,7 +53,7 @@ def test_gradients_go_one_by_one_when_they_are_cast(matrices: int, world_size: i
     block = 2 * matrices * spec.dim * spec.hidden_dim
     ours, theirs = (memory_of(name, world_size, spec, torch.bfloat16) for name in ("fsdp2", "torch"))
     assert ours.backward_over <= theirs.backward_over - blocks * block
-    assert ours.forward_over <= theirs.forward_over
+    assert ours.forward_over <= theirs.forward_over + 2048  # slots lie at multiples of 16 bytes (torch 2.15's do not)
 
 
 class Block(nn.Module):
