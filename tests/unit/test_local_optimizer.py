@@ -195,8 +195,10 @@ def test_steps_leave_no_garbage_and_hold_no_gradient(mesh: DeviceMesh) -> None:
     left: dict[str, int] = {}
     for name in (PLAIN, LOCAL, FLAT):
         optimizer = optimizer_of(name, of[name], fused=True)
+        counts = []
         for _ in range(4):
             optimizer.step()
-            left[name] = gc.collect()
-    assert max(left[LOCAL], left[FLAT]) <= left[PLAIN]
+            counts.append(gc.collect())
+        left[name] = min(counts)  # the collector also finds what other threads of the process leave
+    assert max(left[LOCAL], left[FLAT]) <= left[PLAIN], left
     assert all(parameter._local_tensor.grad is None for parameter in of[LOCAL])
