@@ -199,6 +199,6 @@ def test_steps_leave_no_garbage_and_hold_no_gradient(mesh: DeviceMesh) -> None:
         for _ in range(4):
             optimizer.step()
             counts.append(gc.collect())
-        left[name] = min(counts)  # the collector also finds what other threads of the process leave
+        left[name] = min(counts)  # what every step leaves; one collection may find more than its step
     assert max(left[LOCAL], left[FLAT]) <= left[PLAIN], left
     assert all(parameter._local_tensor.grad is None for parameter in of[LOCAL])
