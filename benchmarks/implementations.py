@@ -44,7 +44,7 @@ class ShardingOptions:
 
 
 @contextlib.contextmanager
-def fake_process_group(world_size: int) -> Iterator[DeviceMesh]:
+def fake_process_group(world_size: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
     """This process as rank 0 of `world_size` ranks that do not exist; collectives complete at once.
 
     A gather fills the output with copies of this rank's input; what a reduction delivers is arbitrary.
@@ -53,7 +53,7 @@ def fake_process_group(world_size: int) -> Iterator[DeviceMesh]:
     torch.set_flush_denormal(True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        yield init_device_mesh("cpu", (world_size,))
+        yield init_device_mesh(device_type, (world_size,))
     finally:
         dist.destroy_process_group()
         torch.set_flush_denormal(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import clip, first_step, micro, optimizers
+from benchmarks import clip, first_step, gpu_step, micro, optimizers
 from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
@@ -299,3 +300,18 @@ def test_an_unknown_way_to_compile_is_an_error(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         compile_benchmark.main(["--impl", "torch-whole"])
     assert "unknown: torch-whole; there are unsharded-whole" in capsys.readouterr().err
+
+
+def test_the_step_on_a_gpu_is_rehearsed_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """The wire is slower than the host: it is what a step lasts, and what is exposed of it."""
+    spec = replace(LARGE_PARAMETERS, blocks=2, dim=16, hidden_dim=128)
+    for name in ("torch", "fsdp2"):
+        run = gpu_step.Run(name, spec, 4, "cpu", 4, bytes_per_second=1e6, steps=1)
+        # Gathers of all in forward and of the blocks in backward, in bf16; reductions in fp32: 3 of 4 ranks' parts.
+        block, root = 2 * 16 * 128, 2 * 16 * 16
+        nbytes = 3 / 4 * (2 * 2 * block * 2 + root * 2 + (2 * block + root) * 4)
+        assert gpu_step.measure_in_process(run)[gpu_step.STEP] >= nbytes / 1e6 * 1e3 * 0.95
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            gpu_step.main([])
+        assert "no GPU is available" in capsys.readouterr().err
