@@ -185,6 +185,7 @@ def build_part(parameter: Tensor) -> Tensor:
 
 
 @multi_rank(2)
+@pytest.mark.full  # 3 s each
 @pytest.mark.parametrize("make", [adamw, local])
 def test_a_learning_rate_that_is_a_tensor_is_scheduled_without_compiling_anew(make: Any) -> None:
     with compiling() as graphs:
@@ -204,6 +205,7 @@ def test_a_learning_rate_that_is_a_tensor_is_scheduled_without_compiling_anew(ma
 
 
 @multi_rank(2)
+@pytest.mark.full  # 3 s each
 @pytest.mark.parametrize("make", [sgd, local])
 def test_functions_that_step_and_clear(make: Any) -> None:
     with compiling() as graphs:
@@ -225,6 +227,7 @@ def test_functions_that_step_and_clear(make: Any) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full  # 3 s each
 @pytest.mark.parametrize("make", [sgd, local])
 def test_closures(make: Any) -> None:
     with compiling() as graphs:
@@ -303,6 +306,7 @@ def test_offloaded_state_is_refused(make: Any) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full  # 3 s each
 @pytest.mark.parametrize("make", [sgd, local])
 def test_a_whole_graph_is_out_of_reach_as_in_torch(make: Any) -> None:
     with compiling():
@@ -313,6 +317,7 @@ def test_a_whole_graph_is_out_of_reach_as_in_torch(make: Any) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full  # 5 s
 def test_conversion_after_a_compiled_step() -> None:
     with compiling() as graphs:
         model = shard(build())
