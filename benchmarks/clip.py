@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from benchmarks.counts import OperationCounter, OperationCounts, PythonCallCounter
-from benchmarks.host_time import WARM_UP_STEPS, Quartiles, garbage_collector_off
+from benchmarks.host_time import WARM_UP_STEPS, garbage_collector_off
 from benchmarks.implementations import fake_process_group
+from benchmarks.samples import spread
 from benchmarks.step import GRADIENT_VALUE, local_tensor
 from benchmarks.tables import Table
 
@@ -62,8 +63,8 @@ def measure(count: int, *, world_size: int, repetitions: int) -> str:
         ["", *CONTENDERS, "fsdp2/torch"],
     )
     ratios = [mine / other for mine, other in zip(seconds["fsdp2"], seconds["torch"], strict=True)]
-    times = [_spread([1e6 * each / count for each in seconds[name]], digits=2) for name in CONTENDERS]
-    table.add("host CPU time, us per parameter", *times, _spread(ratios, digits=3))
+    times = [spread([1e6 * each / count for each in seconds[name]], digits=2) for name in CONTENDERS]
+    table.add("host CPU time, us per parameter", *times, spread(ratios, digits=3))
     rows = {
         "Python calls": calls,
         "dispatched operations": {name: part.operations for name, part in operations.items()},
@@ -101,11 +102,6 @@ def _python_calls(clip: Clip, parameters: list[nn.Parameter]) -> int:
     with counter:
         clip(parameters, 1.0)
     return counter.calls
-
-
-def _spread(samples: Sequence[float], *, digits: int) -> str:
-    found = Quartiles.of(samples)
-    return f"{found.median:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

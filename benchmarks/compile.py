@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from benchmarks.implementations import UNSHARDED, ShardingOptions, build_contender
 from benchmarks.models import ModelSpec
+from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.tables import Table
 from benchmarks.throughput import Interval
@@ -75,11 +75,11 @@ def _step_of(name: str, blocks: int, backend: str, options: ShardingOptions, mes
     return step
 
 
-def _run_rank(rank: int, names: Sequence[str], blocks: int, backend: str, repetitions: int, path: str) -> None:
+def _measure_on_rank(
+    names: Sequence[str], blocks: int, backend: str, repetitions: int
+) -> dict[str, dict[str, list[float]]]:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
-    torch.set_num_threads(1)
     options = ShardingOptions(world_size=2)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     seconds: dict[str, dict[str, list[float]]] = {}
     steps = {}
@@ -98,19 +98,12 @@ def _run_rank(rank: int, names: Sequence[str], blocks: int, backend: str, repeti
             steps[name]()
             seconds[name]["cpu"].append(time.process_time() - cpu)
             seconds[name]["wall"].append(time.perf_counter() - wall)
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, seconds)
-    if rank == 0:
-        Path(path, "seconds.json").write_text(json.dumps(gathered))
-    dist.destroy_process_group()
+    return seconds
 
 
 def measure(names: Sequence[str], *, blocks: int, backend: str, repetitions: int) -> dict[str, dict[str, list[float]]]:
     """Seconds by name: of the first two steps, and of each repetition CPU of both ranks and wall of the slower."""
-    with tempfile.TemporaryDirectory() as path:
-        arguments = (tuple(names), blocks, backend, repetitions, path)
-        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
-        one, other = json.loads(Path(path, "seconds.json").read_text())
+    one, other = on_ranks(2, _measure_on_rank, tuple(names), blocks, backend, repetitions)
     return {
         name: {
             "first": [max(one[name]["first"][0], other[name]["first"][0])],

@@ -11,28 +11,25 @@ with `fsdp2.optim.local`; on the DTensors of either implementation the plain opt
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp2
-from benchmarks.host_time import Quartiles
 from benchmarks.implementations import (
-    AGAIN,
     IMPLEMENTATIONS,
     UNSHARDED,
     ShardingOptions,
+    base_of,
     fake_process_group,
     shard_blocks,
 )
 from benchmarks.models import build_model, small_parameters
-from benchmarks.results import Environment
+from benchmarks.samples import compared, ratios, spread, write_json
 from benchmarks.step import LEARNING_RATE
 from benchmarks.tables import Table
 
@@ -60,7 +57,7 @@ def first_step(name: str, blocks: int, world_size: int) -> dict[str, float]:
 
 
 def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    if name.removesuffix(AGAIN) == "fsdp2":
+    if base_of(name) == "fsdp2":
         return fsdp2.optim.local(torch.optim.AdamW, parameters, lr=LEARNING_RATE, foreach=True)
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, foreach=True)
 
@@ -85,13 +82,8 @@ def measure(names: Sequence[str], *, blocks: int, world_size: int, repetitions: 
     return seconds
 
 
-def _spread(samples: Sequence[float], digits: int) -> str:
-    found = Quartiles.of(samples)
-    return f"{found.median:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
-
-
 def _table(seconds: Seconds, names: Sequence[str], title: str) -> Table:
-    others = [name for name in names if name.removesuffix(AGAIN) != UNSHARDED and name != "torch" and "torch" in names]
+    others = compared(names)
     table = Table(
         title,
         ["ms", *names, *(f"{name}/torch" for name in others)],
@@ -100,15 +92,11 @@ def _table(seconds: Seconds, names: Sequence[str], title: str) -> Table:
     for part, samples in seconds.items():
         cells = [
             ""
-            if part == "fully_shard" and name.removesuffix(AGAIN) == UNSHARDED
-            else _spread([1e3 * each for each in samples[name]], 1)
+            if part == "fully_shard" and base_of(name) == UNSHARDED
+            else spread([1e3 * each for each in samples[name]], 1)
             for name in names
         ]
-        ratios = []
-        for name in others:
-            pairs = zip(samples[name], samples["torch"], strict=True)
-            ratios.append(_spread([mine / other for mine, other in pairs], 3))
-        table.add(part, *cells, *ratios)
+        table.add(part, *cells, *ratios(samples, names))
     return table
 
 
@@ -127,9 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{torch.__version__}; {given.repetitions} interleaved repetitions"
     )
     print(_table(seconds, given.impl, title).render())
-    if given.json is not None:
-        figures = {"environment": asdict(Environment.current()), "seconds": seconds}
-        given.json.write_text(json.dumps(figures))
+    write_json(given.json, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from torch import nn
 from benchmarks.host_time import Quartiles
 from benchmarks.implementations import AGAIN, ShardingOptions, fake_process_group, shard_blocks
 from benchmarks.models import LARGE_PARAMETERS, ModelSpec, build_model
-from benchmarks.results import Environment
+from benchmarks.samples import compared, write_json
 from benchmarks.step import LEARNING_RATE
 from benchmarks.tables import Table
 
@@ -222,7 +221,7 @@ def measure(names: Sequence[str], run: Run, repetitions: int) -> Samples:
 
 
 def _table(samples: Samples, names: Sequence[str], title: str) -> Table:
-    others = [name for name in names if name != "torch" and "torch" in names]
+    others = compared(names)
     table = Table(
         title,
         ["", *names, *(f"{name}/torch" for name in others)],
@@ -275,9 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"a wire of {given.gigabytes_per_second:g} GB/s, {given.device}, torch {torch.__version__}"
     )
     print(_table(samples, given.impl, title).render())
-    if given.json is not None:
-        figures = {"environment": asdict(Environment.current()), "samples": samples}
-        given.json.write_text(json.dumps(figures))
+    write_json(given.json, samples=samples)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,10 @@ class Quartiles:
             return cls(samples[0], samples[0], samples[0])
         return cls(*statistics.quantiles(samples, n=4, method="inclusive"))
 
+    def text(self, digits: int) -> str:
+        """ "median [low, high]"."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:

@@ -11,10 +11,8 @@ beside it. CPU time of the calling thread, operations interleaved; ratios are ta
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.clip import Weights
 from benchmarks.counts import PythonCallCounter
-from benchmarks.host_time import WARM_UP_STEPS, Quartiles, garbage_collector_off
+from benchmarks.host_time import WARM_UP_STEPS, garbage_collector_off
 from benchmarks.implementations import (
-    AGAIN,
     IMPLEMENTATIONS,
     UNSHARDED,
     ShardingOptions,
+    base_of,
     fake_process_group,
     shard_group,
 )
-from benchmarks.results import Environment
+from benchmarks.samples import compared, ratios, spread, write_json
 from benchmarks.tables import Table
 
 UNSHARD, RESHARD, REDUCE = "unshard", "reshard", "backward: reduce, reshard"
@@ -45,7 +43,7 @@ class Group:
 
     def __init__(self, name: str, count: int, mesh: DeviceMesh) -> None:
         self.module = Weights(count)
-        self.is_sharded = name.removesuffix(AGAIN) != UNSHARDED
+        self.is_sharded = base_of(name) != UNSHARDED
         options = ShardingOptions(world_size=mesh.size(), reshard_after_forward=False)
         shard_group(name, self.module, mesh=mesh, options=options)
         self._factor = torch.ones(())
@@ -119,22 +117,13 @@ def _timed(group: Group, operation: str) -> float | None:
     return sample
 
 
-def _spread(samples: Sequence[float], digits: int) -> str:
-    found = Quartiles.of(samples)
-    return f"{found.median:.{digits}f} [{found.low:.{digits}f}, {found.high:.{digits}f}]"
-
-
 def _table(seconds: Seconds, calls: dict[str, dict[str, int]], names: Sequence[str], title: str) -> Table:
-    others = [name for name in names if name.removesuffix(AGAIN) != UNSHARDED and name != "torch" and "torch" in names]
+    others = compared(names)
     notes = ["us of CPU time of the calling thread, and ratios: median [quartiles]"]
     table = Table(title, ["", *names, *(f"{name}/torch" for name in others)], notes=notes)
     for operation, samples in seconds.items():
-        cells = [_spread([1e6 * each for each in samples[name]], 1) if name in samples else "" for name in names]
-        ratios = []
-        for name in others:
-            pairs = zip(samples[name], samples["torch"], strict=True)
-            ratios.append(_spread([mine / other for mine, other in pairs], 3))
-        table.add(f"{operation}, us", *cells, *ratios)
+        cells = [spread([1e6 * each for each in samples[name]], 1) if name in samples else "" for name in names]
+        table.add(f"{operation}, us", *cells, *ratios(samples, names))
     for operation, found in calls.items():
         cells = [str(found.get(name, "")) for name in names]
         table.add(f"{operation}, calls", *cells, *(f"{found[name] / found['torch']:.3f}" for name in others))
@@ -157,9 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{torch.__version__}; {given.repetitions} interleaved repetitions"
     )
     print(_table(seconds, calls, names, title).render())
-    if given.json is not None:
-        figures = {"environment": asdict(Environment.current()), "seconds": seconds, "python_calls": calls}
-        given.json.write_text(json.dumps(figures))
+    write_json(given.json, seconds=seconds, python_calls=calls)
 
 
 if __name__ == "__main__":

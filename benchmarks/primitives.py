@@ -9,16 +9,14 @@ Printed for rank 0, per form: CPU milliseconds of all its threads / wall millise
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import on_ranks
 from benchmarks.tables import Table
 from fsdp2.comm import collectives
 from fsdp2.comm.primitives import Form
@@ -82,9 +80,7 @@ FORMS: dict[str, Exchange] = {
 }
 
 
-def _run_rank(rank: int, world_size: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{path}/store", world_size), rank=rank, world_size=world_size)
+def _measure_on_rank(world_size: int) -> dict[str, list[tuple[float, float]]]:
     group = dist.group.WORLD
     assert group is not None, "initialized"
     medians: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
@@ -101,9 +97,7 @@ def _run_rank(rank: int, world_size: int, path: str) -> None:
         for name, pairs in samples.items():
             cpus, walls = zip(*pairs, strict=True)
             medians[name].append((statistics.median(cpus), statistics.median(walls)))
-    if rank == 0:
-        Path(path, "medians.json").write_text(json.dumps(medians))
-    dist.destroy_process_group()
+    return medians
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -111,9 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.primitives", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     ranks = parser.parse_args(arguments).ranks
-    with tempfile.TemporaryDirectory() as path:
-        torch.multiprocessing.spawn(_run_rank, (ranks, path), nprocs=ranks)  # type: ignore[no-untyped-call]
-        medians = json.loads(Path(path, "medians.json").read_text())
+    medians = on_ranks(ranks, _measure_on_rank, ranks)[0]
     table = Table(
         f"torch {torch.__version__}, gloo, {ranks} ranks: CPU ms of one rank / wall ms, by bytes of the whole",
         ["", *(f"{nbytes // KIB} KiB" for nbytes in SIZES)],

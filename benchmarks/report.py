@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks.host_time import FORWARD_AND_BACKWARD, Quartiles
+from benchmarks.host_time import FORWARD_AND_BACKWARD
 from benchmarks.implementations import AGAIN, UNSHARDED
 from benchmarks.memory import StepMemory
 from benchmarks.results import Environment, Results, StepFigures
@@ -58,13 +58,11 @@ def _host_time_table(results: Results) -> Table:
         ],
     )
     for label, phases in HOST_TIME_ROWS.items():
-        ratios = [_spread(times.ratio(name, other, phases), digits=3) for name, other in pairs]
-        table.add(label, *(_spread(times.per_parameter_us(name, phases), digits=1) for name in names), *ratios)
+        ratios = [times.ratio(name, other, phases).text(3) for name, other in pairs]
+        table.add(label, *(times.per_parameter_us(name, phases).text(1) for name in names), *ratios)
     if UNSHARDED in names:
-        over = [MISSING if name == UNSHARDED else _spread(times.over_unsharded_us(name), digits=1) for name in names]
-        ratios = [
-            MISSING if other == UNSHARDED else _spread(times.over_ratio(name, other), digits=3) for name, other in pairs
-        ]
+        over = [MISSING if name == UNSHARDED else times.over_unsharded_us(name).text(1) for name in names]
+        ratios = [MISSING if other == UNSHARDED else times.over_ratio(name, other).text(3) for name, other in pairs]
         table.add("over unsharded", *over, *ratios)
     return table
 
@@ -151,8 +149,3 @@ def _compared(names: list[str]) -> list[tuple[str, str]]:
 
 def _ratio(value: float, reference: float) -> str:
     return f"{value / reference:.3f}" if reference else MISSING
-
-
-def _spread(quartiles: Quartiles, *, digits: int) -> str:
-    low, median, high = (f"{value:.{digits}f}" for value in (quartiles.low, quartiles.median, quartiles.high))
-    return f"{median} [{low}, {high}]"

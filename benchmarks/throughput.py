@@ -24,7 +24,6 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.implementations import AGAIN, IMPLEMENTATIONS, UNSHARDED, ShardingOptions, build_contender
+from benchmarks.implementations import AGAIN, IMPLEMENTATIONS, POOLED, UNSHARDED, ShardingOptions, build_contender
 from benchmarks.models import ModelSpec
+from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.tables import Table
 
@@ -101,10 +101,9 @@ def _step_of(name: str, options: ShardingOptions, mesh: Any) -> Callable[[], Non
     return step
 
 
-def _run_rank(rank: int, names: Sequence[str], repetitions: int, options: ShardingOptions, path: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{path}/store", options.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.world_size)
+def _measure_on_rank(
+    names: Sequence[str], repetitions: int, options: ShardingOptions
+) -> dict[str, list[tuple[float, float]]]:
     mesh = init_device_mesh("cpu", (options.world_size,))
     steps = {name: _step_of(name, options, mesh) for name in names}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -120,19 +119,12 @@ def _run_rank(rank: int, names: Sequence[str], repetitions: int, options: Shardi
             cpu, wall = time.process_time(), time.perf_counter()
             steps[name]()
             seconds[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    gathered: list[Any] = [None] * options.world_size
-    dist.all_gather_object(gathered, seconds)
-    if rank == 0:
-        Path(path, "seconds.json").write_text(json.dumps(gathered))
-    dist.destroy_process_group()
+    return seconds
 
 
 def measure(names: Sequence[str], *, repetitions: int, options: ShardingOptions) -> dict[str, Samples]:
     """Runs ``options.world_size`` processes; the samples by implementation."""
-    with tempfile.TemporaryDirectory() as path:
-        arguments = (tuple(names), repetitions, options, path)
-        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=options.world_size)  # type: ignore[no-untyped-call]
-        by_rank = json.loads(Path(path, "seconds.json").read_text())
+    by_rank = on_ranks(options.world_size, _measure_on_rank, tuple(names), repetitions, options)
     return {
         name: Samples(
             cpu=tuple(
@@ -179,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=lambda text: text.split(","),
         default=[UNSHARDED, "torch", "torch-again", "fsdp2"],
         metavar="NAMES",
-        help=f"comma-separated: {', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}'",
+        help=f"comma-separated: {', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}', fsdp2 with '{POOLED}'",
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--repetitions", type=int, default=40, help="interleaved timed steps (default: 40)")

@@ -29,15 +29,15 @@ _optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _replaced: list[Callable[[], None]] = []
 
 
-def trace_gradients_of_groups(groups: Iterable[FSDPParamGroup]) -> None:
-    """From now on, let Dynamo come by those of ``groups``: of the compiled module whose call begins."""
+def stand_in_for_groups(groups: Iterable[FSDPParamGroup]) -> None:
+    """In graphs made from now on, for tensors of ``groups``: of the compiled module whose call begins."""
     global _groups
     _groups = tuple(map(weakref.ref, groups))
     _torch_compiler.around_compilations(_stand_in, _give_back)
 
 
-def trace_gradients_of_optimizer(optimizer: Optimizer) -> None:
-    """From now on, let Dynamo come by those of the parameters of ``optimizer``, whose compiled step begins."""
+def stand_in_for_optimizer(optimizer: Optimizer) -> None:
+    """In graphs made from now on, for gradients of the parameters of ``optimizer``, whose compiled step begins."""
     _optimizers.add(optimizer)
     _torch_compiler.around_compilations(_stand_in, _give_back)
 

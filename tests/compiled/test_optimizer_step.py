@@ -94,6 +94,12 @@ PLAIN = {local: foreach, flat: foreach}
 """What makes the same of plain tensors, if it is not what makes it of DTensors."""
 
 
+def beside_reference(make: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
+    """A sharded model and its optimizer by ``make``, and an unsharded model with the same optimizer."""
+    model, unsharded = shard(build()), build()
+    return model, make([*model.parameters()]), unsharded, PLAIN.get(make, make)([*unsharded.parameters()])
+
+
 def plain_twin(model: nn.Module) -> list[nn.Parameter]:
     """This rank's shards as plain parameters."""
     return [nn.Parameter(param.detach().to_local().clone()) for param in model.parameters()]  # type: ignore[attr-defined]
@@ -209,9 +215,7 @@ def test_a_learning_rate_that_is_a_tensor_is_scheduled_without_compiling_anew(ma
 @pytest.mark.parametrize("make", [sgd, local])
 def test_functions_that_step_and_clear(make: Any) -> None:
     with compiling() as graphs:
-        model, unsharded = shard(build()), build()
-        optimizer = make([*model.parameters()])
-        of_unsharded = PLAIN.get(make, make)([*unsharded.parameters()])
+        model, optimizer, unsharded, of_unsharded = beside_reference(make)
 
         @torch.compile(backend=graphs.backend())
         def step() -> None:
@@ -231,9 +235,7 @@ def test_functions_that_step_and_clear(make: Any) -> None:
 @pytest.mark.parametrize("make", [sgd, local])
 def test_closures(make: Any) -> None:
     with compiling() as graphs:
-        model, unsharded = shard(build()), build()
-        optimizer = make([*model.parameters()])
-        of_unsharded = PLAIN.get(make, make)([*unsharded.parameters()])
+        model, optimizer, unsharded, of_unsharded = beside_reference(make)
         step = torch.compile(optimizer.step, backend=graphs.backend())
         for number in range(3):
 

@@ -35,7 +35,7 @@ def parallel(case: ModelCase, mesh: DeviceMesh, *, where: str | None = None, **a
 
 def compiled_like(graphs: Graphs, case: ModelCase, mesh: DeviceMesh, model: nn.Module, **options: Any) -> None:
     way = options.pop("way", whole)
-    options.setdefault("steps", 2)
+    options.setdefault("steps", 5)
     train_2d(case, way(model, graphs.backend()), mesh, **options)
 
 

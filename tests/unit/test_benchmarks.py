@@ -220,6 +220,9 @@ def test_tables_align_their_columns() -> None:
 def test_unknown_implementation_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown implementation 'fdsp2'"):
         available("fdsp2")
+    with pytest.raises(ValueError, match="unknown implementation 'torch-pooled'"):
+        available("torch-pooled")
+    assert available("fsdp2-pooled") and available("torch-again")
 
 
 def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
