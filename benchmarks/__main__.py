@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.counts import count_step
 from benchmarks.host_time import WARM_UP_STEPS, measure_host_times
-from benchmarks.implementations import IMPLEMENTATIONS, ShardingOptions, available, fake_process_group
+from benchmarks.implementations import IMPLEMENTATIONS, NAMES_HELP, ShardingOptions, available, fake_process_group
 from benchmarks.memory import measure_step_memory
 from benchmarks.models import LARGE_PARAMETERS, SMALL_PARAMETERS, ModelSpec, small_parameters
 from benchmarks.report import render
@@ -57,7 +57,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=list(IMPLEMENTATIONS),
         metavar="NAMES",
-        help="comma-separated: unsharded, torch, fsdp2, or any of them with '-again' (default: all three)",
+        help=f"comma-separated: {NAMES_HELP} (default: unsharded, torch, fsdp2)",
     )
     parser.add_argument("--repetitions", type=int, default=80, help="interleaved timed steps (default: 80)")
     parser.add_argument("--world-size", type=int, default=8, help="ranks of the fake group (default: 8)")

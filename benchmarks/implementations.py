@@ -22,10 +22,15 @@ from benchmarks.models import ModelSpec, StackedBlocks, build_model
 
 UNSHARDED = "unsharded"
 AGAIN = "-again"
-POOLED = "-pooled"
+# What may follow the name of ours -> what is called on the model.
+VARIANTS: dict[str, tuple[str, object]] = {
+    "-pooled": ("set_communication_memory_pool", True),
+    "-no-prefetch": ("set_prefetch_budget", 0),
+}
 # Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
 SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
 IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
+NAMES_HELP = f"{', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}', fsdp2 with one of {', '.join(VARIANTS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,12 @@ def fake_process_group(world_size: int, device_type: str = "cpu") -> Iterator[De
 
 def base_of(name: str) -> str:
     """The implementation that `name` is an instance of."""
-    return name.removesuffix(AGAIN).removesuffix(POOLED)
+    return name.removesuffix(AGAIN).removesuffix(_variant_of(name))
+
+
+def _variant_of(name: str) -> str:
+    """The key of `VARIANTS` that `name` ends with, or nothing."""
+    return next((variant for variant in VARIANTS if name.endswith(variant)), "")
 
 
 def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
@@ -70,11 +80,8 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
     Raises ValueError for an unknown name.
     """
     base_name = base_of(name)
-    if base_name not in IMPLEMENTATIONS or (name.endswith(POOLED) and base_name != "fsdp2"):
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(
-            f"unknown implementation '{name}': expected one of {known}, '{AGAIN}' or (fsdp2) '{POOLED}' may follow"
-        )
+    if base_name not in IMPLEMENTATIONS or (_variant_of(name) and base_name != "fsdp2"):
+        raise ValueError(f"unknown implementation '{name}': expected {NAMES_HELP}")
     if base_name == UNSHARDED:
         return True
     needed = ["fully_shard"] if param_dtype == torch.float32 else ["fully_shard", "MixedPrecisionPolicy"]
@@ -103,8 +110,9 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
-    if name.endswith(POOLED):
-        model.set_communication_memory_pool(True)  # type: ignore[operator]
+    for variant, (method, argument) in VARIANTS.items():
+        if name.endswith(variant):
+            getattr(model, method)(argument)
 
 
 def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:

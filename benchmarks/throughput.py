@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.implementations import AGAIN, IMPLEMENTATIONS, POOLED, UNSHARDED, ShardingOptions, build_contender
+from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions, build_contender
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=lambda text: text.split(","),
         default=[UNSHARDED, "torch", "torch-again", "fsdp2"],
         metavar="NAMES",
-        help=f"comma-separated: {', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}', fsdp2 with '{POOLED}'",
+        help=f"comma-separated: {NAMES_HELP}",
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--repetitions", type=int, default=40, help="interleaved timed steps (default: 40)")

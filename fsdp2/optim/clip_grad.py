@@ -90,7 +90,9 @@ def clip_grad_norm_(
         FSDPRuntimeError: the norm is not finite, with ``error_if_nonfinite``. Nothing is scaled then.
     """
     every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
-    slots = _Slots.of(every, [each.grad for each in every])
+    with _torch.plain_attributes():
+        gradients = [each.grad for each in every]
+    slots = _Slots.of(every, gradients)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
     _scale(slots.groups(), max_norm, total, foreach)
     return total
@@ -171,17 +173,14 @@ def _name_of(tensor: torch.Tensor, index: int) -> str:
 _Groups = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Local tensors by device and dtype: what one foreach call takes."""
 
-_device_and_dtype = operator.attrgetter("device", "dtype")
+_device_number = torch.Tensor.get_device
 _dtype = operator.attrgetter("dtype")
 _own_sharded = operator.attrgetter("_fsdp_param.target.sharded")
-_mesh = operator.attrgetter("mesh")
-_placements = operator.attrgetter("placements")
 
 
 def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
-    kinds = set(map(_device_and_dtype, tensors))
-    if len(kinds) == 1:  # the usual case, in half the time
-        return {kinds.pop(): tensors}
+    if len(set(map(_dtype, tensors))) == len(set(map(_device_number, tensors))) == 1:  # the usual case, in loops of C
+        return {(tensors[0].device, tensors[0].dtype): tensors}
     groups: _Groups = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -210,15 +209,14 @@ class _Slots:
     Attributes:
         slots: one for each spread that some parameter has.
         device: where numbers are added up: of the first mesh, else of the first parameter; None without parameters.
-        dtype: of the norm.
+        dtype: of the norm; by the parameters, for all ranks have those.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.slots: list[_Slot] = []
         first = next((each for each in tensors if isinstance(each, DTensor)), None)
         self.device = device_of(first.device_mesh) if first is not None else tensors[0].device if tensors else None
-        wide = not {torch.float64, torch.complex128}.isdisjoint(map(_dtype, tensors))
-        self.dtype = torch.float64 if wide else torch.float32
+        self.dtype = torch.float32
         # By mesh and placements, which parameters share: looking at each of them costs microseconds.
         self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
 
@@ -231,6 +229,7 @@ class _Slots:
         """
         self = cls(tensors)
         if not self._take_alike(tensors, gradients):
+            self._widen_for(tensors)
             for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
                 slot = self._slot_of(tensor, tensor, index)
                 local = None
@@ -256,16 +255,20 @@ class _Slots:
                 return False
         except AttributeError:  # of None, or of a plain tensor
             return False
-        kinds = zip(map(id, map(_mesh, specs)), map(id, map(_placements, specs)), strict=True)
-        examples = dict(zip(kinds, range(len(specs)), strict=True))
-        slots = [self._slot_of(tensors[index], tensors[index], index) for index in sorted(examples.values())]
+        examples = list(dict(zip(map(id, specs), range(len(specs)), strict=True)).values())  # few: specs are shared
+        slots = [self._slot_of(tensors[index], tensors[index], index) for index in examples]
         below = list(map(_torch.local_of, gradients))  # type: ignore[arg-type]
         if len({id(slot) for slot in slots}) != 1 or set(map(type, below)) != {torch.Tensor}:
             self.slots, self._known = [], {}  # in the order of the parameters, from the first
             return False
+        self._widen_for([tensors[index] for index in examples])
         slots[0].of_each = [*below]
         slots[0].gradients = list(filter(torch.Tensor.numel, below))
         return True
+
+    def _widen_for(self, tensors: Sequence[torch.Tensor]) -> None:
+        if not {torch.float64, torch.complex128}.isdisjoint(map(_dtype, tensors)):
+            self.dtype = torch.float64
 
     def _check_spread(self, tensor: torch.Tensor, gradient: torch.Tensor, slot: _Slot, index: int) -> None:
         if not _share_spec(tensor, gradient) and self._slot_of(gradient, tensor, index) is not slot:

@@ -22,6 +22,7 @@ from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.memory import MemoryPool
+from fsdp2.params.pieces import seen_as_pieces
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 
 Member = tuple[torch.Tensor, torch.Tensor]
@@ -194,6 +195,8 @@ class Gather:
         self._add_copy(pieces, unsharded.as_strided((ranks, count, numel), strides, first.unsharded_offset))
 
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        if self._device.type == "cpu":
+            source, destination = seen_as_pieces((source, destination))
         self._copy_out_sources.append(source)
         self._copy_out_destinations.append(destination)
 

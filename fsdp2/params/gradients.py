@@ -123,7 +123,7 @@ class DtypeGradients:
             if hole is not None
         ]
         casts = any(param.param_dtype != dtype for param in self.params)
-        self._pack = packing_for(layout, world_size, device, casts=casts)
+        self._pack = packing_for(layout, world_size, device, dtype, casts=casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 

@@ -11,24 +11,38 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
+from fsdp2.params.pieces import piece_dtype, seen_as_pieces
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 
 Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
 """Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
 
 COLUMNS_FROM = 1024
-"""From so many ranks on, elements one by one take longer to pack as chunks than as columns."""
+"""From so many ranks on, pieces of a few bytes take longer to pack as chunks than as columns."""
 
 
-def packing_for(layout: GradientLayout, world_size: int, device: torch.device, *, casts: bool) -> Pack:
-    """The way of packing that is fastest for what ``layout`` packs. ``casts``: into another dtype."""
+def packing_for(
+    layout: GradientLayout, world_size: int, device: torch.device, dtype: torch.dtype, *, casts: bool
+) -> Pack:
+    """The way of packing that is fastest for what ``layout`` packs as ``dtype``. ``casts``: from another."""
     if device.type != "cpu":
         return _torch.chunk_cat  # one kernel, which casts
-    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
-    are_columns = all(slot.cut.shape == (world_size,) and slot.shard_numel == 1 for slot in packed)
-    if packed and are_columns and world_size >= COLUMNS_FROM:
+    if world_size >= COLUMNS_FROM and _are_columns(layout, world_size, dtype, casts=casts):
         return _columns
     return _cast_chunks if casts else _torch.chunk_cat
+
+
+def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *, casts: bool) -> bool:
+    """Whether what is packed is alike, and a rank's piece of each one element, or (uncast) can be seen as one."""
+    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
+    if not packed or len({slot.cut.shape for slot in packed}) > 1:
+        return False
+    numel = packed[0].shard_numel
+    if any(slot.is_dealt_out or slot.pad_numel or slot.cut.size != slot.rows * world_size for slot in packed):
+        return False
+    if numel == 1:
+        return True
+    return not casts and piece_dtype(numel * dtype.itemsize) is not None and layout.packed_numel % numel == 0
 
 
 def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
@@ -43,10 +57,15 @@ def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch
 
 
 def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
-    """Of vectors (world_size,), and a last tensor (world_size, ...)."""
-    *vectors, last = tensors
-    packed[:, : len(vectors)].copy_(torch.cat(vectors).view(len(vectors), world_size).t())
-    packed[:, len(vectors) :].copy_(last)
+    """Of tensors of which each rank gets a few bytes, all alike, and a last one (world_size, ...)."""
+    *parts, last = tensors
+    width = packed.shape[1] - last.shape[1]
+    whole = torch.cat(parts).view(len(parts), world_size, width // len(parts)).transpose(0, 1)
+    columns = packed[:, :width].view(whole.shape)
+    if whole.dtype is packed.dtype:
+        whole, columns = seen_as_pieces((whole, columns))
+    columns.copy_(whole)
+    packed[:, width:].copy_(last)
 
 
 def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:

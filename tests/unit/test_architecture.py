@@ -39,6 +39,7 @@ LAYERS = {
         "memory",
         "buffers",
         "custom_comm",
+        "pieces",
         "gather",
         "post_forward",
         "extensions",

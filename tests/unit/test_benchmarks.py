@@ -222,7 +222,7 @@ def test_unknown_implementation_is_an_error() -> None:
         available("fdsp2")
     with pytest.raises(ValueError, match="unknown implementation 'torch-pooled'"):
         available("torch-pooled")
-    assert available("fsdp2-pooled") and available("torch-again")
+    assert available("fsdp2-pooled") and available("fsdp2-no-prefetch") and available("torch-again")
 
 
 def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import torch
 from fsdp2 import _torch
 from fsdp2.params import packing
 from fsdp2.params.packing import packing_for
+from fsdp2.params.pieces import seen_as_pieces
 from fsdp2.plan.layout import Cut, GradientLayout
 
 HOST = torch.device("cpu")
 
 
-def layout_of(world_size: int, *cuts: Cut) -> GradientLayout:
-    return GradientLayout.build(cuts, [False] * len(cuts), world_size=world_size, itemsize=4)
+def layout_of(world_size: int, *cuts: Cut, itemsize: int = 4) -> GradientLayout:
+    return GradientLayout.build(cuts, [False] * len(cuts), world_size=world_size, itemsize=itemsize)
 
 
 @pytest.mark.parametrize(
@@ -35,23 +36,95 @@ def test_columns_are_for_single_elements_of_many_ranks(
     world_size: int, cuts: list[Cut], expected: packing.Pack
 ) -> None:
     layout = layout_of(world_size, *cuts)
-    assert packing_for(layout, world_size, HOST, casts=False) is expected
+    assert packing_for(layout, world_size, HOST, torch.float32, casts=False) is expected
     casting = packing._columns if expected is packing._columns else packing._cast_chunks
-    assert packing_for(layout, world_size, HOST, casts=True) is casting
-    assert packing_for(layout, world_size, torch.device("cuda"), casts=True) is _torch.chunk_cat
+    assert packing_for(layout, world_size, HOST, torch.float32, casts=True) is casting
+    assert packing_for(layout, world_size, torch.device("cuda"), torch.float32, casts=True) is _torch.chunk_cat
 
 
+@pytest.mark.parametrize(
+    ("dtype", "numel", "count", "are_columns"),
+    [
+        (torch.float32, 2, 2, True),
+        (torch.float32, 4, 4, True),
+        (torch.bfloat16, 2, 6, True),
+        (torch.bfloat16, 8, 8, True),
+        (torch.float64, 2, 2, True),
+        (torch.float32, 2, 3, False),  # a row of 9 elements is no whole number of pairs
+        (torch.float32, 3, 3, False),  # no dtype has 12 bytes
+        (torch.float32, 8, 8, False),
+        (torch.float64, 4, 4, False),
+    ],
+)
+@pytest.mark.parametrize("trailing", [False, True])
+def test_columns_are_for_a_few_bytes_of_many_ranks(
+    trailing: bool, dtype: torch.dtype, numel: int, count: int, are_columns: bool
+) -> None:
+    shape = (1024, numel) if trailing else (1024 * numel,)
+    layout = layout_of(1024, *[Cut(shape)] * count, itemsize=dtype.itemsize)
+    found = packing_for(layout, 1024, HOST, dtype, casts=False)
+    assert found is (packing._columns if are_columns else _torch.chunk_cat)
+    assert packing_for(layout, 1024, HOST, dtype, casts=True) is packing._cast_chunks
+
+
+@pytest.mark.parametrize("numel", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("expanded", [False, True])
-def test_columns_are_chunks_of_one_element(expanded: bool, dtype: torch.dtype) -> None:
-    world_size = 1024
-    vectors = [torch.randn(1).to(dtype).expand(world_size) if expanded else torch.randn(world_size).to(dtype)] * 3
-    last = torch.full((world_size, 3), 2.0, dtype=dtype)
+@pytest.mark.parametrize("kind", ["vectors", "expanded", "matrices", "transposed"])
+@pytest.mark.parametrize("casts", [False, True])
+def test_columns_are_chunks(casts: bool, kind: str, dtype: torch.dtype, numel: int) -> None:
+    world_size, count = 1024, 4
+    gradients = list(torch.randn(count, world_size * numel).to(dtype).unbind())
+    if kind == "expanded":
+        gradients = [each[:1].expand(world_size * numel) for each in gradients]
+    elif kind == "matrices":
+        gradients = [each.view(world_size, numel) for each in gradients]
+    elif kind == "transposed":
+        gradients = [each.view(numel, world_size).t() for each in gradients]
+    last = torch.full((world_size, count), 2.0, dtype=dtype)
     last[:, 1] = 0
-    columns, chunks = torch.empty(2, world_size, 6).unbind()
-    packing._columns([*vectors, last], world_size, columns)
-    _torch.chunk_cat([*vectors, last], world_size, chunks)
+    to = torch.float32 if casts else dtype
+    columns, chunks = torch.empty(2, world_size, count * numel + count, dtype=to).unbind()
+    packing._columns([*gradients, last], world_size, columns)
+    _torch.chunk_cat([*gradients, last], world_size, chunks)
     assert columns.equal(chunks)
+
+
+def test_bits_stay_as_they_are() -> None:
+    """Of numbers that arithmetic would change: signaling NaNs, and denormal ones where these are flushed to zero."""
+    bits = torch.tensor([0x7F800001, 1, -0x80000000, 0x7FA00000], dtype=torch.int32).repeat(1024)
+    gradient = bits.view(torch.float32)
+    packed = torch.empty(1024, 8)
+    torch.set_flush_denormal(True)
+    try:
+        packing._columns([gradient, torch.ones(1024, 4)], 1024, packed)
+    finally:
+        torch.set_flush_denormal(False)
+    assert packed[:, :4].reshape(-1).view(torch.int32).equal(bits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "seen"),
+    [
+        ((3, 4, 2), (8, 2, 1), 0, torch.float64.itemsize),
+        ((3, 4, 2), (8, 2, 1), 1, None),
+        ((3, 4, 2), (9, 2, 1), 0, None),
+        ((3, 4, 2), (16, 4, 2), 0, None),
+        ((3, 4, 3), (12, 3, 1), 0, None),
+        ((3, 4, 1), (4, 1, 1), 0, None),
+        ((3, 4), (4, 1), 4, torch.complex128.itemsize),
+        ((4,), (1,), 0, torch.complex128.itemsize),
+        ((0, 2), (2, 1), 0, torch.float64.itemsize),
+        ((3, 0), (1, 1), 0, None),
+    ],
+)
+def test_pieces_are_seen_where_they_lie_on_multiples_of_themselves(
+    shape: tuple[int, ...], strides: tuple[int, ...], offset: int, seen: int | None
+) -> None:
+    other = torch.zeros(shape)
+    one = torch.zeros(64).as_strided(shape, strides, offset)
+    views = seen_as_pieces((one, other))
+    assert all(each.element_size() == (seen or 4) for each in views)
+    assert all(each.data_ptr() == tensor.data_ptr() for each, tensor in zip(views, (one, other), strict=True))
 
 
 @pytest.mark.parametrize("numel", [4, 1 << 16])
