@@ -76,7 +76,11 @@ class HostTimes:
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Collects once, then keeps the collector off inside; what exists on entry is never scanned again."""
+    """Collects once, then keeps the collector off inside; what exists on entry is not scanned again there.
+
+    Nor afterwards, in a process that has frozen objects of its own: these cannot be told apart.
+    """
+    has_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -84,7 +88,8 @@ def garbage_collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not has_frozen:
+            gc.unfreeze()
 
 
 def measure_host_times(trainers: Sequence[Trainer], *, repetitions: int) -> HostTimes:

@@ -12,6 +12,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import WARM_UP_STEPS, Quartiles, garbage_collector_off
 from benchmarks.implementations import ShardingOptions, build_contender, fake_process_group
 from benchmarks.models import SMALL_PARAMETERS, ModelSpec, small_parameters
+from benchmarks.samples import spread, write_json
 from benchmarks.step import GRADIENT_VALUE, LEARNING_RATE, local_tensor
 from benchmarks.tables import Table
 
@@ -31,6 +33,8 @@ KINDS = ("AdamW foreach", "AdamW fused", "clip_grad_norm_")
 FIRST_STEP_BLOCKS = (4, 8, 16)
 Parameters = list[nn.Parameter]
 Run = Callable[[], object]
+Samples = dict[str, dict[str, list[float]]]
+"""Seconds by kind and contender, one for each repetition."""
 
 
 def parameters_of(spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Parameters]:
@@ -74,8 +78,8 @@ def runs_of(parameters: dict[str, Parameters]) -> dict[str, dict[str, Run]]:
     return runs
 
 
-def measure_steps(spec: ModelSpec, mesh: DeviceMesh, *, repetitions: int) -> str:
-    """The first table as text."""
+def measure_steps(spec: ModelSpec, mesh: DeviceMesh, *, repetitions: int) -> tuple[str, Samples]:
+    """The first table as text, and what it is made of."""
     parameters = parameters_of(spec, mesh)
     count = len(parameters[PLAIN])
     runs = runs_of(parameters)
@@ -85,13 +89,14 @@ def measure_steps(spec: ModelSpec, mesh: DeviceMesh, *, repetitions: int) -> str
         ["", "us/parameter", "to plain tensors", "to torch", "Python calls", "operations"],
         notes=["us/parameter: CPU time of the calling thread. Ratios: median [quartiles]."],
     )
+    samples: Samples = {}
     for kind, contenders in runs.items():
-        seconds = _seconds(contenders, repetitions)
+        seconds = samples[kind] = _seconds(contenders, repetitions)
         for name, run in contenders.items():
             ratios = [_ratio(seconds[name], seconds[other]) for other in (PLAIN, TORCH)]
             micro = 1e6 * Quartiles.of(seconds[name]).median / count
             table.add(f"{kind}, {name}", f"{micro:.2f}", *ratios, str(_python_calls(run)), str(_operations(run)))
-    return table.render()
+    return table.render(), samples
 
 
 def _seconds(contenders: dict[str, Run], repetitions: int) -> dict[str, list[float]]:
@@ -111,8 +116,7 @@ def _seconds(contenders: dict[str, Run], repetitions: int) -> dict[str, list[flo
 
 
 def _ratio(mine: Sequence[float], other: Sequence[float]) -> str:
-    found = Quartiles.of([one / another for one, another in zip(mine, other, strict=True)])
-    return f"{found.median:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    return spread([one / another for one, another in zip(mine, other, strict=True)], 3)
 
 
 def _python_calls(run: Run) -> int:
@@ -130,7 +134,7 @@ def _operations(run: Run) -> int:
 
 
 def measure_first_steps(blocks: Sequence[int], mesh: DeviceMesh) -> str:
-    """The second table as text: every contender's first foreach step, in ms of CPU time."""
+    """The other table as text: every contender's first foreach step, in ms of CPU time."""
     table = Table("First AdamW step (foreach), ms of CPU time", ["parameters", *CONTENDERS])
     for number in blocks:
         parameters = parameters_of(small_parameters(blocks=number, params_per_block=12), mesh)
@@ -157,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="BLOCKS",
         help="numbers of blocks for the first steps (default: 4,8,16)",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples of the second table to FILE")
     options = parser.parse_args(arguments)
     with fake_process_group(options.world_size) as mesh:
         # Whatever torch sets up once, on behalf of nobody.
@@ -166,7 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(measure_first_steps(options.first_steps, mesh))
         print()
         spec = small_parameters(blocks=options.blocks, params_per_block=12)
-        print(measure_steps(spec, mesh, repetitions=options.repetitions))
+        text, samples = measure_steps(spec, mesh, repetitions=options.repetitions)
+        print(text)
+    write_json(options.json, seconds=samples)
 
 
 if __name__ == "__main__":

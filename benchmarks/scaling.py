@@ -2,45 +2,54 @@
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --impl fsdp2 --blocks 4,64,512
+    python -m benchmarks.scaling --impl torch,torch-again,fsdp2     how far torch differs from itself (A/A)
 
-On the fake process group, so that any world fits in one process. CPU time of the calling thread, medians. Exponents are
-those of a straight line through the logarithms: 0 is flat, 1 proportional. Two worlds are compared on parameters whose
-dim 0 (4096) divides by both, since padding of smaller ones is work that grows with the world by nature.
+On the fake process group, so that any world fits in one process. CPU time of the calling thread. Every round measures
+every contender at every size, in a new model, the median of some steps; printed are medians and quartiles of rounds,
+and of what the largest size takes over the smallest in the same round. Exponents are those of a straight line through
+the logarithms: 0 is flat, 1 proportional. Worlds are compared on parameters whose dim 0 (4096) divides by both as well,
+since padding of smaller ones is work that grows with the world by nature.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_group, shard_blocks
+from benchmarks.host_time import Quartiles, garbage_collector_off
+from benchmarks.implementations import NAMES_HELP, UNSHARDED, ShardingOptions, base_of, fake_process_group, shard_blocks
 from benchmarks.models import build_model, small_parameters
+from benchmarks.samples import compared, spread, write_json
 from benchmarks.tables import Table
 
 ROWS = 4096
+WARM_UP_STEPS = 3
+WRAP, STEP = "fully_shard", "forward + backward"
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
 """Makes a model with `blocks`, and its input."""
+Samples = dict[str, dict[str, dict[int, list[float]]]]
+"""Microseconds per parameter by what was measured, contender and size, one for each round."""
 
 
 class Scales(nn.Module):
-    """Multiplies by a product of vectors of `ROWS` elements."""
+    """Multiplies by a product of matrices of `ROWS` rows."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, columns: int) -> None:
         super().__init__()
-        self.scales = nn.ParameterList(torch.ones(ROWS) for _ in range(count))
+        self.scales = nn.ParameterList(torch.ones(ROWS, columns) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `(ROWS,)` to the same shape."""
+        """Maps `(ROWS, columns)` to the same shape."""
         for scale in self.scales:
             x = x * scale
         return x
@@ -49,24 +58,24 @@ class Scales(nn.Module):
 class Tall(nn.Module):
     """Blocks of parameters that divide by every world up to `ROWS`."""
 
-    def __init__(self, blocks: int, params_per_block: int) -> None:
+    def __init__(self, blocks: int, params_per_block: int, columns: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Scales(params_per_block) for _ in range(blocks))
-        self.scale = nn.Parameter(torch.ones(ROWS))
+        self.blocks = nn.ModuleList(Scales(params_per_block, columns) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(ROWS, columns))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Maps `(ROWS,)` to a scalar loss."""
+        """Maps `(ROWS, columns)` to a scalar loss."""
         for block in self.blocks:
             x = block(x)
         return (x * self.scale).sum()
 
 
-def _tall() -> tuple[nn.Module, torch.Tensor]:
-    return Tall(8, 12), torch.ones(ROWS)
+def _tall(columns: int) -> Build:
+    return lambda: (Tall(8, 12, columns), torch.ones(ROWS, columns))
 
 
-def _small(blocks: int) -> Build:
-    spec = small_parameters(blocks=blocks, params_per_block=12)
+def _small(blocks: int, params_per_block: int = 12) -> Build:
+    spec = small_parameters(blocks=blocks, params_per_block=params_per_block)
     return lambda: (build_model(spec), torch.ones(spec.batch_rows, spec.dim))
 
 
@@ -83,13 +92,11 @@ def _silent_collectives() -> Iterator[None]:
 
 def _seconds(action: Callable[[], object], repetitions: int) -> float:
     samples = []
-    gc.collect()
-    gc.disable()
-    for _ in range(repetitions):
-        start = time.thread_time()
-        action()
-        samples.append(time.thread_time() - start)
-    gc.enable()
+    with garbage_collector_off():
+        for _ in range(repetitions):
+            start = time.thread_time()
+            action()
+            samples.append(time.thread_time() - start)
     return statistics.median(samples)
 
 
@@ -107,9 +114,21 @@ def _measure(name: str, build: Build, world_size: int, repetitions: int) -> tupl
             for parameter in parameters:
                 parameter.grad = None
 
-        for _ in range(3):
+        for _ in range(WARM_UP_STEPS):
             step()
         return 1e6 * wrapping / len(parameters), 1e6 * _seconds(step, repetitions) / len(parameters)
+
+
+def _sample(
+    names: Sequence[str], sizes: Sequence[int], rounds: int, measure: Callable[[str, int], tuple[float, float]]
+) -> Samples:
+    samples: Samples = {what: {name: {size: [] for size in sizes} for name in names} for what in (WRAP, STEP)}
+    for _ in range(rounds):
+        for size in sizes:
+            for name in names:
+                for what, value in zip((WRAP, STEP), measure(name, size), strict=True):
+                    samples[what][name][size].append(value)
+    return samples
 
 
 def _exponent(sizes: Sequence[int], values: Sequence[float]) -> str:
@@ -119,21 +138,29 @@ def _exponent(sizes: Sequence[int], values: Sequence[float]) -> str:
     return f"{slope:.2f}"
 
 
-def _table(
-    title: str,
-    label: str,
-    sizes: Sequence[int],
-    names: Sequence[str],
-    measure: Callable[[str, int], tuple[float, float]],
-) -> Table:
-    table = Table(title, ["us per parameter", *(f"{label} {size}" for size in sizes), "exponent"])
-    for name in names:
-        wraps, steps = zip(*(measure(name, size) for size in sizes), strict=True)
-        for what, values in (("fully_shard", wraps), ("forward + backward", steps)):
-            if name != UNSHARDED or what != "fully_shard":
-                cells = [f"{value:.1f}" for value in values]
-                table.add(f"{name}: {what}", *cells, _exponent(sizes, values))
+def _table(title: str, label: str, sizes: Sequence[int], samples: Samples) -> Table:
+    growth = f"{label} {sizes[-1]} / {sizes[0]}"
+    table = Table(title, ["us per parameter", *(f"{label} {size}" for size in sizes), "exponent", growth])
+    for what, by_name in samples.items():
+        for name, by_size in by_name.items():
+            if what == WRAP and base_of(name) == UNSHARDED:
+                continue
+            medians = [Quartiles.of(by_size[size]).median for size in sizes]
+            grown = [last / first for first, last in zip(by_size[sizes[0]], by_size[sizes[-1]], strict=True)]
+            cells = [spread(by_size[size], 1) for size in sizes]
+            table.add(f"{name}: {what}", *cells, _exponent(sizes, medians), spread(grown, 3))
+    steps = samples[STEP]
+    if UNSHARDED in steps:
+        for name in compared(list(steps)):
+            cells = [spread(_over_unsharded(steps, name, size), 3) for size in sizes]
+            table.add(f"{name} / torch, over {UNSHARDED}", *cells, "", "")
     return table
+
+
+def _over_unsharded(steps: dict[str, dict[int, list[float]]], name: str, size: int) -> list[float]:
+    """What sharding adds to a step, over what torch's adds to it in the same round."""
+    rounds = zip(*(steps[each][size] for each in (name, "torch", UNSHARDED)), strict=True)
+    return [(mine - unsharded) / (other - unsharded) for mine, other, unsharded in rounds]
 
 
 def _sizes(text: str) -> list[int]:
@@ -143,34 +170,62 @@ def _sizes(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark with command line `arguments` (default: the process's own)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("--impl", type=lambda text: text.split(","), default=[UNSHARDED, "torch", "fsdp2"])
+    parser.add_argument(
+        "--impl",
+        type=lambda text: text.split(","),
+        default=[UNSHARDED, "torch", "fsdp2"],
+        metavar="NAMES",
+        help=f"comma-separated: {NAMES_HELP}",
+    )
     parser.add_argument("--worlds", type=_sizes, default=[8, 64, 512, 4096], help="default: 8,64,512,4096")
+    parser.add_argument(
+        "--columns",
+        type=_sizes,
+        default=[1, 16],
+        help="of the matrices with 4096 rows, a table for each (default: 1,16)",
+    )
+    parser.add_argument("--params-per-block", type=_sizes, default=[1, 12, 36], help="default: 1,12,36")
     parser.add_argument("--blocks", type=_sizes, default=[4, 16, 64, 192], help="default: 4,16,64,192")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=15, help="steps, of which the median counts (default: 15)")
+    parser.add_argument("--rounds", type=int, default=3, help="of everything, interleaved (default: 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
     given = parser.parse_args(arguments)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} thread(s)\n")
-    worlds = _table(
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} thread(s); median [quartiles] of {given.rounds} rounds\n"
+    )
+    figures: dict[str, Samples] = {}
+
+    def show(title: str, label: str, sizes: Sequence[int], measure: Callable[[str, int], tuple[float, float]]) -> None:
+        figures[title] = _sample(given.impl, sizes, given.rounds, measure)
+        print(_table(title, label, sizes, figures[title]).render(), end="\n\n", flush=True)
+
+    steps = given.repetitions
+    show(
         "8 blocks of 12 small parameters, by world size: padded to the world",
         "W",
         given.worlds,
-        given.impl,
-        lambda name, world: _measure(name, _small(8), world, given.repetitions),
+        lambda name, world: _measure(name, _small(8), world, steps),
     )
-    tall = _table(
-        "8 blocks of 12 parameters with 4096 rows, by world size: no padding",
-        "W",
-        given.worlds,
-        given.impl,
-        lambda name, world: _measure(name, _tall, world, given.repetitions),
+    for columns in given.columns:
+        show(
+            f"8 blocks of 12 parameters of 4096 x {columns}, by world size: no padding",
+            "W",
+            given.worlds,
+            lambda name, world, columns=columns: _measure(name, _tall(columns), world, steps),
+        )
+    show(
+        "8 blocks of small parameters, world size 8, by how many they have",
+        "P",
+        given.params_per_block,
+        lambda name, count: _measure(name, _small(8, count), 8, steps),
     )
-    blocks = _table(
+    show(
         "blocks of 12 small parameters, world size 8, by their number",
         "blocks",
         given.blocks,
-        given.impl,
-        lambda name, count: _measure(name, _small(count), 8, given.repetitions),
+        lambda name, count: _measure(name, _small(count), 8, steps),
     )
-    print("\n\n".join(table.render() for table in (worlds, tall, blocks)))
+    write_json(given.json, microseconds_per_parameter=figures)
 
 
 if __name__ == "__main__":

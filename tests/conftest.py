@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch is imported, here and, inherited, in the workers: the machine has few cores and many ranks.
@@ -58,6 +59,13 @@ def process_state() -> ProcessState:
     """The state of this process before the first test."""
     torch.set_num_threads(1)
     return ProcessState.capture()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_collections() -> None:
+    """Lets collections pass over what the tests before have left, as imports and caches: seconds, where tests count."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.memory import MemoryPool
-from fsdp2.params.pieces import seen_as_pieces
+from fsdp2.params.pieces import seen_wide
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 
 Member = tuple[torch.Tensor, torch.Tensor]
@@ -196,7 +196,7 @@ class Gather:
 
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         if self._device.type == "cpu":
-            source, destination = seen_as_pieces((source, destination))
+            source, destination = seen_wide((source, destination))
         self._copy_out_sources.append(source)
         self._copy_out_destinations.append(destination)
 

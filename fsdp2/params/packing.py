@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.pieces import piece_dtype, seen_as_pieces
+from fsdp2.params.pieces import can_be_one, seen_wide
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 
 Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
@@ -42,7 +42,7 @@ def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *,
         return False
     if numel == 1:
         return True
-    return not casts and piece_dtype(numel * dtype.itemsize) is not None and layout.packed_numel % numel == 0
+    return not casts and can_be_one(numel * dtype.itemsize) and layout.packed_numel % numel == 0
 
 
 def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Ten
     whole = torch.cat(parts).view(len(parts), world_size, width // len(parts)).transpose(0, 1)
     columns = packed[:, :width].view(whole.shape)
     if whole.dtype is packed.dtype:
-        whole, columns = seen_as_pieces((whole, columns))
+        whole, columns = seen_wide((whole, columns))
     columns.copy_(whole)
     packed[:, width:].copy_(last)
 

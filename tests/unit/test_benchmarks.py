@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import clip, first_step, gpu_step, micro, optimizers
+from benchmarks import clip, first_step, gpu_step, micro, optimizers, scaling
 from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
@@ -251,8 +251,13 @@ def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) 
     assert printed.splitlines()[-1].split() == ["collectives", "1", "1", "1.000"]
 
 
-def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixture[str]) -> None:
-    optimizers.main(["--blocks", "1", "--repetitions", "2", "--world-size", "4", "--first-steps", "1,2"])
+def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "samples.json"
+    small = ["--blocks", "1", "--repetitions", "2", "--world-size", "4", "--first-steps", "1,2"]
+    optimizers.main([*small, "--json", str(file)])
+    samples = json.loads(file.read_text())["seconds"]
+    assert [len(contenders) for contenders in samples.values()] == [4, 4, 3]
+    assert all(len(seconds) == 2 for contenders in samples.values() for seconds in contenders.values())
     shown = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
     assert {"parameters", "17", "29"} <= rows.keys()
@@ -297,6 +302,22 @@ def test_compiled_steps_are_measured_beside_eager_ones(capsys: pytest.CaptureFix
     samples = json.loads(file.read_text())
     assert list(samples) == names.split(",") and all(len(each["cpu"]) == 2 for each in samples.values())
     assert "fsdp2-whole" in capsys.readouterr().out
+
+
+def test_growth_is_measured_in_rounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "samples.json"
+    scaling.main(
+        ["--impl", "unsharded,torch,fsdp2", "--worlds", "2,4", "--columns", "1", "--blocks", "1,2"]
+        + ["--params-per-block", "1", "--repetitions", "1", "--rounds", "2", "--json", str(file)]
+    )
+    text = capsys.readouterr().out
+    assert text.count("W 4 / 2") == 2 and text.count("blocks 2 / 1") == 1
+    assert text.count("fsdp2: forward + backward") == text.count("torch: fully_shard") == 4
+    assert text.count("fsdp2 / torch, over unsharded") == 4
+    assert "unsharded: fully_shard" not in text
+    for table in json.loads(file.read_text())["microseconds_per_parameter"].values():
+        for by_name in table.values():
+            assert all(len(rounds) == 2 for by_size in by_name.values() for rounds in by_size.values())
 
 
 def test_an_unknown_way_to_compile_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
