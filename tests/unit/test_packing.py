@@ -128,3 +128,15 @@ def test_pieces_are_seen_where_they_lie_on_multiples_of_wider_elements(
     views = seen_wide((one, other))
     assert all(each.element_size() == itemsize for each in views)
     assert all(each.data_ptr() == tensor.data_ptr() for each, tensor in zip(views, (one, other), strict=True))
+
+
+@pytest.mark.parametrize("numel", [4, 1 << 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_casts_are_the_same_before_and_after(dtype: torch.dtype, numel: int) -> None:
+    """The second size is cast by the operator, lest both forms take much memory."""
+    world_size = 8
+    gradients = [torch.randn(world_size, numel).to(dtype), torch.randn(world_size - 3).to(dtype)]
+    found, expected = torch.empty(2, world_size, numel + 1).unbind()
+    packing._cast_chunks(gradients, world_size, found)
+    _torch.chunk_cat(gradients, world_size, expected)
+    assert found.equal(expected)
