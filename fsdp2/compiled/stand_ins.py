@@ -73,7 +73,7 @@ def _stand_in_for_unsharded(param: FSDPParam) -> None:
 
 
 def _lies_elsewhere(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor) and tensor.storage_offset() != _torch.local_of(tensor).storage_offset()
+    return isinstance(tensor, DTensor) and bool(tensor.storage_offset() != _torch.local_of(tensor).storage_offset())
 
 
 def _at_offset(tensor: Any) -> DTensor:

@@ -20,6 +20,7 @@ from fsdp2.params.custom_comm import (
     SymmetricMemory,
     check_comm,
 )
+from fsdp2.plan.mesh import new_group_like
 from fsdp2.runtime.param_group import FSDPParamGroup
 
 
@@ -134,7 +135,7 @@ class CommunicationSettings:
             elif group.reducer.scatter_group is None:
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.group))
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    made[ranks] = new_group_like(group.mesh.group)
                 group.reducer.scatter_group = made[ranks]
             group.settings_changed()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -273,9 +273,14 @@ def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None
     if mesh.group is None:
         return None
     if mesh.group not in _SCATTERING:
-        ranks = dist.get_process_group_ranks(mesh.group)
-        _SCATTERING[mesh.group] = dist.new_group(ranks, use_local_synchronization=True)
+        _SCATTERING[mesh.group] = new_group_like(mesh.group)
     return _SCATTERING[mesh.group]
+
+
+def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the ranks of ``group``, which all must call."""
+    ranks = dist.get_process_group_ranks(group)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))  # this rank is one of them
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
