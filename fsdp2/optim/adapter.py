@@ -199,7 +199,7 @@ class LocalOptimizer(Optimizer):
             _torch.foreach_zero(tensors)
 
     def _step_inside(self, step: Callable[..., Any]) -> None:
-        if self._flat and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._flat and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise FSDPRuntimeError(
                 "a step with flat=True cannot be captured in a CUDA graph, for its replay would not be noticed; make "
                 "the optimizer with flat=False."

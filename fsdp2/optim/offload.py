@@ -224,7 +224,7 @@ class OptimizerStateOffload:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if isinstance(optimizer.state, _StateOnLoan):  # the previous step raised
             self.settle(optimizer)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise FSDPRuntimeError(
                 "an optimizer whose state is offloaded cannot be captured in a CUDA graph: its state is at other "
                 "addresses in each step. Call remove() on what offload_optimizer_state returned."
