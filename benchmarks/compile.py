@@ -15,7 +15,6 @@ First comes the time to the end of the first two steps, in which everything is c
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -33,6 +32,7 @@ from benchmarks.implementations import UNSHARDED, ShardingOptions, build_contend
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
+from benchmarks.samples import write_json
 from benchmarks.tables import Table
 from benchmarks.throughput import Interval
 
@@ -142,8 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         times = [f"{1e3 * median(mine[which]):.1f}" for which in ("cpu", "wall")]
         table.add(name, f"{mine['first'][0]:.1f}", times[0], ratio, times[1])
     print(table.render())
-    if given.json is not None:
-        given.json.write_text(json.dumps(samples))
+    write_json(given.json, samples=samples)
 
 
 if __name__ == "__main__":

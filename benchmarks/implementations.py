@@ -70,8 +70,8 @@ def base_of(name: str) -> str:
 
 
 def _variant_of(name: str) -> str:
-    """The key of `VARIANTS` that `name` ends with, or nothing."""
-    return next((variant for variant in VARIANTS if name.endswith(variant)), "")
+    """The key of `VARIANTS` that `name` ends with, be it the same again, or nothing."""
+    return next((variant for variant in VARIANTS if name.removesuffix(AGAIN).endswith(variant)), "")
 
 
 def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
@@ -110,9 +110,9 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
-    for variant, (method, argument) in VARIANTS.items():
-        if name.endswith(variant):
-            getattr(model, method)(argument)
+    if variant := _variant_of(name):
+        method, argument = VARIANTS[variant]
+        getattr(model, method)(argument)
 
 
 def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:

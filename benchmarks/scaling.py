@@ -26,14 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.host_time import Quartiles, garbage_collector_off
+from benchmarks.host_time import WARM_UP_STEPS, Quartiles, garbage_collector_off
 from benchmarks.implementations import NAMES_HELP, UNSHARDED, ShardingOptions, base_of, fake_process_group, shard_blocks
 from benchmarks.models import build_model, small_parameters
 from benchmarks.samples import compared, spread, write_json
 from benchmarks.tables import Table
 
 ROWS = 4096
-WARM_UP_STEPS = 3
 WRAP, STEP = "fully_shard", "forward + backward"
 Build = Callable[[], tuple[nn.Module, torch.Tensor]]
 """Makes a model with `blocks`, and its input."""

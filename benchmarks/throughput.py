@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOpt
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
+from benchmarks.samples import write_json
 from benchmarks.tables import Table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -190,10 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"torch {machine.torch}, {machine.cpu}, {machine.cores} cores, load average {load}")
     print(f"malloc: {os.environ.get('MALLOC_MMAP_MAX_', 'default')}; $ {' '.join(sys.orig_argv)}\n")
     print(_table(samples, options, given.repetitions).render())
-    if given.json is not None:
-        given.json.write_text(
-            json.dumps({name: {"cpu": each.cpu, "wall": each.wall} for name, each in samples.items()})
-        )
+    write_json(given.json, samples={name: asdict(each) for name, each in samples.items()})
 
 
 if __name__ == "__main__":

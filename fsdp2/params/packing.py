@@ -35,7 +35,7 @@ def packing_for(
 def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *, casts: bool) -> bool:
     """Whether what is packed is alike, and a rank's piece of each one element, or (uncast) can be seen as one."""
     packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
-    if not packed or len({slot.cut.shape for slot in packed}) > 1:
+    if not packed or len({slot.cut for slot in packed}) > 1:
         return False
     numel = packed[0].shard_numel
     if any(slot.is_dealt_out or slot.pad_numel or slot.cut.size != slot.rows * world_size for slot in packed):

@@ -17,7 +17,7 @@ from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
 from benchmarks.host_time import HostTimes, Quartiles
-from benchmarks.implementations import available, fake_process_group
+from benchmarks.implementations import available, base_of, fake_process_group
 from benchmarks.memory import LiveBytes, union_length
 from benchmarks.models import LARGE_PARAMETERS, SMALL_PARAMETERS, ModelSpec, build_model
 from benchmarks.step import Phase
@@ -222,6 +222,7 @@ def test_unknown_implementation_is_an_error() -> None:
         available("fdsp2")
     with pytest.raises(ValueError, match="unknown implementation 'torch-pooled'"):
         available("torch-pooled")
+    assert base_of("fsdp2-pooled-again") == base_of("fsdp2-no-prefetch") == "fsdp2"
     assert available("fsdp2-pooled") and available("fsdp2-no-prefetch") and available("torch-again")
 
 
@@ -299,7 +300,7 @@ def test_compiled_steps_are_measured_beside_eager_ones(capsys: pytest.CaptureFix
     compile_benchmark.main(
         ["--impl", names, "--blocks", "1", "--backend", "aot_eager", "--repetitions", "2", "--json", str(file)]
     )
-    samples = json.loads(file.read_text())
+    samples = json.loads(file.read_text())["samples"]
     assert list(samples) == names.split(",") and all(len(each["cpu"]) == 2 for each in samples.values())
     assert "fsdp2-whole" in capsys.readouterr().out
 

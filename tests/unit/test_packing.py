@@ -24,6 +24,8 @@ def layout_of(world_size: int, *cuts: Cut, itemsize: int = 4) -> GradientLayout:
         (8, [Cut((8,))] * 3, _torch.chunk_cat),
         (1024, [Cut((1024,))] * 3, packing._columns),
         (1024, [Cut((1024,)), Cut((0,))], packing._columns),
+        (1024, [Cut((1024, 1)), Cut((1024, 1))], packing._columns),
+        (1024, [Cut((1024,)), Cut((1024, 1))], _torch.chunk_cat),
         (1024, [Cut((1024,)), Cut((2048,))], _torch.chunk_cat),
         (1024, [Cut((1024,)), Cut((1000,))], _torch.chunk_cat),  # padded
         (1024, [Cut((1024,), block_rows=2)], _torch.chunk_cat),
@@ -65,6 +67,17 @@ def test_columns_are_for_a_few_bytes_of_many_ranks(
     found = packing_for(layout, 1024, HOST, dtype, casts=False)
     assert found is (packing._columns if are_columns else _torch.chunk_cat)
     assert packing_for(layout, 1024, HOST, dtype, casts=True) is packing._cast_chunks
+
+
+@pytest.mark.parametrize("order", [(), (0, 2, 3, 1)])
+def test_columns_lie_alike_in_memory(order: tuple[int, ...]) -> None:
+    """Gradients are packed in memory order, in which those of one shape may have several."""
+    plain, other = Cut((1024, 2, 1, 2)), Cut((1024, 2, 1, 2), order=order)
+    layout = layout_of(1024, plain, plain, other, other)
+    found = packing_for(layout, 1024, HOST, torch.float32, casts=False)
+    assert found is (_torch.chunk_cat if order else packing._columns)
+    layout = layout_of(1024, *[other] * 4)
+    assert packing_for(layout, 1024, HOST, torch.float32, casts=False) is packing._columns
 
 
 @pytest.mark.parametrize("numel", [1, 2, 4])
