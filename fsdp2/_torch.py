@@ -6,6 +6,7 @@ that breaks one of them breaks here.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -243,6 +244,24 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return step
+
+
+def before_zero_grad(owner: Any, action: Callable[[Any, bool], None]) -> None:
+    """Let ``zero_grad`` of all instances of ``owner`` (and of subclasses that call it) call ``action`` first.
+
+    With the instance, and whether gradients are set to None. (There is no hook for it.) Once for each class.
+    """
+    original = owner.zero_grad
+    if hasattr(original, "_fsdp2_action"):
+        return
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        action(self, set_to_none)
+        original(self, set_to_none)
+
+    zero_grad._fsdp2_action = action  # type: ignore[attr-defined]
+    owner.zero_grad = torch._disable_dynamo(zero_grad)  # type: ignore[attr-defined]
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.module import mix_in
 from fsdp2.modules.replicated import absorb, is_small, mesh_of_small, share
 from fsdp2.modules.tying import Use, check_tied, take_tied
+from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
 from fsdp2.params.extensions import check_extension, is_extended
 from fsdp2.params.freshness import Freshness
@@ -41,10 +42,10 @@ from fsdp2.plan.policies import (
 )
 from fsdp2.plan.strategies import Strategy, info_for, refuse_contradictions, residence_of
 from fsdp2.plan.structure import module_paths, refuse_container
-from fsdp2.runtime.hooks import refuse_unknown_arguments
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.state import FSDPState, state_of
+from fsdp2.runtime.trees import refuse_unknown_arguments
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -202,6 +203,7 @@ def fully_shard(
     if unit:
         state.attachment.handle_state_dicts(state, modules, managed)
     GUARD.install()
+    zeroing.install()
     begin_graphs_at_calls_only()
     return module
 

@@ -174,24 +174,34 @@ class Ticket:
             work.wait()
 
 
-@dataclass(slots=True)
+def _nothing() -> None:
+    """Deliver nothing."""
+
+
+@dataclass(slots=True, eq=False)
 class PendingReduce:
     """A gradient reduction in flight, and everything that must live until compute has waited for it.
 
+    It is kept from before its first collective is launched: whatever exception comes between a launch and the next
+    statement, the memory that was handed over is still held.
+
     Attributes:
+        ticket: of what has been launched.
+        held: tensors handed to collectives.
         deliver: sets the sharded gradients.
-        held: tensors handed to the collective.
-        then: issues what follows, the all-reduce over replicas, and returns its ticket. On devices without streams
-            only, where it must be preceded by waiting on the host.
+        then: issues what follows, the all-reduce over replicas, and adds its works to a ticket. On devices
+            without streams only, where it must be preceded by waiting on the host.
         needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
+        is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
     """
 
     ticket: Ticket
-    deliver: Callable[[], None]
-    held: object
-    then: Callable[[], Ticket] | None = None
+    held: object = None
+    deliver: Callable[[], None] = _nothing
+    then: Callable[[Ticket], None] | None = None
     needs_host: Callable[[], bool] | None = None
+    is_launching: bool = True
 
 
 class FSDPCommContext:
@@ -202,6 +212,7 @@ class FSDPCommContext:
             unsharded gradients of its group.
         gather_memory: the pool of what belongs to the all-gather stream; None: it is allocated and freed each time.
         reduce_memory: the same of the reduce-scatter stream. Without streams there is one pool for both.
+        was_interrupted: an exception came while a reduction was being launched.
     """
 
     def __init__(self, device: Device) -> None:
@@ -214,6 +225,8 @@ class FSDPCommContext:
         self.reduce_memory: MemoryPool | None = None
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
+        self.was_interrupted = False
+        self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
         self._unfinished: object = None
@@ -341,8 +354,19 @@ class FSDPCommContext:
         """Whether a reduction was issued and has not been waited for."""
         return bool(self._pending)
 
+    def give_up(self, pending: PendingReduce, hook_stream: Any) -> None:
+        """An exception came while ``pending`` was being launched. Compute frees what streams may still be reading.
+
+        Where there are none, nothing can be waited for: what it holds stays until `drop_reduces`, and after.
+        """
+        if self.device.has_streams:
+            self._pending.remove(pending)
+            self.compute_follows_reduces(hook_stream)
+        else:
+            self.was_interrupted = True
+
     def add_pending(self, pending: PendingReduce) -> None:
-        """Keep a reduction that has just been issued."""
+        """Keep a reduction that is about to be issued."""
         self._pending.append(pending)
 
     def retire_reduces(self, keep: int) -> None:
@@ -351,14 +375,17 @@ class FSDPCommContext:
         With replicas, one more may be in its second stage, the all-reduce, unless ``keep`` is 0.
         """
         while len(self._pending) > keep:
-            pending = self._pending.popleft()
+            pending = self._pending[0]
             self._wait(pending)
-            if pending.then is None:
-                pending.deliver()
-            else:
+            if pending.then is not None:
                 self._finish_all_reduces()
-                pending.ticket, pending.then, pending.held = pending.then(), None, None
-                self._all_reducing.append(pending)
+                self._all_reducing.append(self._pending.popleft())
+                then, pending.then, pending.ticket = pending.then, None, Ticket([])
+                pending.is_launching = self.was_interrupted = True
+                then(pending.ticket)
+                pending.is_launching = self.was_interrupted = False
+            else:
+                self._pending.popleft().deliver()
         if keep == 0:
             self._finish_all_reduces()
             if self._to_host:
@@ -380,17 +407,21 @@ class FSDPCommContext:
 
     def _finish_all_reduces(self) -> None:
         while self._all_reducing:
-            pending = self._all_reducing.popleft()
-            self._wait(pending)
-            pending.deliver()
+            self._wait(self._all_reducing[0])
+            self._all_reducing.popleft().deliver()
 
     def drop_reduces(self) -> None:
         """Wait for all reductions in flight and throw their gradients away."""
         for queue in (self._all_reducing, self._pending):
             while queue:
-                self._wait(queue.popleft())
+                self._wait(queue[0])
+                queue.popleft()
+        self.was_interrupted = False
 
     def _wait(self, pending: PendingReduce) -> None:
+        if pending.is_launching:
+            pending.is_launching, pending.deliver, pending.then = False, _nothing, None
+            self._interrupted.append(pending)
         self._wait_for(pending.ticket, Wait.REDUCED)
         if pending.needs_host is not None and pending.ticket.event is not None:
             if pending.needs_host():

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.plan.policies import ModulePolicy
-from fsdp2.runtime.hooks import argument_names, cast_named
+from fsdp2.runtime.trees import argument_names, cast_named
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class TracedState:
 def _cast(dtype: torch.dtype, tree: Any) -> Any:
     """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt.
 
-    Not `fsdp2.runtime.hooks.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
+    Not `fsdp2.runtime.trees.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
     whether one is another.
     """
     if isinstance(tree, torch.Tensor):

@@ -30,7 +30,7 @@ def gather_around(module: nn.Module, name: str) -> None:
             output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
             cast = state.post_forward(self, args, output)
         except BaseException:
-            state.forward_failed()
+            state.forward_failed(self)
             raise
         return output if cast is None else cast
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch_compiler
-from fsdp2.common import FSDPRuntimeError, FSDPValueError, ParamPhase
+from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.compiled.support import explained_conversion
 from fsdp2.modules import communicating
@@ -250,8 +250,8 @@ class FSDPModule:
         """Whether backward reduces gradients, over shards and replicas; False accumulates them, without communication.
 
         They accumulate unsharded, in ``reduce_dtype`` if the policy has one, else as the parameter's ``grad_dtype``
-        says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad`` clears only
-        gradients of the parameters that are registered at the time.
+        says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad``, of the model or
+        of an optimizer, drops them.
         """
         for group in self._groups(recurse):
             group.reducer.requires_gradient_sync = requires_gradient_sync
@@ -391,7 +391,7 @@ class FSDPModule:
                     return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._get_fsdp_state().forward_failed()
+            self._get_fsdp_state().forward_failed(self)  # type: ignore[arg-type]
             raise
 
     def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -405,18 +405,6 @@ class FSDPModule:
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients like `nn.Module.zero_grad`, of sharded parameters also while unsharded ones are registered.
-
-        Gradients accumulated without communication are cleared only while unsharded parameters are registered;
-        `reset_iter_state` drops them at any time.
-        """
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for state in self._states(recurse=True):
-            for group in state.unit:
-                if group.phase is not ParamPhase.SHARDED:
-                    group.zero_grad(set_to_none)
 
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""

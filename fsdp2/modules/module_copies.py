@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.forward_methods import restore_methods
+from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
 from fsdp2.params.succession import link_copies
 from fsdp2.runtime.copying import complete_copies, shared_in_copies
@@ -68,4 +69,5 @@ def completed() -> None:
     for state in complete_copies():
         restore_methods(state)  # type: ignore[arg-type]
         GUARD.install()
+        zeroing.install()
         begin_graphs_at_calls_only()

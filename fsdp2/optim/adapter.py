@@ -31,6 +31,7 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.optim.kept import KeptState
 from fsdp2.optim.units import LentState, State, Units, known_in, refuse_partial
+from fsdp2.optim.zeroing import clear_waiting
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
 
@@ -188,6 +189,7 @@ class LocalOptimizer(Optimizer):
         if set_to_none or self._plain.zero_grad is not Optimizer.zero_grad:
             super().zero_grad(set_to_none)
             return
+        clear_waiting((each for group in self.param_groups for each in group["params"]), set_to_none)
         alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in (each for group in self.param_groups for each in group["params"]):
             gradient = parameter.grad

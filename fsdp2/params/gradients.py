@@ -329,6 +329,22 @@ class DtypeGradients:
         """Whether a later backward is to go on with what earlier ones have reduced."""
         return self.partial is not None or (self.sum is not None and self.sum.waits)
 
+    def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Make zeros of what waits of these parameters; ``set_to_none``: as if they had no gradient on this rank."""
+        waiting = [] if self.partial is None else [self.partial]
+        if self.sum is not None and self.sum.waiting is not None:
+            waiting.append(self.sum.waiting)
+        for flat in waiting:
+            for index in indices:
+                slot, shape = self.layout.slots[index], self._local_shapes[index]
+                storage_alias(flat, slot.offset, shape, slot.cut.stride(shape)).zero_()
+                if set_to_none:
+                    flat[self.layout.presence_offset + index].zero_()
+        if set_to_none:
+            self._partial_missing.update(indices)
+            if self.sum is not None:
+                self.sum.missing |= frozenset(indices)
+
     def drop(self) -> None:
         """Forget what waits."""
         self.partial = None

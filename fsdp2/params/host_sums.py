@@ -30,6 +30,11 @@ class HostSum:
         self._home = home
         self._host: torch.Tensor | None = None
 
+    @property
+    def waiting(self) -> torch.Tensor | None:
+        """The sum itself, in host memory; None if nothing waits."""
+        return self._host if self.waits else None
+
     def added_to(self, reduced: torch.Tensor) -> torch.Tensor:
         """``reduced`` in this dtype, plus what waits; in place if it is of this dtype."""
         total = reduced.to(self.dtype)

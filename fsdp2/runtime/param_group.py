@@ -5,7 +5,7 @@ Unshard, reshard and reduce: a phase machine over flat buffers. Does not know mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -193,7 +193,7 @@ class FSDPParamGroup:
         """Changes with writes to the sharded parameters, as far as they can be seen."""
         return self._freshness.writes, _torch.sum_of_versions(self._sharded)
 
-    def _is_stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
         if self._gathered_writes != self._freshness.writes:
             return True
@@ -259,7 +259,7 @@ class FSDPParamGroup:
             return False
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
-        was_stale = self._is_stale()
+        was_stale = self.is_stale()
         self._take_over(replacements)
         self._gathered_version = _torch.sum_of_versions(self._sharded) if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
@@ -273,6 +273,11 @@ class FSDPParamGroup:
     def phase(self) -> ParamPhase:
         """Where the parameters stand."""
         return self._phase
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception came while the all-gather was being issued."""
+        return self._issuing or (self._phase is ParamPhase.UNSHARDING and not self._by_hand)
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
@@ -293,17 +298,17 @@ class FSDPParamGroup:
         self._by_hand = by_hand
         # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
         self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
-        if for_backward and ahead and self._is_stale():
+        if for_backward and ahead and self.is_stale():
             return
         if self._phase is not ParamPhase.SHARDED:
-            if for_backward or not self._is_stale():
+            if for_backward or not self.is_stale():
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
                     return
                 if self._rests_as_left():
                     self._start()
                     return
             self.reshard()
-        if for_backward and not ahead and self._is_stale():
+        if for_backward and not ahead and self.is_stale():
             self.refuse_backward()
         if not self._swaps.hold_sharded():
             if for_backward and not self._adopt_in_place():
@@ -391,9 +396,9 @@ class FSDPParamGroup:
 
     # -- reshard
 
-    def reshard_after_forward(self) -> None:
-        """Reshard to where the parameters rest until backward: all ranks, or fewer of them."""
-        post_forward = self.storage.post_forward
+    def reshard_after_forward(self, awaits_backward: bool) -> None:
+        """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
+        post_forward = self.storage.post_forward if awaits_backward else None
         if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
             return
@@ -463,15 +468,11 @@ class FSDPParamGroup:
         else:
             self.reducer.reduce(self.comm)
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the sharded parameters' gradients, which `nn.Module.zero_grad` misses while they are not registered."""
-        for param in self.params:
-            gradient = param.sharded.grad
-            if gradient is not None and set_to_none:
-                param.sharded.grad = None
-            elif gradient is not None:
-                gradient.zero_()
-        self.reducer.accumulated = self.reducer.accumulated and self.reducer.has_gradients()
+    def clear_waiting(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
+        """Drop gradients of ``params`` that are not in ``.grad`` yet, or make them zeros."""
+        if self.comm is not None and self.reducer.is_reducing:
+            self.comm.retire_reduces(0)
+        self.reducer.clear(params, set_to_none)
 
     def refuse_lost_gradients(self) -> None:
         """Between iterations: raise if a backward left gradients that no hook noticed.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,10 @@ class GradientReducer:
         dtypes: how gradients are laid out, one for each dtype they are reduced in.
         large: the trainable parameters of some size, if their gradients are at least half of the bytes.
         is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
+        owing: (of the class) those that may hold gradients which are not in any ``.grad`` yet, after a backward.
     """
+
+    owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
     def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
         self.requires_gradient_sync = True
@@ -205,6 +209,11 @@ class GradientReducer:
         """Whether any parameter is reduced."""
         return bool(self.dtypes)
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was issued and has not been delivered."""
+        return self._phase is GradPhase.REDUCING
+
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""
         for one in self.dtypes:
@@ -260,6 +269,7 @@ class GradientReducer:
             if unsharded is not None and unsharded.grad is not None:
                 unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
         self.accumulated = True
+        self.owing.add(self)
 
     def reduce(self, comm: FSDPCommContext) -> None:
         """Issue the reduction. Collective, asynchronous; ``.grad`` is set when it is retired.
@@ -277,17 +287,21 @@ class GradientReducer:
             self._follow()
         taken = [one.take() for one in self.dtypes]
         comm.reduces_follow_compute()
+        pending = PendingReduce(Ticket([]))
+        comm.add_pending(pending)
         try:
-            pending = self._issue(taken, comm)
+            self._issue(taken, comm, pending)
         except BaseException:
-            comm.compute_follows_reduces(self.all_reduce_hook_stream)  # which may be reading what is freed now
+            comm.give_up(pending, self.all_reduce_hook_stream)
             raise
         self._enter(GradPhase.REDUCING)
+        pending.is_launching = False
         self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.requires_all_reduce
         if not self._awaits_all_reduce:
             self._adds_up = self._home.sums_on_host and not self.is_last
-        comm.add_pending(pending)
         self.accumulated = False
+        if self._awaits_all_reduce or not self.is_last:
+            self.owing.add(self)
 
     def _follow(self) -> None:
         """Reduce in a wider dtype from now on, if gradients have arrived in one: alike on ranks of equal graphs."""
@@ -305,10 +319,11 @@ class GradientReducer:
         assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
         self._phase = phase
 
-    def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext) -> PendingReduce:
-        device = comm.device
+    def _issue(
+        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce
+    ) -> None:
+        device, ticket = comm.device, pending.ticket
         ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
-        ticket = Ticket([])
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
         group = self._mesh.group if self.scatter_group is None else self.scatter_group
@@ -328,6 +343,7 @@ class GradientReducer:
                 )
                 for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
             ]
+            pending.held = sent
             for op, members in _launches(sent):
                 collectives.reduce_scatter(members, group, op, works, self.custom, self._form, memory)
             if device.has_streams:
@@ -337,15 +353,14 @@ class GradientReducer:
                     each.packed.inputs = []
             ticket.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
-            return PendingReduce(ticket, functools.partial(self._end_partial, sent, device.has_streams), sent)
-        deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
-        needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
-        if not device.has_streams:
-            then = functools.partial(self._all_reduce_on_host, sent)
-            goes_on = self._mesh.replicate_group is not None
-            return PendingReduce(ticket, deliver, sent, then if goes_on else None, needs_host)
-        ticket.event = self._finish_on_stream(sent, comm, keeps)
-        return PendingReduce(ticket, deliver, sent, None, needs_host)
+            pending.deliver = functools.partial(self._end_partial, sent, device.has_streams)
+            return
+        pending.deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
+        pending.needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
+        if device.has_streams:
+            ticket.event = self._finish_on_stream(sent, comm, keeps)
+        elif self._mesh.replicate_group is not None:
+            pending.then = functools.partial(self._all_reduce_on_host, sent)
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
         """Whether delivery reads what was copied to the host."""
@@ -369,14 +384,12 @@ class GradientReducer:
             if each.packed.pooled:
                 each.packed.give_back()
 
-    def _all_reduce_on_host(self, sent: list[_Sent]) -> Ticket:
-        ticket = Ticket([])
+    def _all_reduce_on_host(self, sent: list[_Sent], ticket: Ticket) -> None:
+        for each in sent:
+            each.packed.release_inputs()
         with _torch.without_grad():
             self._settle_partial(sent, ends_here=False)
             self._all_reduce(sent, ticket.works)
-        for each in sent:
-            each.packed.release_inputs()
-        return ticket
 
     def _all_reduce(self, sent: list[_Sent], works: list[dist.Work] | None) -> None:
         group = self._mesh.replicate_group
@@ -431,6 +444,29 @@ class GradientReducer:
         self._arrive(sent, keeps=False)
         for each in sent:
             each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+
+    def clear(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
+        """Drop what earlier backwards have computed of ``params``' gradients, wherever it waits; or make it zeros.
+
+        What ``zero_grad`` means, for gradients that are not in ``.grad`` yet. No reduction is in flight.
+        """
+        for param in params:
+            unsharded = param.unsharded
+            if unsharded is None or unsharded.grad is None:
+                continue
+            if set_to_none:
+                unsharded.grad = None
+            else:
+                unsharded.grad = torch.zeros_like(unsharded.grad)
+        for one in self.dtypes:
+            one.clear([index for index, param in enumerate(one.params) if param in params], set_to_none)
+        # What is still due may be of other parameters. That must not depend on which gradients this rank has.
+        if set_to_none and all(param in params for one in self.dtypes for param in one.params):
+            self.accumulated = self._adds_up = self._awaits_all_reduce = False
+            for one in self.dtypes:
+                one.drop()
+        if not self.owes_gradients():
+            self.owing.discard(self)
 
     # -- after an exception
 

@@ -5,8 +5,9 @@ Decides when groups are gathered ahead and when a pass begins, ends or has faile
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fsdp2.common import FSDPRuntimeError
 from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.postponing import PostponedGathers
+from fsdp2.runtime.reducer import GradientReducer
 from fsdp2.runtime.schedule import ExecutionOrder
 
 PREFETCH_DEPTH = 1
@@ -88,6 +90,7 @@ class Iteration:
         in_forward: the root's forward is running.
         in_backward: a backward has begun and has not come to its end.
         creates_graph: that backward is recorded, to be differentiated itself, and so needs the parameters again.
+        is_second: that backward differentiates a recorded one.
         unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
         order: the order that the root's forward follows.
@@ -103,6 +106,7 @@ class Iteration:
         "failed",
         "in_backward",
         "in_forward",
+        "is_second",
         "order",
         "postponed",
         "recomputed",
@@ -116,6 +120,7 @@ class Iteration:
         self.in_forward = False
         self.in_backward = False
         self.creates_graph = False
+        self.is_second = False
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
@@ -136,6 +141,7 @@ class FSDPRoot:
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
+        on_forward_failure: called when a forward that failed is left as it ends elsewhere.
         on_failure: called when an iteration that failed is dropped.
         on_dissolution: called when there is to be no such root any more.
     """
@@ -156,6 +162,7 @@ class FSDPRoot:
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.on_backward_end: Callable[[], None] = lambda: None
         self.on_backward_pause: Callable[[], None] = lambda: None
+        self.on_forward_failure: Callable[[], None] = lambda: None
         self.on_failure: Callable[[], None] = lambda: None
         self.on_dissolution: Callable[[], None] = lambda: None
         self.iteration = Iteration()
@@ -257,7 +264,7 @@ class FSDPRoot:
             for group in self.groups:
                 group.reducer.is_last = is_last
             self._backward_order.expect(self._forward_order.learned[::-1])
-            _torch.queue_backward_callback(self._end_backward)
+            _torch.queue_backward_callback(functools.partial(on_real_parameters, self._end_backward))
 
     def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
@@ -312,17 +319,24 @@ class FSDPRoot:
             self.keep(None)
         self._gather(unit, for_backward=True)
 
+    def gather_for_second_backward(self, unit: Unit) -> None:
+        """Gather ``unit`` for the differentiation of a recorded backward, if it is not there any more. Collective."""
+        self.gather_postponed()
+        self._gather(unit, for_backward=True)
+
     def keep(self, unit: Unit | None) -> None:
         """Leave ``unit`` unsharded after its recompute, instead of the one before.
 
         The last unit that is recomputed is the first whose backward follows; the others are resharded.
         """
-        kept = self.iteration.recomputed
-        if kept is not None and kept is not unit and not self.iteration.creates_graph:
+        iteration = self.iteration
+        kept, iteration.recomputed = iteration.recomputed, unit
+        if kept is not None and kept is not unit:
+            if self.holds_graph or iteration.creates_graph or iteration.is_second:
+                return
             for group in kept:
                 if not group.users:
                     group.reshard()
-        self.iteration.recomputed = unit
 
     def reduce_or_keep(self, unit: Unit) -> None:
         """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
@@ -351,12 +365,14 @@ class FSDPRoot:
             self.gather_postponed()
         if self.settings.finalizes_manually:
             self.on_backward_pause()
+            GradientReducer.owing.update(group.reducer for group in self.groups)
             self.iteration.in_backward = False
             self.iteration.unfinalized = True
             self.keep(None)
             self._drop_ahead()
             self._backward_order.end()
             return
+        self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         self.on_backward_end()
         if self.settings.is_last_backward:
             self.comm.retire_reduces(0)
@@ -372,24 +388,30 @@ class FSDPRoot:
             if self.comm.gather_memory is not None:
                 self.comm.end_step()
         self.comm.let_host_write_shards()
-        self._watch_for_second_backward(self.iteration.creates_graph)
+        self._hold_graph(self.holds_graph)
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
 
-    def _watch_for_second_backward(self, expected: bool) -> None:
-        """Whether a recorded backward is ``expected`` to be differentiated.
+    def _hold_graph(self, holds: bool) -> None:
+        """Whether a recorded backward may yet be differentiated.
 
         That may reach parameters without coming to the output of any module, so it is noticed at the parameters.
         """
-        self.holds_graph = expected
+        self.holds_graph = holds
         for handle in self._watched:
             handle.remove()
-        self._watched = [
+        self._watched.clear()
+        if holds:
+            self.watch_parameters(self.groups)
+
+    def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""
+        self._watched += [
             param.unsharded.register_post_accumulate_grad_hook(self._notice_backward)
-            for group in self.groups
+            for group in groups
             for param in group.params
-            if expected and param.unsharded is not None and param.unsharded.requires_grad
+            if param.unsharded is not None and param.unsharded.requires_grad
         ]
 
     def _notice_backward(self, parameter: torch.Tensor) -> None:
@@ -445,8 +467,28 @@ class FSDPRoot:
 
         A backward has failed if it began, and neither ended nor is running now.
         """
-        if self.iteration.failed or (self.iteration.in_backward and not _torch.backward_is_running()):
+        in_backward = self.iteration.in_backward and not _torch.backward_is_running()
+        if in_backward or self.comm.was_interrupted:
             self.reset(warns=True)
+        elif self.iteration.failed:
+            self._leave_failed_forward()
+
+    def _leave_failed_forward(self) -> None:
+        """End a forward that an exception has left, as it ends on ranks where none came.
+
+        All ranks may agree to skip the batch: then they must gather the same in the next forward. So what rests
+        unsharded after a forward does so here, and gradients of earlier microbatches stay.
+        """
+        ahead = self.iteration.ahead
+        for group in self.groups:
+            group.users.clear()
+            if group in ahead or group.was_interrupted:
+                group.reshard()
+        self.on_forward_failure()
+        for order in (self._forward_order, self._evaluation_order, self._backward_order):
+            order.abandon()
+        ended, self.iteration = self.iteration, Iteration()
+        self.iteration.unfinalized, self.iteration.reduced = ended.unfinalized, ended.reduced
 
     def reset(self, *, warns: bool = False) -> None:
         """Wait for what is in flight, drop it, and forget the iteration.
@@ -456,7 +498,7 @@ class FSDPRoot:
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
-        self._watch_for_second_backward(expected=False)
+        self._hold_graph(False)
         if self.iteration.postponed is not None:
             self.iteration.postponed.cancel()
         for group in self.shared:

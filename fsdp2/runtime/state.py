@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,7 @@ from fsdp2.runtime.hooks import (
     ForwardCall,
     after_backward_of_inputs,
     before_backward_of_outputs,
-    cast_floating_point,
-    cast_inputs,
-    map_tensors,
     on_real_parameters,
-    tensors_in,
 )
 from fsdp2.runtime.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.runtime.root_checks import (
@@ -35,6 +31,7 @@ from fsdp2.runtime.root_checks import (
     refuse_meta_buffers,
     refuse_unowned_parameters,
 )
+from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.untraced import UNTRACED
 
 
@@ -130,6 +127,9 @@ class FSDPState(CopyableState):
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
         self._awaits_finalization = False
+        self._hides_outputs = False  # its backward may begin unnoticed: it stays unsharded for it
+        self._replaced = Replaced()
+        self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
         self._own = unit
         self._shared: Unit = ()
         for group in unit:
@@ -189,6 +189,7 @@ class FSDPState(CopyableState):
         root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
+        root.on_forward_failure = self._end_rounds
         root.on_failure = self._drop_iteration
         root.on_dissolution = self._forget_root
         root.shared = tuple(group for group in groups if group.is_shared)
@@ -282,13 +283,27 @@ class FSDPState(CopyableState):
             on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
-                inputs = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs))
+                inputs = map_inputs(
+                    lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced
+                )
         if self.policy.inputs is not None:
-            inputs = cast_inputs(self.policy.inputs, method or module.forward, *(inputs or (args, kwargs)))
+            args, kwargs = inputs or (args, kwargs)
+            inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
         if hooks and (len(self.modules) == 1 or self._begins_round(module)) and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
-            return after_backward_of_inputs(self._new_call(), args, kwargs) or inputs
+            inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
+        if self._replaced.containers:
+            self._replaced_in_calls.append(self._replaced)
+            self._replaced = Replaced()
+        elif self._replaced_in_calls:  # of a call around this one
+            self._replaced_in_calls.append(None)
         return inputs
+
+    def _restore_inputs(self) -> None:
+        """The call is over: the caller's containers hold again what they held, but for what was written."""
+        replaced = self._replaced_in_calls.pop()
+        if replaced is not None:
+            replaced.take_out()
 
     def _is_unsharded(self) -> bool:
         return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
@@ -317,7 +332,7 @@ class FSDPState(CopyableState):
                 group.users.add(self)
 
     def _new_call(self) -> ForwardCall:
-        call = ForwardCall(self._end_call)
+        call = ForwardCall(self)
         # A call lives as long as its graph, and is forgotten with it.
         if self._calls:
             self._calls = [each for each in self._calls if each() is not None]
@@ -331,25 +346,30 @@ class FSDPState(CopyableState):
             self._to_run.update(self.modules)
         return begins
 
-    def _shows_parameters(self, output: Any) -> bool:
-        """Whether ``output`` holds a parameter, or a view of one: it then stays unsharded until the backward is over.
+    def _shows_parameters(self, outputs: Iterable[torch.Tensor]) -> bool:
+        """Whether ``outputs`` are parameters, or views of them: it then stays unsharded until the backward is over.
 
         (Or, without gradients, until the next call.)
         """
-        tensors = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
-        for tensor in tensors:
+        for tensor in outputs:
             for group in self.unit:
                 if group.storage.lies_on_unsharded(tensor):
                     return True
         return False
 
-    def _end_round_early(self) -> None:
-        """The root's forward is over, and not all modules of the list were called in it."""
-        self._to_run.clear()
+    def _end_rounds(self) -> None:
+        """The root's forward is over: of some lists not all modules were called in it."""
+        for state in self.states:
+            if state._to_run:
+                state._to_run.clear()
+                state._leave_as_set()
+
+    def _leave_as_set(self) -> None:
+        """The end of a forward frees the unsharded parameters, or does not."""
         if self._reshards_now():
             for group in self.unit:
                 if not group.users:
-                    group.reshard_after_forward()
+                    group.reshard_after_forward(torch.is_grad_enabled())
 
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
@@ -363,45 +383,82 @@ class FSDPState(CopyableState):
         recompute = _torch.backward_is_running()
         if not recompute or not self._in_backward:
             on_real_parameters(self._leave_forward, root, module, output, recompute)
+        if self._replaced_in_calls:
+            self._restore_inputs()
         if self.policy.output_dtype is None:
             return None
         return cast_floating_point(self.policy.output_dtype, output)
 
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
-        if torch.is_grad_enabled():
-            before_backward_of_outputs(self._pre_backward, output)
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
+        awaits_backward = torch.is_grad_enabled()
+        if (
+            awaits_backward
+            and not before_backward_of_outputs(self._pre_backward, outputs)
+            and self._expects_backward()
+        ):
+            self._stay_for_backward(root)
         self._to_run.discard(module)
         for group in self._shared:
             group.users.discard(self)
-        if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(output):
+        if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(outputs):
             if recompute:
                 root.keep(self.unit)
             else:
                 for group in self.unit:
                     if not group.users:
-                        group.reshard_after_forward()
+                        group.reshard_after_forward(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
-            for state in self.states:
-                if state._to_run:
-                    state._end_round_early()
+            self._end_rounds()
             root.end_forward()
 
     def _reshards_now(self) -> bool:
         """Whether the end of this forward frees the unsharded parameters.
 
         By default the root's are kept for the backward, which needs them first; not if none can come."""
-        if self.root is not None and self.root.holds_graph:
+        if self._hides_outputs or (self.root is not None and self.root.holds_graph):
             return False
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
 
-    def forward_failed(self) -> None:
-        """An exception leaves the forward of (one of) this state's module(s)."""
-        if self.root is None or _torch.backward_is_running():
+    def _expects_backward(self) -> bool:
+        """Whether there may be a backward through this module, as far as its inputs and parameters tell."""
+        if self._calls:
+            call = self._calls[-1]()
+            if call is not None and call.is_awaited:
+                return True
+        return any(group.reducer.is_trainable for group in self.unit)
+
+    def _stay_for_backward(self, root: FSDPRoot) -> None:
+        """Its outputs show nothing that requires a gradient: what they hide may, and a backward begin unnoticed.
+
+        It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs.
+        """
+        self._hides_outputs = True
+        call = self._calls[-1]() if self._calls else None
+        if call is not None:
+            call.hides_outputs = True
+        root.watch_parameters(self.unit)
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """An exception leaves the forward of ``module``, (one of) this state's.
+
+        Its parameters rest as they do on ranks where the forward went on: what is gathered next must be the same there.
+        """
+        if self._replaced_in_calls:
+            self._restore_inputs()
+        root = self.root
+        if root is None or _torch.backward_is_running():
             return  # not initialized; or a recompute, whose early stop is an exception too
-        if self.is_root or not self.root.iteration.in_forward:
-            self.root.iteration.failed = True
+        if self.is_root or not root.iteration.in_forward:
+            root.iteration.failed = True
+            root.comm.let_host_write_shards()
+        self._to_run.discard(module)
+        for group in self._shared:
+            group.users.discard(self)
+        if not self._to_run:
+            self._leave_as_set()
 
     # -- backward
 
@@ -425,10 +482,25 @@ class FSDPState(CopyableState):
                 group.users.add(self)
                 group.took_part = True
 
-    def _end_call(self) -> None:
+    def begin_second_backward(self) -> None:
+        """The backward of one forward call, which was recorded, begins to be differentiated.
+
+        That goes on through the nodes of the forward, without coming to its outputs.
+        """
+        root = self.root
+        assert root is not None, "a backward follows a forward"
+        root.begin_backward()
+        root.iteration.is_second = True
+        on_real_parameters(root.gather_for_second_backward, self.unit)
+
+    def end_call(self) -> bool:
         """The backward of one forward call is done: reduce, unless the same backward comes to another call.
 
-        Autograd adds up the gradients of all calls before any of them shows."""
+        Autograd adds up the gradients of all calls before any of them shows.
+
+        Returns:
+            Whether it is recorded.
+        """
         if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
             self.root.begin_backward()
         reduces = True
@@ -436,7 +508,15 @@ class FSDPState(CopyableState):
             call = reference()
             if call is not None and call.is_pending():
                 reduces = False
+        if self._hides_outputs:
+            self._hides_outputs = not reduces or self._awaits_hidden()
         on_real_parameters(self._end_module_backward, reduces)
+        return self.root is not None and self.root.iteration.creates_graph
+
+    def _awaits_hidden(self) -> bool:
+        """Whether a later backward may begin unnoticed."""
+        calls = [reference() for reference in self._calls]
+        return any(call is not None and call.hides_outputs and call.is_awaited for call in calls)
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
@@ -448,7 +528,8 @@ class FSDPState(CopyableState):
             group.users.discard(self)
         root, reshards = self.root, self.reshard_after_backward
         assert root is not None, "a backward follows a forward"
-        if not root.iteration.creates_graph:
+        iteration = root.iteration
+        if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
             for group in self.unit:
                 if not group.users and (group.reducer.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
@@ -462,6 +543,7 @@ class FSDPState(CopyableState):
         came by another way than their outputs (a loss that a module keeps as an attribute).
         """
         for state in self.states:
+            state._hides_outputs = state._hides_outputs and state._awaits_hidden()
             if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
                 continue
@@ -490,5 +572,5 @@ class FSDPState(CopyableState):
 
     def _drop_iteration(self) -> None:
         for state in self.states:
-            state._in_backward = state._awaits_finalization = False
+            state._in_backward = state._awaits_finalization = state._hides_outputs = False
             state._to_run.clear()

@@ -169,7 +169,6 @@ def replicated_deleted_in_flight(recorder: Recorder) -> None:
         if deleted:
             training.model.set_is_last_backward(False)
             training.loss().backward()
-            training.optimizer.zero_grad()
         del training
         gc.collect()
 

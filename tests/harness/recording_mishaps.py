@@ -179,7 +179,6 @@ def deleted_in_flight(recorder: Recorder) -> None:
         if reduces:
             training.model.set_is_last_backward(False)
             training.loss().backward()
-            training.optimizer.zero_grad()
         else:
             training.model.blocks[0].unshard(async_op=True)
         del training

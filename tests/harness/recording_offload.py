@@ -209,13 +209,17 @@ def offloaded_fails(recorder: Recorder) -> None:
             with suppress(Expected):
                 training.loss().backward()
             hook.remove()
+            if not accumulates:
+                training.start_over()
+                _write(training)
             training.optimizer.zero_grad()
             training.steps(2)
             training.model.fails = True
             with suppress(Expected):
                 training.loss()
             training.model.fails = False
-            training.start_over()
+            if accumulates:
+                training.start_over()
             _write(training)
         training.steps(2)
 

@@ -152,7 +152,6 @@ def hooked_deleted_in_flight(recorder: Recorder) -> None:
         if deleted:
             training.model.set_is_last_backward(False)
             training.loss().backward()
-            training.optimizer.zero_grad()
             del unit
         del training
         gc.collect()

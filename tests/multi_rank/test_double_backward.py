@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 
@@ -133,3 +133,119 @@ def test_microbatches(world_size: int) -> None:
             (penalty(plain, micro, rank, only=False) / world_size).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
+def square_of(slope: Tensor) -> Tensor:
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+def slope_of(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
+def loss_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """As in docs/beyond.md, and in WGAN-GP."""
+    loss = model(x).mean()
+    (loss + square_of(slope_of(model, y))).backward()
+
+
+def loss_after(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    slope = slope_of(model, y)
+    (model(x).mean() + square_of(slope)).backward()
+
+
+def separate_backwards(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    slope = slope_of(model, y)
+    model(x).mean().backward()
+    square_of(slope).backward()
+
+
+def differentiated_twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    loss = square_of(slope_of(model, y))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def third_order(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    slope = slope_of(model, y)
+    (curvature,) = torch.autograd.grad(slope.square().sum(), y, create_graph=True)
+    curvature.square().mean().backward()
+
+
+def never_differentiated(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    slope_of(model, y)
+    model(x).mean().backward()
+
+
+def evaluation_between(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    slope = slope_of(model, y)
+    with torch.no_grad():
+        model(x)
+    square_of(slope).backward()
+
+
+BESIDE = [
+    loss_before,
+    loss_after,
+    separate_backwards,
+    differentiated_twice,
+    third_order,
+    never_differentiated,
+    evaluation_between,
+]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("program", BESIDE, ids=lambda program: program.__name__)
+def test_a_recorded_backward_beside_ordinary_ones(program: Any, reshard_after_forward: Any, world_size: int) -> None:
+    model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
+    for step in range(2):
+        program(model, inputs(step, dist.get_rank()).detach(), inputs(step + 5, dist.get_rank()))
+        plain.zero_grad()
+        for rank in range(world_size):
+            program(plain, inputs(step, rank).detach(), inputs(step + 5, rank))
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world_size
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        model.zero_grad()
+
+
+@multi_rank(2)
+def test_a_recorded_backward_of_parameters_that_were_written(world_size: int) -> None:
+    model = shard(build("critic"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slope = slope_of(model, inputs(0, dist.get_rank()))
+    model(inputs(1, dist.get_rank())).mean().backward()
+    optimizer.step()
+    with pytest.raises(FSDPRuntimeError, match="were changed between a forward and its backward"):
+        square_of(slope).backward()
+    optimizer.zero_grad()
+    penalty(model, 2, dist.get_rank(), only=False).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@multi_rank(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+def test_functional_transforms_of_a_trainable_model(world_size: int) -> None:
+    """`torch.func`: gradients, also per example, Jacobians and Hessians with respect to inputs; then it trains."""
+    model, plain = shard(build("critic")), build("critic")
+    x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
+    rows = torch.stack([x, 2 * x])
+    for transform, at in (
+        (lambda each: torch.func.grad(lambda z: each(z).sum()), x),
+        (lambda each: torch.func.vmap(torch.func.grad(lambda z: each(z).sum())), rows),
+        (torch.func.jacrev, x),
+        (torch.func.jacfwd, x),
+        (lambda each: torch.func.hessian(lambda z: each(z).sum()), x),
+        (lambda each: torch.func.grad_and_value(lambda z: each(z).sum()), x),
+    ):
+        found, expected = transform(model)(at), transform(plain)(at)
+        torch.testing.assert_close(found, expected)
+    for rank in range(world_size):
+        (penalty(plain, 0, rank, only=False) / world_size).backward()
+    penalty(model, 0, dist.get_rank(), only=False).backward()
+    expected_gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected_gradients, tolerance=SUM_ORDER)

@@ -10,16 +10,18 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from fsdp2.runtime.state import states_below
 from tests.harness import multi_rank
-from tests.harness.compare import parameters_of
+from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import TRANSFORMER
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like
@@ -97,21 +99,96 @@ def test_the_next_iteration_is_clean(
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("where", ["after", "backward"])
-def test_no_sync_accumulation_is_dropped_with_a_warning(where: str, world_size: int) -> None:
+def test_no_sync_accumulation_is_dropped_with_a_backward_that_failed(world_size: int) -> None:
     """torch 2.13 leaves the gradients of the next iteration 2.00 times too large here, even after its reset."""
     model = sharded()
     assert isinstance(model, FSDPModule)
     optimizer = adamw(list(model.parameters()))
     model.set_requires_gradient_sync(False)
     loss_of(model).backward()
-    with raising(model.blocks[1], Boom, where=where), pytest.raises(Boom):
+    with raising(model.blocks[1], Boom, where="backward"), pytest.raises(Boom):
         loss_of(model).backward()
     model.set_requires_gradient_sync(True)
-    optimizer.zero_grad()
     with pytest.warns(UserWarning, match="accumulated without communication were dropped"), torch.no_grad():
         loss_of(model)
+    optimizer.zero_grad()
     assert_trains_on(model, world_size, optimizer=optimizer)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("late", ["root", "last"])
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_one_rank_fails_late_in_its_forward_and_all_skip_the_batch(
+    reshard_after_forward: bool | None, late: str, replicas: int, world_size: int
+) -> None:
+    """The right recovery. What is gathered next is the same on all ranks, and an earlier microbatch is not lost."""
+    model = CASE.build()
+    mesh = init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+    for unit in CASE.units(model):
+        fully_shard(unit, reshard_after_forward=reshard_after_forward, mesh=mesh)
+    assert isinstance(model, FSDPModule)
+    reference, optimizer = Reference(CASE, world_size=world_size), adamw(list(model.parameters()))
+    for accumulates in (False, True):
+        if accumulates:
+            model.set_requires_gradient_sync(False)
+            loss_of(model, 1).backward()
+            model.set_requires_gradient_sync(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if dist.get_rank() == 1:
+                with raising(PLACES[late](model), Boom, where="after"), pytest.raises(Boom):
+                    loss_of(model, 2)
+            else:
+                loss_of(model, 2)
+            loss_of(model, 3).backward()
+        expected = [
+            [CASE.loss(reference.model, CASE.batch(0, 99, rank, micro)) for micro in ((1, 3) if accumulates else (3,))]
+            for rank in range(world_size)
+        ]
+        reference.model.zero_grad()
+        (sum(loss for losses in expected for loss in losses) / world_size).backward()
+        gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), gradients, tolerance=SUM_ORDER)
+        optimizer.zero_grad()
+    reference.model.zero_grad()
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("by", ["model", "optimizer", "another_optimizer", "plain_parent", "parts"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_accumulation_that_was_given_up_does_not_come_back(set_to_none: bool, by: str, world_size: int) -> None:
+    """The loss, the loader or the loop raises; all gradients are cleared, and the step is run again."""
+    model, plain = sharded(), CASE.build()
+    assert isinstance(model, FSDPModule)
+    optimizers = [adamw(list(each.parameters())) for each in (model, plain)]
+
+    def clear(each: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        {
+            "model": each.zero_grad,
+            "optimizer": optimizer.zero_grad,
+            "another_optimizer": torch.optim.SGD(each.parameters(), lr=1.0).zero_grad,
+            "plain_parent": nn.ModuleDict({"inner": each}).zero_grad,
+            "parts": torch.optim.SGD(each.blocks[0].parameters(), lr=1.0).zero_grad,
+        }[by](set_to_none)
+
+    model.set_requires_gradient_sync(False)
+    loss_of(model, 1).backward()
+    clear(model, optimizers[0])
+    model.set_requires_gradient_sync(True)
+    loss_of(model, 2).backward()
+    expected: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        plain.zero_grad()
+        CASE.loss(plain, CASE.batch(0, 99, rank, 1)).backward()
+        clear(plain, optimizers[1])
+        CASE.loss(plain, CASE.batch(0, 99, rank, 2)).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            expected[name] = expected[name] + parameter.grad if rank else parameter.grad
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), expected[name] / world_size), name  # type: ignore[union-attr]
 
 
 @multi_rank(2)
@@ -451,3 +528,59 @@ def test_one_rank_fails_where_the_order_changes(world_size: int) -> None:
             if parameter.grad is not None:
                 assert torch.equal(parameter.grad.full_tensor(), expected[name] / world_size), (step, name)
         model.zero_grad()
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("waits", ["for its all-reduce", "in flight", "in part"])
+def test_what_waits_elsewhere_is_cleared_too(waits: str, world_size: int) -> None:
+    """Under torch what awaits its all-reduce survives `zero_grad`; a plain model's gradients do not."""
+    model, plain = CASE.build(), CASE.build()
+    for unit in CASE.units(model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    assert isinstance(model, FSDPModule)
+    if waits == "in flight":
+        model.set_is_last_backward(False)
+    else:
+        model.set_requires_all_reduce(False)
+    loss_of(model, 1).backward()
+    cleared = model.blocks[1] if waits == "in part" else model
+    torch.optim.SGD(cleared.parameters(), lr=1.0).zero_grad()
+    model.set_is_last_backward(True)
+    model.set_requires_all_reduce(True)
+    loss_of(model, 2).backward()
+    kept = set(plain.parameters()) - set(plain.blocks[1].parameters()) if waits == "in part" else set()
+    for rank in range(world_size):
+        for micro in (1, 2):
+            gradients = torch.autograd.grad(CASE.loss(plain, CASE.batch(0, 99, rank, micro)), list(plain.parameters()))
+            for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
+                if micro == 2 or parameter in kept:
+                    before = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    parameter.grad = before + gradient / world_size
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("call", range(4))
+def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: int) -> None:
+    """The launch has happened, and nobody can wait for it: the memory that it uses stays."""
+    model = CASE.build()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for unit in CASE.units(model):
+        fully_shard(unit, mesh=mesh)
+    optimizer = adamw(list(model.parameters()))
+    calls, original = itertools.count(), dist.all_reduce
+
+    def launched_in_vain(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return work
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", launched_in_vain)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model).backward()
+    optimizer.zero_grad()
+    reference = Reference(CASE, world_size=world_size)
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)

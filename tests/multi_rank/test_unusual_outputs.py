@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, FSDPNotImplementedError, FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPModule, FSDPNotImplementedError, FSDPTypeError, fully_shard
 from tests.harness import multi_rank
+from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -103,12 +107,134 @@ def test_an_object_that_holds_tensors(world_size: int) -> None:
     compare(model, plain, world_size)
 
 
+class Slotted:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Hiding(nn.Module):
+    """Uses its weights twice, element-wise too, and lets nobody see what it has computed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.full((6,), 0.7))
+        self.how = how
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> object:
+        y = torch.tanh(self.linear(torch.tanh(self.linear(x) * self.scale)) * self.scale)
+        self.kept[:] = [y]
+        return {
+            "slots": lambda: Slotted(y),
+            "set": lambda: {y},
+            "deque": lambda: deque([3, y]),
+            "closure": lambda: lambda: y,
+            "namespaces": lambda: SimpleNamespace(inner=SimpleNamespace(y=y)),
+            "nothing": lambda: None,
+            "detached": lambda: y.detach(),
+        }[self.how]()
+
+
+class TakesHidden(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.hiding = Hiding(how)
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, *, skips_first: bool = False) -> Tensor:
+        self.hiding(x if skips_first else self.first(x))
+        return self.last(self.hiding.kept[0]).square().mean()
+
+
+HIDDEN = ["slots", "set", "deque", "closure", "namespaces", "nothing", "detached"]
+
+
 @multi_rank(2)
-def test_what_cannot_be_noticed_is_an_error(world_size: int) -> None:
-    model = fully_shard(Wrapped(wrap=False))
-    model(batch(0, dist.get_rank()))().sum().backward()
-    with pytest.raises(FSDPRuntimeError, match=r"gradients in 'Wrapped' that were not reduced.*Return tensors"):
-        model(batch(0, dist.get_rank()))
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("skips_first", [False, True], ids=["inputs with gradients", "inputs without"])
+@pytest.mark.parametrize("how", HIDDEN)
+def test_outputs_that_hide_their_tensors(how: str, skips_first: bool, forwards: int, world_size: int) -> None:
+    """Where no tensor is found, the parameters stay for the backward, which is noticed when it comes to them."""
+    torch.manual_seed(0)
+    model, plain = TakesHidden(how), TakesHidden(how)
+    plain.load_state_dict(model.state_dict())
+    for unit in (model.first, model.hiding, model.last, model):
+        fully_shard(unit, reshard_after_forward=True)
+
+    def run(each: nn.Module, step: int, rank: int) -> None:
+        losses = [each(batch(step + number, rank), skips_first=skips_first) for number in range(forwards)]
+        if skips_first:
+            sum(losses).backward()  # type: ignore[union-attr]
+        else:
+            for loss in losses:
+                loss.backward()
+
+    for step in range(2):
+        run(model, step, dist.get_rank())
+        expected: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            plain.zero_grad()
+            run(plain, step, rank)
+            for name, parameter in plain.named_parameters():
+                if parameter.grad is not None:
+                    expected[name] = expected.get(name, 0) + parameter.grad / world_size
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "sharded again"
+        gradients = {name: gradient for name, gradient in gradients_of(model).items() if gradient is not None}
+        assert_sharded_same("gradients", gradients, expected, tolerance=SUM_ORDER)
+        model.zero_grad()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", HIDDEN)
+def test_a_root_whose_output_hides_its_tensors(how: str, world_size: int) -> None:
+    torch.manual_seed(0)
+    model, plain = Hiding(how), Hiding(how)
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model)
+    for step in range(2):
+        model(batch(step, dist.get_rank()))
+        model.kept[0].sum().backward()
+        plain.zero_grad()
+        for rank in range(world_size):
+            plain(batch(step, rank))
+            (plain.kept[0].sum() / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        model.zero_grad()
+
+
+@multi_rank(2)
+def test_what_has_no_gradient_does_not_stay(world_size: int) -> None:
+    """A frozen teacher, and an evaluation."""
+    model = fully_shard(Wrapped(wrap=True).requires_grad_(False), reshard_after_forward=True)
+    model(batch(0, 0))
+    assert isinstance(model.linear.weight, DTensor)
+    model = fully_shard(Wrapped(wrap=False), reshard_after_forward=True)
+    with torch.no_grad():
+        model(batch(0, 0))
+    assert isinstance(model.linear.weight, DTensor)
+
+
+class Lazily(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for row in x:
+            yield self.linear(row)
+
+
+@multi_rank(2)
+def test_a_generator_is_refused_by_name(world_size: int) -> None:
+    model = fully_shard(Lazily())
+    for _ in range(2):
+        with pytest.raises(FSDPTypeError, match=r"forward returned a generator.*Return a list or a tuple"):
+            model(batch(0, 0))
 
 
 class Positions(nn.Module):

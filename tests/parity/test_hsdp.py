@@ -133,20 +133,6 @@ def test_accumulation_with_only_reduce_scatter_trains_like_the_reference(case: M
 
 
 @multi_rank(4)
-def test_partial_gradients_survive_zero_grad() -> None:
-    """`zero_grad` clears gradients, not what awaits its all-reduce."""
-    model = shard(ROOTED, mesh=mesh_of(2, 2))
-    model.set_requires_all_reduce(False)
-    loss_on(ROOTED, model, 0, None, 0).backward()
-    model.zero_grad()
-    model.set_requires_all_reduce(True)
-    loss_on(ROOTED, model, 0, None, 1).backward()
-    record = Reference(ROOTED, world_size=4, microbatches=2).step()
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    assert_same("gradients", gradients, record.gradients, tolerance=SUM_ORDER)
-
-
-@multi_rank(4)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_requires_all_reduce_recurses_unless_told_not_to(recurse: bool) -> None:
     model = shard(ROOTED, mesh=mesh_of(2, 2))

@@ -1,0 +1,72 @@
+"""What ``zero_grad`` of models and optimizers drops beside ``.grad``.
+
+In plain PyTorch everything that backwards have computed is in ``.grad``. Here gradients of microbatches without
+communication wait on unsharded parameters, those that stopped before their all-reduce wait in a buffer, others are on
+their way or add up on the host. A program that gives an accumulation up (its loss or its loader raised) calls
+``zero_grad`` and begins again: what waits must be gone then.
+
+``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` have no hooks, so the first `fully_shard` wraps
+both: optimizers know nothing of groups, and a model may be a plain module around sharded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch
+from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.succession import successor_of
+from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.reducer import GradientReducer
+
+
+def install() -> None:
+    """Let ``zero_grad`` of optimizers and modules drop what waits."""
+    _torch.before_zero_grad(Optimizer, _before_optimizers)
+    _torch.before_zero_grad(nn.Module, _before_modules)
+
+
+def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+    """Drop the gradients of ``parameters`` that wait anywhere but in their ``.grad``; or make them zeros.
+
+    Args:
+        parameters: sharded ones; predecessors and unsharded ones stand for those that took their place, of which
+            ``.grad`` is cleared too. Others are passed over.
+        set_to_none: as of ``zero_grad``.
+
+    No communication; reductions in flight are waited for.
+    """
+    cleared: dict[FSDPParamGroup, set[FSDPParam]] = {}
+    for parameter in parameters:
+        owner = owner_of(parameter)
+        if owner is None:
+            successor = successor_of(parameter)
+            owner = None if successor is None else owner_of(successor)
+            if owner is None:
+                continue
+            _clear(owner.sharded, set_to_none)
+        if owner.group is not None and owner.group.reducer in GradientReducer.owing:
+            cleared.setdefault(owner.group, set()).add(owner)
+    for group, params in cleared.items():
+        group.clear_waiting(params, set_to_none)
+
+
+def _clear(parameter: torch.Tensor, set_to_none: bool) -> None:
+    if parameter.grad is not None:
+        if set_to_none:
+            parameter.grad = None
+        else:
+            parameter.grad.zero_()
+
+
+def _before_optimizers(optimizer: Any, set_to_none: bool) -> None:
+    clear_waiting((each for group in optimizer.param_groups for each in group["params"]), set_to_none)
+
+
+def _before_modules(module: Any, set_to_none: bool) -> None:
+    clear_waiting(module.parameters(), set_to_none)

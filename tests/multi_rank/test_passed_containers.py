@@ -1,0 +1,176 @@
+"""Lists, dicts and objects that a module is passed: what it writes into them is there afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from tests.harness import multi_rank
+from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of
+
+WIDTH = 6
+SUMS = Tolerance(rtol=1e-5, atol=1e-6, reason="the gradients of a tensor with several uses add up in another order")
+BF16 = Tolerance(rtol=3e-2, atol=3e-3, reason="the sum of two gradients of bf16, each rounded before or after the sum")
+
+
+@dataclass
+class Cache:
+    """What is passed from block to block."""
+
+    scale: Tensor
+    keys: list[Tensor] = field(default_factory=list)
+
+
+class Down(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skips: list[Tensor], state: dict[str, Any], cache: Cache) -> Tensor:
+        y = torch.tanh(self.linear(x) * cache.scale + state["first"])
+        skips.append(y)
+        state["last"] = y
+        cache.keys.append(x)
+        return y
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        return self.linear(x) + skips.pop()
+
+
+class UNet(nn.Module):
+    """Skips go through a list, a state through a dict, keys through an object; each block pops or adds."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.down = nn.ModuleList(Down() for _ in range(2))
+        self.up = nn.ModuleList(Up() for _ in range(2))
+
+    def forward(self, x: Tensor, skips: list[Tensor]) -> Tensor:
+        state: dict[str, Any] = {"first": x * 0.5}
+        cache = Cache(x.mean(0))
+        for block in self.down:
+            x = (
+                checkpoint(block, x, skips, state, cache, use_reentrant=False)
+                if self.recompute
+                else block(x, skips, state=state, cache=cache)
+            )
+        for block in self.up:
+            x = block(x, skips)
+        assert len(cache.keys) >= 2 and state["last"].shape == x.shape
+        return (x + state["last"] + cache.keys[1] + cache.keys[0]).float().square().mean()
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_unet_trains_like_the_reference(dtype: torch.dtype | None, recompute: bool, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = UNet(recompute)
+    plain = copy.deepcopy(model).to(dtype or torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in (*model.down, *model.up):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+
+    def run(each: nn.Module, rank: int) -> None:
+        x = batch(rank)
+        skips: list[Tensor] = []
+        if each is plain:
+            x = x.to(dtype or torch.float32)
+        each(x, skips).backward()
+        assert skips == [], "blocks popped what blocks had appended"
+
+    run(model, dist.get_rank())
+    expected: dict[str, Tensor] = {}
+    for rank in range(world_size):
+        plain.zero_grad()
+        run(plain, rank)
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            expected[name] = expected.get(name, 0) + parameter.grad.float() / world_size
+    tolerance = SUMS if dtype is None else BF16
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=tolerance)  # type: ignore[arg-type]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    items: list[Tensor]
+
+
+class Writes(nn.Module):
+    """Adds to whatever it is passed, replaces a part of it, and may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: Tensor, passed: Any) -> Tensor:
+        y = self.linear(x)
+        if isinstance(passed, list):
+            passed.append(y)
+        elif isinstance(passed, (dict, UserDict)):
+            passed["written"] = y
+        elif isinstance(passed, Pair):
+            passed.items.append(y)
+        else:
+            passed.keys.append(y)
+        if self.fails:
+            raise ValueError("on purpose")
+        return y
+
+
+def contents(passed: Any) -> list[Tensor]:
+    if isinstance(passed, (dict, UserDict)):
+        return list(passed.values())
+    if isinstance(passed, Cache):
+        return [passed.scale, *passed.keys]
+    return [passed.x, *passed.items] if isinstance(passed, Pair) else list(passed)
+
+
+PASSED: dict[str, Callable[[Tensor], Any]] = {
+    "list": lambda x: [x],
+    "dict": lambda x: {"x": x},
+    "user dict": lambda x: UserDict(x=x),
+    "dataclass": lambda x: Cache(x),
+    "list in a tuple": lambda x: Pair(x, []),
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("kind", PASSED)
+def test_the_callers_own_container_has_what_was_written_and_what_it_had(kind: str, fails: bool) -> None:
+    """Also where tensors in it were cast, and require gradients: the caller finds its own tensors again."""
+    model = fully_shard(Writes(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    mine = torch.ones(2, WIDTH, requires_grad=True) * 2
+    passed = PASSED[kind](mine)
+    model.fails = fails
+    try:
+        model(mine, passed)
+    except ValueError:
+        assert fails
+    before, written = contents(passed)
+    assert before is mine, "fp32, as the caller put it there"
+    assert written.dtype is torch.bfloat16 and written.requires_grad
