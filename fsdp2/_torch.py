@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -186,6 +186,19 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 
 # Counts in-place writes, in most ways: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Changes when ``tensor.data`` is set: of a DTensor that is all that does, for its local tensor stays."""
+
+
+def is_of_several(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is what `torch.autograd.graph.register_multi_grad_hook` hangs on each of its tensors."""
+    code = getattr(hook, "__code__", None)
+    return code is not None and code.co_filename == _OF_SEVERAL and code.co_name in ("inner_hook", "wrapped_fn")
+
+
+_OF_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__.co_filename
 
 
 def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
@@ -386,9 +399,13 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 """Whether a functorch transform (``vmap``, ``jvp``, ``grad``) is being applied."""
 
 
-def without_functorch() -> AbstractContextManager[Any]:
-    """What runs inside is no part of the functorch transforms that are being applied."""
-    return torch._C._DisableFuncTorch()  # type: ignore[attr-defined,no-any-return]
+@contextmanager
+def without_functorch() -> Iterator[None]:
+    """What runs inside is no part of the functorch transforms that are being applied; it may make parameters."""
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad  # a transform has imported it
+
+    with torch._C._DisableFuncTorch(), enable_inplace_requires_grad(True):  # type: ignore[attr-defined]
+        yield
 
 
 def premultiplied_sum(factor: float) -> Any:

@@ -152,15 +152,6 @@ def keep_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call]
 
 
-def around_compilations(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Call ``begin`` before Dynamo makes a graph, and ``end`` after it. (`torch._dynamo.reset` forgets them.)"""
-    from torch._dynamo.callback import callback_handler
-
-    if begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(begin)
-        callback_handler.register_end_callback(end)
-
-
 def recompile_from(module: nn.Module) -> None:
     """Let ``module``, which was compiled before its class changed, be called by the methods of its new class."""
     compiled = module._compiled_call_impl

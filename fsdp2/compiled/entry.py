@@ -14,7 +14,6 @@ from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.arrivals import carriers_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
-from fsdp2.compiled.stand_ins import stand_in_for_groups
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
 from fsdp2.compiled.unsharding import unshard
@@ -81,7 +80,6 @@ def prepare_call(module: nn.Module) -> bool:
     below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
-    stand_in_for_groups(dict.fromkeys(group for each in below for group in each.unit))
     for each in below:
         reason = reasons[each]
         if reason is not None:

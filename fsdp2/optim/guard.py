@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.comm.whole import Former
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.compiled.stand_ins import stand_in_for_optimizer
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.params.freshness import Freshness
 from fsdp2.params.param import FSDPParam, owner_of
@@ -73,8 +72,6 @@ class OptimizerGuard:
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.look_through(optimizer)
-        if _torch_compiler.frame_callback():
-            stand_in_for_optimizer(optimizer)
         Freshness.unwatched = True  # a closure may run forwards between the writes of one step
 
     def look_through(self, optimizer: Optimizer) -> None:

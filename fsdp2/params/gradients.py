@@ -36,7 +36,7 @@ from fsdp2.params.memory import MemoryPool
 from fsdp2.params.packing import dealt_out, packing_for
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import GradientLayout
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.ragged import dtensor_at_offset
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
 _DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
@@ -433,10 +433,7 @@ class DtypeGradients:
         local = storage_alias(flat, slot.offset, shape, slot.cut.stride(shape))
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
-        # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-        gradient = dtensor_over(local.new_empty(0), spec)
-        _torch.set_local(gradient, local)
-        return gradient
+        return dtensor_at_offset(local, spec)
 
     def deliver(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
         """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
@@ -478,6 +475,8 @@ class DtypeGradients:
                 continue
             gradient: torch.Tensor = self._gradient_on(flat, index, param.delivery_dtype(self.dtype))
             for hook in (_torch.tensor_hooks(param.sharded) or {}).values():
+                if _torch.is_of_several(hook):
+                    self._refuse_hook_of_several(param)
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
             existing = param.sharded.grad
@@ -491,6 +490,15 @@ class DtypeGradients:
                     "its parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with "
                     "the parameter's placements."
                 )
+
+    @staticmethod
+    def _refuse_hook_of_several(param: FSDPParam) -> NoReturn:
+        raise FSDPNotImplementedError(
+            f"torch.autograd.graph.register_multi_grad_hook was given the sharded parameter '{param.path}', which is "
+            "in no autograd graph: the hook would never be called, or without this gradient. Use "
+            "register_post_accumulate_grad_hook on each parameter, a module's register_full_backward_hook, or what "
+            "follows backward()."
+        )
 
     def _call_hooks(self, absent: set[int]) -> None:
         """Call the users' post-accumulate-grad hooks."""

@@ -24,7 +24,7 @@ from fsdp2.params.succession import OWN, Link, note_former, succeed
 from fsdp2.plan.layout import Cut
 from fsdp2.plan.placement import Sharding, local_shard
 from fsdp2.plan.policies import MixedPrecisionPolicy
-from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged
+from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged, parameter_at_offset
 
 
 def refuse_share_memory() -> NoReturn:
@@ -253,14 +253,12 @@ class FSDPParam:
 
     def take_unsharded(self, alias: torch.Tensor) -> None:
         """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor."""
-        data = alias
         spec = self.sharding.unsharded_spec
-        if spec is not None:
-            placeholder = torch.empty(0, dtype=alias.dtype, device=alias.device)
-            data = _torch.make_dtensor(placeholder, _torch.spec_with_dtype(spec, alias.dtype))
-        unsharded = nn.Parameter(data, requires_grad=self.requires_grad)
-        if spec is not None:
-            _torch.set_local(unsharded, alias)
+        if spec is None:
+            unsharded = nn.Parameter(alias, requires_grad=self.requires_grad)
+        else:
+            spec = _torch.spec_with_dtype(spec, alias.dtype)
+            unsharded = parameter_at_offset(alias, spec, requires_grad=self.requires_grad)
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
         if self.unsharded is not None:

@@ -19,7 +19,7 @@ from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import Cut
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.placement import local_shard, post_forward_placement
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.ragged import parameter_at_offset
 
 
 class PostForward:
@@ -80,9 +80,7 @@ class PostForward:
         sharded = param.sharded
         mesh, placements = post_forward_placement(param.sharding, cut, self.mesh.device_mesh)
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
-        parameter = nn.Parameter(dtensor_over(local.new_empty(0), spec), requires_grad=sharded.requires_grad)
-        _torch.set_local(parameter, local)
-        return parameter
+        return parameter_at_offset(local, spec, requires_grad=sharded.requires_grad)
 
     def take(self) -> None:
         """Copy this rank's parts out of the unsharded buffers. On the current stream, which has read them.

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
+from fsdp2.plan.ragged import dtensor_over
 
 Target = TypeVar("Target")
 
@@ -98,6 +99,10 @@ def _copied(predecessor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
         copied: torch.Tensor = nn.Parameter(nothing, requires_grad=predecessor.requires_grad)
         memo[id(predecessor)] = copied
         return copied
+    if isinstance(predecessor, DTensor) and predecessor.storage_offset():  # as torch cannot copy it
+        whole = dtensor_over(local.detach().clone(), _torch.spec_of(predecessor))
+        copied = memo[id(predecessor)] = nn.Parameter(whole, requires_grad=predecessor.requires_grad)
+        return copied
     copied = type(predecessor).__deepcopy__(predecessor, memo)  # type: ignore[attr-defined]
     copied.__dict__.pop("__deepcopy__", None)
     return copied
@@ -152,5 +157,5 @@ def former_of(parameter: torch.Tensor) -> Any:
     return None if link is None else link.target
 
 
-OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_", "__deepcopy__")
+OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_", "__deepcopy__", "__reduce_ex__")
 """Attributes of parameters that are not the user's."""

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.params.param import FSDPParam
@@ -78,7 +80,7 @@ class Swaps:
             if found is not None and (found is param.unsharded or found is param.post_forward):
                 if found.requires_grad is not param.requires_grad:
                     param.sharded.requires_grad_(found.requires_grad)
-            elif found is not param.sharded:
+            elif found is not param.sharded and not (found is not None and _is_another_view(found, param)):
                 replaced = param
             mapping[name] = param.sharded
         return replaced
@@ -92,3 +94,20 @@ class Swaps:
         """Let the modules hold what the parameters rest as after forward."""
         for mapping, name, param in self.places:
             mapping[name] = param.resting
+
+
+def _is_another_view(found: torch.Tensor, param: FSDPParam) -> bool:
+    """Whether ``found`` is another parameter over the very memory of the frozen ``param``, and was not written.
+
+    As quantized layers register, which need a class of their own in forward. Nothing is lost with it.
+    """
+    unsharded = param.unsharded
+    if unsharded is None or param.requires_grad or found.requires_grad or isinstance(found, DTensor):
+        return False
+    whole = _torch.local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+    return (
+        _torch.storage_of(found) == _torch.storage_of(whole)
+        and found.data_ptr() == whole.data_ptr()
+        and found.nbytes == whole.nbytes
+        and _torch.version_of(found) in (0, _torch.version_of(whole))
+    )

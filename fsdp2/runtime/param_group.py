@@ -72,7 +72,7 @@ class FSDPParamGroup:
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
         self._by_hand = False
-        self._sharded = tuple(param.sharded for param in self.params)
+        self._take_sharded()
         self._gathered_version: int | None = 0
         self._gathered_writes = 0
         self._reuses = False  # the gather under way may send what was cast for an earlier one
@@ -244,7 +244,11 @@ class FSDPParamGroup:
             if found is not param.sharded:
                 succeed(param.sharded, found)
             param.adopt(found)
+        self._take_sharded()
+
+    def _take_sharded(self) -> None:
         self._sharded = tuple(param.sharded for param in self.params)
+        self._addresses = list(map(_torch.storage_address, self._sharded))
 
     def _adopt_in_place(self) -> bool:
         """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
@@ -474,13 +478,40 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)
         self.reducer.clear(params, set_to_none)
 
-    def refuse_lost_gradients(self) -> None:
-        """Between iterations: raise if a backward left gradients that no hook noticed.
+    def refuse_set_data(self) -> None:
+        """Refuse that ``.data`` of a sharded parameter was set.
 
         Raises:
-            FSDPRuntimeError: naming the group and the remedy.
+            FSDPRuntimeError: once, naming the parameter; the values of before are used from then on.
+        """
+        addresses = list(map(_torch.storage_address, self._sharded))
+        if addresses == self._addresses:
+            return
+        changed = [one for one, *both in zip(self.params, self._addresses, addresses, strict=True) if len({*both}) > 1]
+        self._addresses = addresses
+        for param in changed:
+            if _torch.local_of(param.sharded) is param.local:  # else it was converted or moved, which is adopted
+                raise FSDPRuntimeError(
+                    f".data was set on parameter '{param.path}'. A DTensor ignores that: the parameter has its former "
+                    "values. Copy into it instead, under torch.no_grad(): parameter.copy_(value)."
+                )
+
+    def begin_iteration(self, *, ends_by_itself: bool) -> None:
+        """The root's forward begins.
+
+        Args:
+            ends_by_itself: gradients of earlier backwards have been reduced.
+
+        Raises:
+            FSDPRuntimeError: a backward left gradients that no hook noticed, or ``.data`` was set on a parameter; with
+                its name and the remedy.
         """
         reducer = self.reducer
+        if list(map(_torch.storage_address, self._sharded)) != self._addresses:
+            self.refuse_set_data()
+        reducer.release()
+        if not ends_by_itself:
+            return
         if reducer.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
             raise FSDPRuntimeError(
                 f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "

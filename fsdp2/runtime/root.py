@@ -178,9 +178,7 @@ class FSDPRoot:
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         for group in self.groups:
-            if not self.settings.finalizes_manually:
-                group.refuse_lost_gradients()
-            group.reducer.release()
+            group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
         if self.groups:
             self.comm.max_pending_reduces = max(group.reducer.max_pending for group in self.groups)
         event, self.settings.post_optim_event = self.settings.post_optim_event, None

@@ -237,6 +237,7 @@ class FSDPState(CopyableState):
             self.root.recover_if_failed()
             self.root.comm.let_host_write_shards()
         for group in self.unit:
+            group.refuse_set_data()
             group.settle()
 
     def adopt_replaced(self) -> None:

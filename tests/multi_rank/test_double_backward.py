@@ -227,11 +227,12 @@ def test_a_recorded_backward_of_parameters_that_were_written(world_size: int) ->
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@multi_rank(2)
+@multi_rank(4)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
-def test_functional_transforms_of_a_trainable_model(world_size: int) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [None, 2])
+def test_functional_transforms_of_a_trainable_model(reshard_after_forward: int | None, world_size: int) -> None:
     """`torch.func`: gradients, also per example, Jacobians and Hessians with respect to inputs; then it trains."""
-    model, plain = shard(build("critic")), build("critic")
+    model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
     x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
     rows = torch.stack([x, 2 * x])
     for transform, at in (

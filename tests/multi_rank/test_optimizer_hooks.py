@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPError, FSDPModule
+from fsdp2 import FSDPError, FSDPModule, FSDPNotImplementedError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -161,3 +161,20 @@ def test_a_step_between_forward_and_backward_is_an_error() -> None:
     reference = Reference(CASE, world_size=2)
     copy_values(CASE.build(), model)
     assert_trains_like(reference, model, adamw(trainable(model)), steps=2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_of_several_parameters_is_refused(mode: str, world_size: int) -> None:
+    """It counts the nodes of autograd's graph that it waits for, and sharded parameters have none there."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    for unit in (model[0], model):
+        fully_shard(unit)
+    called: list[object] = []
+    handle = torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), called.append, mode=mode)
+    with pytest.raises(FSDPNotImplementedError, match=r"given the sharded parameter '.*register_post_accumulate"):
+        model(torch.ones(2, 5)).sum().backward()
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    assert not called and all(parameter.grad is not None for parameter in model.parameters())

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
+from tests.harness.compare import SUM_ORDER, assert_sharded_same
 from tests.multi_rank.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
 from tests.multi_rank.training import CASE, shard
 
@@ -320,3 +322,71 @@ def test_parametrizing_before_wrapping_is_fine_and_after_it_an_error() -> None:
     nn.utils.parametrizations.weight_norm(model[2])
     with pytest.raises(FSDPRuntimeError, match=r"'2\.(parametrizations\.weight\.original0.*added|weight.*replaced)"):
         model(INPUTS)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("touch", ["forward", "state_dict"])
+def test_data_that_is_set_is_refused_for_a_dtensor_ignores_it(touch: str, world_size: int) -> None:
+    """The usual swap of averages; in plain PyTorch it works."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    for unit in (model[0], model):
+        fully_shard(unit)
+    x = torch.ones(2, 5)
+    before = model(x)
+    for parameter in (model[0].weight, model[1].bias):
+        zeros = torch.zeros_like(parameter.to_local())
+        parameter.data = DTensor.from_local(zeros, parameter.device_mesh, parameter.placements)
+        with pytest.raises(FSDPRuntimeError, match=r"\.data was set on parameter '.\.(weight|bias)'.*parameter.copy_"):
+            model(x) if touch == "forward" else model.state_dict()
+        assert torch.equal(model(x), before), "as it was"
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter))
+    assert not model(x).any()
+
+
+class Quantized(nn.Module):
+    """As bitsandbytes' layers: forward registers a parameter of a class of its own over the same data."""
+
+    class Parameter(nn.Parameter):
+        state: object
+
+    def __init__(self, trainable: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6), requires_grad=trainable)
+        self.adapter = nn.Linear(6, 6)
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.weight, Quantized.Parameter):
+            self.weight = Quantized.Parameter(self.weight.data, requires_grad=self.weight.requires_grad)
+            self.weight.state = "of the class"
+        if self.writes:
+            with torch.no_grad():
+                self.weight.mul_(2)
+        return x @ self.weight + self.adapter(x)
+
+
+@multi_rank(2)
+def test_a_frozen_parameter_may_be_replaced_over_the_same_memory(world_size: int) -> None:
+    torch.manual_seed(0)
+    model, plain = Quantized(), Quantized()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model, reshard_after_forward=True)
+    for step in range(2):
+        model(torch.full((2, 6), float(dist.get_rank() + step))).square().sum().backward()
+        assert isinstance(model.weight, DTensor) and not model.weight.requires_grad, "the shard is back"
+        for rank in range(world_size):
+            (plain(torch.full((2, 6), float(rank + step))).square().sum() / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["written", "trainable"])
+def test_a_replacement_that_would_lose_something_is_refused(how: str, world_size: int) -> None:
+    model = fully_shard(Quantized(trainable=how == "trainable"), reshard_after_forward=True)
+    model.writes = how == "written"
+    with pytest.raises(FSDPRuntimeError, match="'weight' was replaced, converted or written while it was unsharded"):
+        model(torch.ones(2, 6))

@@ -71,7 +71,6 @@ LAYERS = {
         "unsharding",
         "overlap",
         "arrivals",
-        "stand_ins",
         "tracing",
         "support",
         "entry",

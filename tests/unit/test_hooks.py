@@ -26,8 +26,13 @@ Pair = namedtuple("Pair", ["a", "b"])
 class Owner:
     """Of a call: ``then`` is called at its end."""
 
-    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
-        self.end_call = then
+    def __init__(self, then: Callable[[], object] = lambda: None, is_recorded: bool = False) -> None:
+        self.then = then
+        self.is_recorded = is_recorded
+
+    def end_call(self) -> bool:
+        self.then()
+        return self.is_recorded
 
     def begin_second_backward(self) -> None: ...
 
@@ -224,7 +229,7 @@ def test_the_differentiation_of_a_recorded_backward_is_noticed_first_of_all() ->
     weight = torch.ones(2, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     x = torch.ones(2, requires_grad=True)
-    call = ForwardCall(Recorded(lambda: calls.append("end")))
+    call = ForwardCall(Recorded(lambda: calls.append("end"), is_recorded=True))
     changed = after_backward_of_inputs(call, (x,), {}, Replaced())
     assert changed is not None
     (slope,) = torch.autograd.grad((changed[0][0] ** 3 * weight).sum(), x, create_graph=True)
