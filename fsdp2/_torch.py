@@ -188,6 +188,14 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an in-place write to ``other`` counts in the version of ``one``, as of a view."""
+    before = one._version
+    with torch.autograd._unsafe_preserve_version_counter(other):  # type: ignore[attr-defined]
+        torch.autograd.graph.increment_version(other)
+        return one._version != before
+
+
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 """Changes when ``tensor.data`` is set: of a DTensor that is all that does, for its local tensor stays."""
 

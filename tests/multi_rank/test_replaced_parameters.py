@@ -332,13 +332,15 @@ def test_data_that_is_set_is_refused_for_a_dtensor_ignores_it(touch: str, world_
     for unit in (model[0], model):
         fully_shard(unit)
     x = torch.ones(2, 5)
-    before = model(x)
+    with torch.no_grad():
+        before = model(x)
     for parameter in (model[0].weight, model[1].bias):
         zeros = torch.zeros_like(parameter.to_local())
         parameter.data = DTensor.from_local(zeros, parameter.device_mesh, parameter.placements)
         with pytest.raises(FSDPRuntimeError, match=r"\.data was set on parameter '.\.(weight|bias)'.*parameter.copy_"):
             model(x) if touch == "forward" else model.state_dict()
-        assert torch.equal(model(x), before), "as it was"
+        with torch.no_grad():
+            assert torch.equal(model(x), before), "as it was"
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter))
@@ -351,15 +353,17 @@ class Quantized(nn.Module):
     class Parameter(nn.Parameter):
         state: object
 
-    def __init__(self, trainable: bool = False) -> None:
+    def __init__(self, trainable: bool = False, by_data: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(6, 6), requires_grad=trainable)
         self.adapter = nn.Linear(6, 6)
+        self.by_data = by_data
         self.writes = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(self.weight, Quantized.Parameter):
-            self.weight = Quantized.Parameter(self.weight.data, requires_grad=self.weight.requires_grad)
+            data = self.weight.data if self.by_data else self.weight
+            self.weight = Quantized.Parameter(data, requires_grad=self.weight.requires_grad)
             self.weight.state = "of the class"
         if self.writes:
             with torch.no_grad():
@@ -368,9 +372,10 @@ class Quantized(nn.Module):
 
 
 @multi_rank(2)
-def test_a_frozen_parameter_may_be_replaced_over_the_same_memory(world_size: int) -> None:
+@pytest.mark.parametrize("by_data", [False, True])
+def test_a_frozen_parameter_may_be_replaced_over_the_same_memory(by_data: bool, world_size: int) -> None:
     torch.manual_seed(0)
-    model, plain = Quantized(), Quantized()
+    model, plain = Quantized(by_data=by_data), Quantized(by_data=by_data)
     plain.load_state_dict(model.state_dict())
     fully_shard(model, reshard_after_forward=True)
     for step in range(2):
@@ -384,9 +389,10 @@ def test_a_frozen_parameter_may_be_replaced_over_the_same_memory(world_size: int
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("by_data", [False, True])
 @pytest.mark.parametrize("how", ["written", "trainable"])
-def test_a_replacement_that_would_lose_something_is_refused(how: str, world_size: int) -> None:
-    model = fully_shard(Quantized(trainable=how == "trainable"), reshard_after_forward=True)
+def test_a_replacement_that_would_lose_something_is_refused(how: str, by_data: bool, world_size: int) -> None:
+    model = fully_shard(Quantized(trainable=how == "trainable", by_data=by_data), reshard_after_forward=True)
     model.writes = how == "written"
     with pytest.raises(FSDPRuntimeError, match="'weight' was replaced, converted or written while it was unsharded"):
         model(torch.ones(2, 6))
