@@ -163,6 +163,7 @@ class Surgery:
 
     def before_forward(self) -> None:
         if self.kind == "gradient given":
+            self.world.rest()  # a forward that raised leaves parameters unsharded
             for parameter in self.world.parameters().values():
                 if parameter.grad is None:
                     parameter.grad = torch.full_like(parameter, 0.01)
@@ -218,6 +219,7 @@ class Surgery:
             for name, parameter in parameters.items():
                 parameter.copy_(self.average[name])
             self.evaluate("of the average")
+            self.world.rest()
             for name, parameter in parameters.items():
                 parameter.copy_(kept[name])
 
@@ -247,11 +249,13 @@ class Events:
             for model in self.world.models.values():
                 model.eval()
             self.evaluate("in between")
+            self._rest()
             for model in self.world.models.values():
                 model.train()
         elif event == "inference":
             with torch.inference_mode():
                 self.evaluate("in inference mode")
+            self._rest()
         elif event == "save":
             self.world.note_all("saved", self.world.mine.state_dict())
             self.optimizer.state_dict()

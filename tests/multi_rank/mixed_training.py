@@ -135,7 +135,7 @@ class World:
         return torch.stack(losses).sum() / len(losses)
 
     def rest(self) -> None:
-        """Reshards what forwards without a backward have left unsharded, as users must to see sharded parameters."""
+        """Reshards what a forward without a backward has left unsharded, as users must to see sharded parameters."""
         for module in self.mine.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
