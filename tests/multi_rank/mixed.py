@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from fnmatch import fnmatchcase
 
 from tests.harness.pool import WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
 from tests.multi_rank.mixed_training import run
-from tests.multi_rank.mixing import PLAIN, Mix, draw, is_legal, named, printed, ranks_of, simpler
+from tests.multi_rank.mixing import EXCLUDED, PLAIN, RULES, Mix, draw, is_legal, printed, ranks_of, simpler
 
 
 def failure(pools: WorkerPools, mix: Mix, timeout: float = 20.0) -> str | None:
@@ -46,12 +45,13 @@ def main() -> int:
     parser.add_argument("program", nargs="*", help="a seed, or: plain, and options")
     parser.add_argument("--many", nargs=2, type=int, metavar=("FIRST", "LAST"))
     parser.add_argument("--without", nargs="*", default=[], metavar="PATTERN", help='such as "outputs: s*"')
+    parser.add_argument("--known", action="store_true", help="draws what is known to fail, too")
     parser.add_argument("--minimize", action="store_true")
     parser.add_argument("--lines", type=int, default=60, help="how much of a failure is shown")
     options = parser.parse_args()
     pools, failed = WorkerPools(), 0
     try:
-        for mix in _asked(options.program, options.many, _matching(options.without)):
+        for mix in _asked(options):
             reason = failure(pools, mix)
             if reason is None:
                 if not options.many:
@@ -67,16 +67,13 @@ def main() -> int:
     return failed
 
 
-def _matching(patterns: list[str]) -> list[str]:
-    return [name for name in named() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _asked(program: list[str], many: list[int] | None, without: list[str]) -> list[Mix]:
-    if many:
-        return [draw(seed, without) for seed in range(*many)]
-    if program[0] != "plain":
-        return [draw(int(program[0]), without)]
-    mix = {**PLAIN, **dict(option.split(": ", 1) for option in program[1:])}
+def _asked(options: argparse.Namespace) -> list[Mix]:
+    rules = (EXCLUDED if options.known else RULES) + tuple((pattern, "*", "asked") for pattern in options.without)
+    if options.many:
+        return [draw(seed, rules) for seed in range(*options.many)]
+    if options.program[0] != "plain":
+        return [draw(int(options.program[0]), rules)]
+    mix = {**PLAIN, **dict(option.split(": ", 1) for option in options.program[1:])}
     assert is_legal(mix), "these options exclude each other"
     return [mix]
 
