@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -175,7 +176,7 @@ class Surgery:
         if self.kind == "gradient scaled":
             for gradient in gradients:
                 gradient.mul_(0.5)
-        elif self.kind == "gradients foreach":
+        elif self.kind == "gradients foreach" and gradients:
             torch._foreach_mul_(gradients, 0.5)
         elif self.kind == "gradient replaced":
             for parameter in parameters:
@@ -295,7 +296,9 @@ class Events:
             "func.jvp": lambda function, x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1],
         }
         self.world.is_noting = False
-        found = self._each(bodies[event])
+        with warnings.catch_warnings():  # torch.func.jvp compiles by torch.jit.script, which torch calls deprecated
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            found = self._each(bodies[event])
         self.world.is_noting = True
         for rank, each in found.items():
             self.world.note(rank, event, each)

@@ -28,7 +28,7 @@ from tests.multi_rank.mixing import (
     ranks_of,
 )
 
-BATCHES = {2: 8, 4: 24}
+BATCHES = {2: 12, 4: 6}
 """How many tests share the programs that cover all pairs, by their number of ranks."""
 
 MANY = int(os.environ.get("FSDP2_MIXED", "2000"))
