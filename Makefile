@@ -16,7 +16,7 @@ help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
 	@echo "make train-check  the same training against an unsharded reference, loss by loss"
 	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
-	@echo "make test-full    the suite with its slow part"
+	@echo "make test-full    the suite with its slow part, then the tests of arithmetic on each vector width of this processor"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
@@ -43,6 +43,7 @@ test: lint
 
 test-full: lint
 	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests.arithmetic $(ARGS)
 
 test-pool: $(STAMP)
 	FSDP2_TEST_POOL=1 $(BIN)/python -m pytest -m "not full" tests/multi_rank tests/parity $(ARGS)

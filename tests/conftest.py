@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.harness.fake import FakeWorlds
 from tests.harness.pool import WorkerPools, start_fork_server
 from tests.harness.pooling import pool_if_asked
-from tests.harness.state import ProcessState, forget_meshes, seed_everything
+from tests.harness.state import THREADS, ProcessState, forget_meshes, seed_everything
 from tests.unit.parity_table import report_what_was_not_shown
 
 # Warnings are errors (pyproject.toml), here and on the ranks, but for these of torch's own.
@@ -57,7 +57,7 @@ def pools() -> Iterator[WorkerPools]:
 @pytest.fixture(scope="session")
 def process_state() -> ProcessState:
     """The state of this process before the first test."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     return ProcessState.capture()
 
 

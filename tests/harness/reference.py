@@ -8,6 +8,15 @@ collectives or of the engine. Every rank of a test trains its own reference (no 
     rounding whatever its order, and a division by a power of two none (short of underflow): an engine that
     computes in the same dtype must agree bit for bit. On 4 ranks the order of the sum is the collective's own
     affair, so comparisons there need a tolerance.
+
+    A shard is a piece of a parameter: its elements lie elsewhere in the processor's vectors, and more or fewer of them
+    in the tail that scalar code computes. Sums, products, quotients and roots in fp32 are rounded each for itself, so
+    the for-loop and foreach optimizers of torch give the same bits wherever an element lies. That cannot be promised
+    of fused optimizers (products and sums contracted in one of the two codes), of transcendental functions (other
+    polynomials in vectors), of bf16 arithmetic with a factor (`add` with `alpha`), and of sums over all elements of a
+    shard (norms): comparisons of these need a tolerance, `FUSED` or a wider one. Forwards and backwards compute on
+    whole parameters, like the reference, and so are exact. `tests/unit/test_bits.py` shows all this for the
+    processor at hand; `python -m tests.arithmetic` runs on each vector width that it has.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+"""Of torch's own, in every process of the tests: `python -m tests.arithmetic` runs with more than one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
@@ -36,13 +39,13 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Puts the snapshot back, with gradients on and one thread."""
+        """Puts the snapshot back, with gradients on and `THREADS` threads."""
         torch.set_default_dtype(self.default_dtype)
         torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
-        if torch.get_num_threads() != 1:
-            torch.set_num_threads(1)
+        if torch.get_num_threads() != THREADS:
+            torch.set_num_threads(THREADS)
         now = _environment()
         if now != self.environ:
             for name in now.keys() - self.environ.keys():

@@ -33,7 +33,7 @@ from _pytest.config import _prepareconfig
 
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
 from tests.harness.pooling import pool_if_asked
-from tests.harness.state import ProcessState, forget_meshes, seed_everything
+from tests.harness.state import THREADS, ProcessState, forget_meshes, seed_everything
 
 STACK_SIGNAL = signal.SIGUSR1
 # Longer than any test: the parent's own timeout must strike first, since it reports all stacks.
@@ -53,7 +53,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     faulthandler.enable(stack_file)
     faulthandler.register(STACK_SIGNAL, stack_file, all_threads=True)
     os.chdir(setup.root)
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     _rewrite_assertions(setup)
     pool_if_asked()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)

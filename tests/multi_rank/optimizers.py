@@ -13,12 +13,11 @@ from torch.distributed.tensor import distribute_tensor
 import fsdp2
 from fsdp2.optim.units import known_in
 from tests.harness import Tolerance, tolerance_for
+from tests.harness.compare import FUSED
 from tests.harness.models import ModelCase
 
 Parameters = list[nn.Parameter]
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
-
-FUSED = Tolerance(rtol=1e-5, atol=1e-7, reason="fused kernels round differently in a vector and in its tail")
 
 
 def loss_of(case: ModelCase, model: nn.Module, step: int = 0) -> Tensor:

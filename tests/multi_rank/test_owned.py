@@ -25,7 +25,15 @@ from fsdp2 import (
     fully_shard,
 )
 from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full, use_native_collectives
-from tests.harness.compare import SUM_ORDER, Tolerance, assert_sharded_same, gradients_of, parameters_of, tolerance_for
+from tests.harness.compare import (
+    FUSED,
+    SUM_ORDER,
+    Tolerance,
+    assert_sharded_same,
+    gradients_of,
+    parameters_of,
+    tolerance_for,
+)
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.training import assert_trains_like
 from tests.multi_rank.owned import FROZEN_NET, MIXED_NET, NET, Both, OneOwner, is_matrix, muon_of, sharded
@@ -105,7 +113,7 @@ def test_fused_and_single_optimizers(fused: bool, world_size: int) -> None:
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=fused, foreach=False if not fused else None)
 
-    train(sharded(), make=make)
+    train(sharded(), make=make, tolerance=FUSED if fused else None)
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
