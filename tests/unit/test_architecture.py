@@ -24,6 +24,7 @@ LAYERS = {
         "strategies",
         "spread",
         "owners",
+        "whole_operators",
         "ragged_operators",
         "ragged",
         "placement",
