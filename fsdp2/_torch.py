@@ -176,6 +176,13 @@ def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         handlers[func] = handler
 
 
+def collective_operators() -> tuple[Any, ...]:
+    """The operators of ``torch.distributed``'s collectives, which no DTensor can be passed to."""
+    names = ("allgather_", "allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "gather_", "send")
+    packets = [getattr(torch.ops.c10d, name) for name in names if hasattr(torch.ops.c10d, name)]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
 def replace_truncated_normal(ours: Callable[..., Any]) -> None:
     """Let `nn.init.trunc_normal_` call ``ours(draw, tensor, mean, ...)``; ``draw``: what it does to a plain tensor.
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
+from fsdp2.arguments import checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.plan import ragged_operators
 from fsdp2.plan.layout import contiguous_stride
@@ -38,6 +39,7 @@ class RaggedShard(Placement):
 
     rows: tuple[int, ...]
 
+    @checked()
     def __init__(self, rows: Sequence[int]) -> None:
         """Check ``rows``.
 
@@ -134,6 +136,7 @@ class RaggedDTensor(_torch.OwnOperators):
         return ragged_operators.run(func, args, kwargs, local_part)
 
     @staticmethod
+    @checked()
     def from_local(  # type: ignore[override]
         local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:
@@ -153,6 +156,7 @@ class RaggedDTensor(_torch.OwnOperators):
         return RaggedDTensor._over(local_tensor.detach(), spec)
 
     @staticmethod
+    @checked()
     def from_whole(whole: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedDTensor:
         """A copy of this rank's part of ``whole``, which every rank has. No communication; not differentiable.
 

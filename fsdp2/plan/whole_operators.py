@@ -77,7 +77,7 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if isinstance(each, _torch.OwnOperators):
             return each.run_operator(func, args, kwargs)
     dtensors = [each for each in tensors if isinstance(each, DTensor)]
-    if not all(_is_ours(each) and (func not in _TRACKED or _is_on_host(each)) for each in dtensors):
+    if not all(is_ours(each) and (func not in _TRACKED or _is_on_host(each)) for each in dtensors):
         return _torch.run_unhandled(func, args, kwargs)
     if func in _INDEXED and len(dtensors) > 1:
         return _torch.run_unhandled(func, args, kwargs)
@@ -90,7 +90,7 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return run_on_whole(func, args, kwargs, chunk_of)
 
 
-def _is_ours(tensor: DTensor) -> bool:
+def is_ours(tensor: DTensor) -> bool:
     """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
     spec = _torch.spec_of(tensor)
     cut = any(map(_torch.is_shard, spec.placements))
@@ -103,7 +103,7 @@ def _is_on_host(tensor: DTensor) -> bool:
 
 def _truncated_normal(draw: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``draw`` for the whole of ``tensor``: it draws until all elements are in range, which no rank knows of others."""
-    if type(tensor) is not DTensor or not _is_ours(tensor) or not _is_on_host(tensor):
+    if type(tensor) is not DTensor or not is_ours(tensor) or not _is_on_host(tensor):
         return draw(tensor, *args, **kwargs)
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
     whole = torch.empty_strided(tensor.shape, spec.tensor_meta.stride, dtype=local.dtype, device=local.device)
