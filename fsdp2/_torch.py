@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -155,6 +156,42 @@ class OwnOperators(DTensor):
         ) -> Any:
             with _RunsOperators(), torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+
+
+def handle_operators(handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]) -> None:
+    """Let DTensor call ``handler(func, args, kwargs)`` for these ``OpOverload``s, as torch's ``loss_parallel`` does.
+
+    (2.11 to 2.15: its dispatcher looks every operator up in this dict, in C++.)
+    """
+    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+
+
+def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func``, which has a handler, as DTensor would without it."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(func)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        handlers[func] = handler
+
+
+def collective_operators() -> tuple[Any, ...]:
+    """The operators of ``torch.distributed``'s collectives, which no DTensor can be passed to."""
+    names = ("allgather_", "allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "gather_", "send")
+    packets = [getattr(torch.ops.c10d, name) for name in names if hasattr(torch.ops.c10d, name)]
+    return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+def replace_truncated_normal(ours: Callable[..., Any]) -> None:
+    """Let `nn.init.trunc_normal_` call ``ours(draw, tensor, mean, ...)``; ``draw``: what it does to a plain tensor.
+
+    From 2.13 on it draws again while ``any`` element is out of range, which of a DTensor each rank sees of its own part
+    only. (2.11 to 2.15.)
+    """
+    draw = nn.init._no_grad_trunc_normal_
+    if not isinstance(draw, functools.partial):
+        nn.init._no_grad_trunc_normal_ = functools.partial(ours, draw)  # type: ignore[assignment]
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

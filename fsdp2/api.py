@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.arguments import ANYTHING, checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.module import mix_in
@@ -24,6 +25,7 @@ from fsdp2.params.param import FSDPParam, is_subclass, local_data
 from fsdp2.params.post_forward import PostForward
 from fsdp2.params.wrapping import Wrapping
 from fsdp2.plan.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
+from fsdp2.plan.other_words import instead_of
 from fsdp2.plan.placement import (
     Sharding,
     ShardPlacementFn,
@@ -42,6 +44,7 @@ from fsdp2.plan.policies import (
 )
 from fsdp2.plan.strategies import Strategy, info_for, refuse_contradictions, residence_of
 from fsdp2.plan.structure import module_paths, refuse_container
+from fsdp2.runtime.misuse import explain_errors, refuse_whole_tensors
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.state import FSDPState, state_of
@@ -81,6 +84,17 @@ def fully_shard(
     strategy: Strategy | None = ...,
     replicate_below: int = ...,
 ) -> list[Module]: ...
+@checked(
+    instead_of,
+    mesh=ANYTHING,
+    reshard_after_forward=ANYTHING,
+    shard_placement_fn=ANYTHING,
+    mp_policy=ANYTHING,
+    offload_policy=ANYTHING,
+    dp_mesh_dims=ANYTHING,
+    strategy=ANYTHING,
+    replicate_below=ANYTHING,
+)
 def fully_shard(
     module: Any,
     *,
@@ -202,8 +216,11 @@ def fully_shard(
     state.attachment.mark(managed)
     if unit:
         state.attachment.handle_state_dicts(state, modules, managed)
+    for each_module in modules:
+        state.attachment.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
     GUARD.install()
     zeroing.install()
+    explain_errors()
     begin_graphs_at_calls_only()
     return module
 
@@ -231,7 +248,7 @@ def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) ->
     if reshard_after_forward == 1 and size > 1:
         warnings.warn(
             "reshard_after_forward=1 (an int) keeps whole parameters on one rank, like False; to reshard, pass True.",
-            stacklevel=3,
+            stacklevel=4,
         )
         return False, None
     return True, None if reshard_after_forward == size else reshard_after_forward
@@ -278,8 +295,8 @@ def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
     """
     if ignored_params is None:
         return frozenset()
-    ignored: list[Any] = [ignored_params] if isinstance(ignored_params, (torch.Tensor, str)) else list(ignored_params)
-    if isinstance(ignored_params, torch.Tensor) or not all(isinstance(each, nn.Parameter) for each in ignored):
+    ignored = list(ignored_params)
+    if not all(isinstance(each, nn.Parameter) for each in ignored):
         found = sorted({type(each).__name__ for each in ignored})
         raise FSDPTypeError(f"ignored_params must be an iterable of nn.Parameter, got {', '.join(found)}.")
     return frozenset(ignored)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch_compiler
+from fsdp2.arguments import checked
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.arrivals import carriers_of
 from fsdp2.compiled.overlap import overlap, source_hash
@@ -29,6 +30,7 @@ def prepares_graphs() -> Callable[[Any], bool]:
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
 
 
+@checked()
 def prepare_compile(model: nn.Module) -> None:
     """Make ``model`` ready to be called by a compiled function.
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.arguments import checked
+from fsdp2.common import FSDPValueError
 from fsdp2.compiled.tracing import RefusedState, TracedState
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, states_below
@@ -56,6 +57,7 @@ class CompileReport:
         return "\n".join(str(group) for group in self.groups)
 
 
+@checked()
 def compile_report(model: nn.Module) -> CompileReport:
     """Say for each group of ``model`` whether graphs of `torch.compile` hold its communication, as of its last call.
 
@@ -73,8 +75,6 @@ def compile_report(model: nn.Module) -> CompileReport:
         FSDPTypeError: not a module.
         FSDPValueError: nothing in it is sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise FSDPTypeError(f"compile_report takes an nn.Module, got {type(model).__name__}.")
     model = getattr(model, "_orig_mod", model)
     states = states_below(model)
     if not states:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.arguments import checked
+from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
@@ -31,6 +32,7 @@ def reason_against(state: FSDPState, inside: Collection[FSDPState]) -> str | Non
     )
 
 
+@checked()
 def set_graph_capture(model: nn.Module, enabled: bool, *, recurse: bool = True) -> None:
     """Whether graphs of `torch.compile` hold the gathers and reductions of the sharded modules in ``model``; they do.
 
@@ -51,9 +53,6 @@ def set_graph_capture(model: nn.Module, enabled: bool, *, recurse: bool = True) 
         FSDPTypeError: not a module, or not a bool.
         FSDPValueError: nothing in it is sharded.
     """
-    if not isinstance(model, nn.Module) or not isinstance(enabled, bool):
-        found = f"{type(model).__name__} and {enabled!r}"
-        raise FSDPTypeError(f"set_graph_capture takes an nn.Module and a bool, got {found}.")
     state = state_of(model)
     states = states_below(model) if recurse else [] if state is None else [state]
     if not states:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard, validated_ignored
+from fsdp2.arguments import ANYTHING, Rule, checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
@@ -30,12 +32,15 @@ from fsdp2.runtime.state import state_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
+_BLOCKS = Rule("classes of modules, their names, or None", lambda value: not isinstance(value, torch.Tensor))
+
 MAX_BYTES = 2**30
 MIN_BYTES = 2**20
 
 _LOGGER = logging.getLogger("fsdp2")
 
 
+@checked(model=ANYTHING, blocks=_BLOCKS, mesh=ANYTHING, max_bytes=ANYTHING, min_bytes=ANYTHING)
 def auto_shard(
     model: Module,
     mesh: DeviceMesh | None = None,
@@ -118,6 +123,7 @@ def _refuse_another_grouping(model: nn.Module, grouping: tuple[tuple[str, str | 
             )
 
 
+@checked(model=ANYTHING, blocks=_BLOCKS, max_bytes=ANYTHING, min_bytes=ANYTHING, mp_policy=ANYTHING)
 def choose_groups(
     model: nn.Module,
     *,

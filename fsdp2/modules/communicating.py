@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.arguments import ANYTHING, checked
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
 from fsdp2.runtime.state import FSDPState
@@ -29,6 +30,7 @@ class Communicating(Protocol):
         """The module's own."""
 
 
+@checked(comm=ANYTHING)
 def set_custom_all_gather(self: Communicating, comm: AllGather) -> None:
     """Gather this module's parameters with ``comm``, in buffers that it allocates; everything travels packed.
 
@@ -39,6 +41,7 @@ def set_custom_all_gather(self: Communicating, comm: AllGather) -> None:
     self._communication(recurse=False).custom_all_gather(comm)
 
 
+@checked(comm=ANYTHING)
 def set_custom_reduce_scatter(self: Communicating, comm: ReduceScatter) -> None:
     """Reduce this module's gradients with ``comm``, in buffers that it allocates; everything travels packed.
 
@@ -49,6 +52,7 @@ def set_custom_reduce_scatter(self: Communicating, comm: ReduceScatter) -> None:
     self._communication(recurse=False).custom_reduce_scatter(comm)
 
 
+@checked()
 def set_all_reduce_hook(self: Communicating, hook: Callable[[Any], None], *, stream: Any = None) -> None:
     """Call ``hook`` with the flat reduced gradients before they are delivered: for an all-reduce of one's own.
 
@@ -66,6 +70,7 @@ def set_all_reduce_hook(self: Communicating, hook: Callable[[Any], None], *, str
     self._communication(recurse=False).all_reduce_hook(hook, stream)
 
 
+@checked(factor=ANYTHING)
 def set_gradient_divide_factor(self: Communicating, factor: float) -> None:
     """Divide the sum of gradients over all ranks by ``factor``, instead of by the number of ranks.
 
@@ -77,6 +82,7 @@ def set_gradient_divide_factor(self: Communicating, factor: float) -> None:
     self._communication(recurse=False).gradient_divide_factor(factor)
 
 
+@checked(reduction=ANYTHING)
 def set_gradient_reduction(self: Communicating, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
     """How the gradients of the data-parallel ranks become one, from the next reduction on. On every backend alike.
 
@@ -96,17 +102,20 @@ def set_gradient_reduction(self: Communicating, reduction: str | float | torch.T
     self._communication(recurse=recurse).gradient_reduction(reduction)
 
 
+@checked(factor=ANYTHING)
 def set_reduce_scatter_divide_factor(self: Communicating, factor: float) -> None:
     """Deprecated: `set_gradient_divide_factor`."""
     _warn_of_old_name("set_reduce_scatter_divide_factor", "set_gradient_divide_factor")
     set_gradient_divide_factor(self, factor)
 
 
+@checked()
 def set_force_sum_reduction_for_comms(self: Communicating, enable: bool) -> None:
     """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
     self._communication(recurse=False).only_sums(enable)
 
 
+@checked()
 def set_reduce_scatter_unused_params(
     self: Communicating, reduce_scatter_unused_params: bool, *, recurse: bool = True
 ) -> None:
@@ -117,6 +126,7 @@ def set_reduce_scatter_unused_params(
     self._communication(recurse=recurse).zeros_for_unused(reduce_scatter_unused_params)
 
 
+@checked(max_input_buffers=ANYTHING)
 def set_reduce_scatter_max_input_buffers(self: Communicating, max_input_buffers: int, *, recurse: bool = True) -> None:
     """How many reductions may be in flight while backward goes on (default 1); each keeps its input alive.
 
@@ -129,6 +139,7 @@ def set_reduce_scatter_max_input_buffers(self: Communicating, max_input_buffers:
     self._communication(recurse=recurse).max_input_buffers(max_input_buffers)
 
 
+@checked()
 def set_separate_reduce_scatter_group(self: Communicating, enable: bool = True, *, recurse: bool = True) -> None:
     """Whether reduce-scatters have a process group of their own, so that they run beside all-gathers.
 
@@ -137,6 +148,7 @@ def set_separate_reduce_scatter_group(self: Communicating, enable: bool = True, 
     self._communication(recurse=recurse).separate_reduce_scatter_group(enable)
 
 
+@checked()
 def set_allocate_memory_from_process_group_for_comm(self: Communicating, enable: bool) -> None:
     """Whether communication buffers come from the process group's own allocator, if it has one.
 
@@ -146,6 +158,7 @@ def set_allocate_memory_from_process_group_for_comm(self: Communicating, enable:
     self._communication(recurse=False).memory_from_process_group(enable)
 
 
+@checked()
 def set_symm_mem_for_comm(self: Communicating, backend: str = "NCCL") -> None:
     """Put the buffers of all-gathers into symmetric memory, and those of reduce-scatters if they only sum.
 
@@ -156,6 +169,7 @@ def set_symm_mem_for_comm(self: Communicating, backend: str = "NCCL") -> None:
     self._communication(recurse=False).symmetric_memory(backend)
 
 
+@checked()
 def set_communication_memory_pool(self: Communicating, enable: bool) -> None:
     """Whether memory for communication is kept from use to use, instead of being allocated and freed each time.
 
@@ -169,8 +183,6 @@ def set_communication_memory_pool(self: Communicating, enable: bool) -> None:
         FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
         FSDPRuntimeError: this module is not the root, or an iteration is running.
     """
-    if not isinstance(enable, bool):
-        raise FSDPTypeError(f"set_communication_memory_pool takes a bool, got {enable!r}.")
     if enable and not _torch.can_swap_memory:
         raise FSDPNotImplementedError(
             f"set_communication_memory_pool(True) needs torch 2.13 or later, this is {torch.__version__}: earlier ones "
@@ -191,4 +203,4 @@ def set_communication_memory_pool(self: Communicating, enable: bool) -> None:
 
 
 def _warn_of_old_name(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
+    warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=4)

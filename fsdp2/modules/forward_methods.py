@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.runtime.misuse import explanation_of
 from fsdp2.runtime.state import FSDPState, state_of
 
 
@@ -29,8 +30,11 @@ def gather_around(module: nn.Module, name: str) -> None:
             args, kwargs = inputs or (args, kwargs)
             output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
             cast = state.post_forward(self, args, output)
-        except BaseException:
+        except BaseException as error:
             state.forward_failed(self)
+            explained = explanation_of(error)
+            if explained is not None:
+                raise explained from error
             raise
         return output if cast is None else cast
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp2.common import FSDPValueError
+from fsdp2.arguments import ANYTHING, checked, shown
+from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.modules.forward_methods import gather_around
 from fsdp2.modules.module import FSDPModule
 from fsdp2.runtime.claiming import roots_of, share_context
 
 
+@checked(modules=ANYTHING)
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the stages of a pipeline on this rank, share one communication context.
 
@@ -17,8 +19,11 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     while anything is in flight.
 
     Raises:
+        FSDPTypeError: not a list.
         FSDPValueError: one of ``modules`` is not sharded.
     """
+    if not isinstance(modules, (list, tuple)):
+        raise FSDPTypeError(f"share_comm_ctx takes a list of sharded modules, got {shown(modules)}.")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise FSDPValueError(
@@ -32,10 +37,12 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             state.settings.comm = shared
 
 
+@checked()
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let the method ``method_name`` of ``module`` gather and reshard like ``forward``. Nothing to do if not sharded.
 
     Raises:
+        FSDPTypeError: not a module, or not a name.
         FSDPValueError: there is no such method.
     """
     if not isinstance(module, FSDPModule):

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch_compiler
+from fsdp2.arguments import ANYTHING, Rule, checked
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.compiled.support import explained_conversion
-from fsdp2.modules import communicating
+from fsdp2.modules import communicating, prefetching
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
 from fsdp2.plan.structure import own_forward_of
+from fsdp2.runtime.misuse import explanation_of, refuse_data_parallel
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
-_CLASSES: dict[type, type] = {}
+_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()  # classes made in functions are let go again
 _initializes_new_modules = True
+_EVENT = Rule("a recorded event, or None", lambda value: not isinstance(value, (int, float, str, torch.Tensor)))
 
 
-def get_cls_to_fsdp_cls() -> dict[type, type]:
-    """The classes of sharded modules by their original classes."""
+def get_cls_to_fsdp_cls() -> Mapping[type, type]:
+    """The classes of sharded modules by their original classes, as long as there are modules of them."""
     return _CLASSES
 
 
@@ -79,6 +82,7 @@ class FSDPModule:
 
     # -- parameters
 
+    @checked()
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather and register this module's own parameters, not those of sharded submodules.
 
@@ -118,6 +122,7 @@ class FSDPModule:
         if state.root is not None:
             state.root.comm.let_host_write_shards()
 
+    @checked(reshard_after_forward=ANYTHING)
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether the end of forward frees the unsharded parameters (else backward finds them in place).
 
@@ -133,6 +138,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.rest_on_all_ranks()
 
+    @checked()
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the end of backward frees the unsharded parameters.
 
@@ -142,6 +148,7 @@ class FSDPModule:
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
+    @checked(strategy=ANYTHING)
     def set_strategy(self, strategy: Strategy, *, recurse: bool = True) -> None:
         """Go on with another ZeRO stage: see ``strategy`` of `fully_shard`. Nothing is communicated or moved.
 
@@ -165,6 +172,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.rest_on_all_ranks()
 
+    @checked()
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding leaves the unsharded parameters their memory.
 
@@ -173,6 +181,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.keep_unsharded_storage(keep)
 
+    @checked()
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters. False where it needs none of them (an embedding).
 
@@ -187,6 +196,7 @@ class FSDPModule:
                 )
             group.unshards_in_backward = unshard_in_backward
 
+    @checked()
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Whether the gathers before forward and backward run as asynchronous works of the current stream.
 
@@ -198,54 +208,13 @@ class FSDPModule:
 
     # -- prefetching
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather the parameters of ``modules`` in forward as soon as this module's have been.
-
-        Takes the place of what is learned and gathered ahead by itself. With two or more the gathers run further
-        ahead, for more memory. An empty list goes back to what is learned.
-
-        Raises:
-            FSDPValueError: not a list of sharded modules.
-        """
-        self._get_fsdp_state().forward_prefetch = _units(modules, "set_modules_to_forward_prefetch")
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same as `set_modules_to_forward_prefetch`, in backward.
-
-        Raises:
-            FSDPValueError: not a list of sharded modules.
-        """
-        units = _units(modules, "set_modules_to_backward_prefetch")
-        # The groups of a module are needed in reverse in backward.
-        self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
-
-    def set_prefetch_budget(self, nbytes: int | None) -> None:
-        """How many bytes of unsharded parameters may be gathered ahead of the module that computes, in both directions.
-
-        Units are gathered ahead in the order of the last iteration as long as all of them together stay within
-        ``nbytes``: 0 gathers nothing ahead (where communication blocks, that saves a unit's memory and costs nothing),
-        and two to three units' bytes keep a slow network busy behind modules of uneven cost. None, the default: one
-        unit, whatever its size. Modules with a list of their own (`set_modules_to_forward_prefetch`) are not affected.
-        Set it on the root, the same on all ranks, outside of forward and backward.
-
-        Raises:
-            FSDPValueError: neither None nor an int >= 0.
-            FSDPRuntimeError: this module is not the root, or an iteration is running.
-        """
-        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
-            raise FSDPValueError(f"the prefetch budget must be a number of bytes >= 0 or None, got {nbytes!r}.")
-        state = self._get_fsdp_state()
-        root = state.root
-        if root is not None and not state.is_root:
-            raise FSDPRuntimeError(
-                f"set_prefetch_budget() must be called on the root, {root.name}, not on '{state.name}'."
-            )
-        if root is not None and root.is_running():
-            raise FSDPRuntimeError("set_prefetch_budget() must be called outside of forward and backward.")
-        state.settings.prefetch_bytes = nbytes
+    set_modules_to_forward_prefetch = prefetching.set_modules_to_forward_prefetch
+    set_modules_to_backward_prefetch = prefetching.set_modules_to_backward_prefetch
+    set_prefetch_budget = prefetching.set_prefetch_budget
 
     # -- gradients
 
+    @checked()
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients, over shards and replicas; False accumulates them, without communication.
 
@@ -257,6 +226,7 @@ class FSDPModule:
             group.reducer.requires_gradient_sync = requires_gradient_sync
             group.reducer.requires_all_reduce = requires_gradient_sync
 
+    @checked()
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over replicas too (HSDP); False adds them up after the reduce-scatter.
 
@@ -265,6 +235,7 @@ class FSDPModule:
         for group in self._groups(recurse):
             group.reducer.requires_all_reduce = requires_all_reduce
 
+    @checked()
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward waits for all gradient reductions at its end (default True).
 
@@ -274,6 +245,7 @@ class FSDPModule:
         settings = state.settings if state.root is None else state.root.settings
         settings.is_last_backward = is_last_backward
 
+    @checked(event=_EVENT)
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, recorded after the optimizer's step.
 
@@ -301,6 +273,7 @@ class FSDPModule:
 
     # -- iterations
 
+    @checked()
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether the user says when backward has ended, with `finalize_backward`; else each backward's end is its own.
 
@@ -323,6 +296,7 @@ class FSDPModule:
             )
         state.settings.finalizes_manually = enabled
 
+    @checked()
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Say that backward has ended: reduce the gradients that are left and reshard, as the settings say. Collective.
 
@@ -390,8 +364,11 @@ class FSDPModule:
                 with self._get_fsdp_state().traced.called():
                     return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
             self._get_fsdp_state().forward_failed(self)  # type: ignore[arg-type]
+            explained = explanation_of(error)
+            if explained is not None:
+                raise explained from error
             raise
 
     def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
@@ -400,7 +377,8 @@ class FSDPModule:
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
         state = self._get_fsdp_state()
-        state.settle()
+        for each in self._states(recurse):  # all, before the first of them is converted
+            each.settle()
         with explained_conversion(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
@@ -409,6 +387,12 @@ class FSDPModule:
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
         refuse_share_memory()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What ``DistributedDataParallel`` asks for first."""
+        refuse_data_parallel()
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
     # -- copies
 
@@ -447,30 +431,15 @@ def _original_class(cls: type) -> type:
     return original
 
 
-def _units(modules: Sequence[FSDPModule], method: str) -> tuple[Unit, ...] | None:
-    """The units of ``modules``; None of an empty list.
-
-    Raises:
-        FSDPValueError: one of them is not sharded.
-    """
-    if not isinstance(modules, (list, tuple)):
-        raise FSDPValueError(f"{method} takes a list of sharded modules, got {modules!r}.")
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise FSDPValueError(
-                f"{method} takes modules that fully_shard was called on, got a {type(module).__name__}."
-            )
-    return tuple(module._get_fsdp_state().unit for module in modules) or None
-
-
 def mix_in(module: nn.Module) -> None:
     """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
     original = type(module)
-    if original not in _CLASSES:
+    sharded = _CLASSES.get(original)
+    if sharded is None:
         namespace = {"__module__": original.__module__, **own_forward_of(original)}
         namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
-        _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
-    module.__class__ = _CLASSES[original]
+        sharded = _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+    module.__class__ = sharded
     _torch_compiler.recompile_from(module)
 
 

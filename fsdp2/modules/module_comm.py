@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp2.arguments import is_number
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.params.custom_comm import (
     OURS,
@@ -27,10 +28,8 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 def _checked_denominator(value: Any) -> float | torch.Tensor:
     """A number or a 0-D tensor, whose value is looked at only if it is on the host."""
     is_tensor = isinstance(value, torch.Tensor)
-    is_one = not is_tensor or (value.numel() == 1 and not value.is_complex())
     is_known = not is_tensor or value.device.type == "cpu"
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if is_one and is_number and (not is_known or 0 < float(value) < math.inf):
+    if is_number(value) and (not is_known or 0 < float(value) < math.inf):
         return value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else float(value)
     raise FSDPValueError(f"the denominator of a gradient reduction must be one positive number, got {value!r}.")
 
@@ -79,8 +78,7 @@ class CommunicationSettings:
 
     def gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum by ``factor``."""
-        is_number = isinstance(factor, SupportsFloat) and not isinstance(factor, bool)  # 0-D tensors too
-        if not is_number or not 0 < float(factor) < math.inf:
+        if not is_number(factor) or not 0 < float(factor) < math.inf:
             raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
         for group in self._groups:
             group.refuse_rescaling()

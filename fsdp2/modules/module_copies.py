@@ -16,6 +16,7 @@ from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
 from fsdp2.params.succession import link_copies
 from fsdp2.runtime.copying import complete_copies, shared_in_copies
+from fsdp2.runtime.misuse import explain_errors
 from fsdp2.runtime.state import FSDPState, state_of
 
 
@@ -70,4 +71,5 @@ def completed() -> None:
         restore_methods(state)  # type: ignore[arg-type]
         GUARD.install()
         zeroing.install()
+        explain_errors()
         begin_graphs_at_calls_only()

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
+from fsdp2.arguments import checked
 from fsdp2.comm import collectives
 from fsdp2.comm.whole import Former, Part, unsharded_like, whole_tensors
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.modules.module import mix_out
 from fsdp2.optim.guard import rekey
 from fsdp2.params.param import FSDPParam, carry_over, disown, is_subclass, owner_of
@@ -25,6 +26,7 @@ from fsdp2.runtime.state import FSDPState, forget_state, states_below
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@checked()
 def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
     """Undo `fully_shard` on ``module`` and everything below it: plain modules with whole parameters on every rank.
 
@@ -53,8 +55,6 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
         FSDPRuntimeError: inside a forward or backward, gradients wait for a reduction, or the ranks differ.
         FSDPNotImplementedError: a parameter that is a tensor subclass.
     """
-    if not isinstance(module, nn.Module):
-        raise FSDPTypeError(f"unwrap takes an nn.Module, got {type(module).__name__}.")
     states = states_below(module)
     _refuse_parts_of_groups(module, states)
     roots = roots_of(states)

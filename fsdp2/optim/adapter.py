@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
+from fsdp2.arguments import ANYTHING, checked
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.optim.kept import KeptState
 from fsdp2.optim.units import LentState, State, Units, known_in, refuse_partial
@@ -58,6 +59,7 @@ _WHY_NOT = {
 }
 
 
+@checked(optimizer_class=ANYTHING)
 def local(
     optimizer_class: type[OptimizerType],
     params: Any,

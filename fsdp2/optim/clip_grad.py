@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.arguments import ANYTHING, at_least, checked, is_number
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.params.param import owner_of
 from fsdp2.params.succession import successor_of
@@ -50,6 +51,7 @@ TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 # ---- public --------------------------------------------------------------------------------------
 
 
+@checked(max_norm=at_least(0), norm_type=ANYTHING, mesh=ANYTHING)
 def clip_grad_norm_(
     parameters: TensorOrTensors,
     max_norm: float,
@@ -98,6 +100,7 @@ def clip_grad_norm_(
     return total
 
 
+@checked(norm_type=ANYTHING, mesh=ANYTHING)
 def get_total_norm(
     tensors: TensorOrTensors,
     norm_type: float = 2.0,
@@ -114,9 +117,13 @@ def get_total_norm(
         tensors: gradients, or anything else; arguments otherwise, result and errors as of `clip_grad_norm_`.
     """
     every = _as_list(tensors)
+    if not all(map(torch.is_floating_point, every)) and not all(each.dtype.is_complex for each in every):
+        found = ", ".join(dict.fromkeys(str(each.dtype) for each in every))
+        raise FSDPTypeError(f"get_total_norm() takes floating-point tensors, got {found}.")
     return _total_norm(_Slots.of(every, every), norm_type, error_if_nonfinite, foreach, mesh)
 
 
+@checked(max_norm=at_least(0))
 def clip_grads_with_norm_(
     parameters: TensorOrTensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:
@@ -143,7 +150,7 @@ def _as_list(tensors: TensorOrTensors, *, warn_if_empty: bool = False) -> list[t
         return [tensors]
     every = list(tensors)
     if warn_if_empty and not every and isinstance(tensors, types.GeneratorType):
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=4)
     return every
 
 
@@ -332,7 +339,10 @@ class _Norm:
 
     @classmethod
     def of(cls, norm_type: Any) -> _Norm:
-        order = float(norm_type)
+        try:
+            order = float(norm_type) if is_number(norm_type) or isinstance(norm_type, str) else math.nan
+        except ValueError:
+            order = math.nan
         if math.isnan(order) or order < 0:
             raise FSDPValueError(f"norm_type must be a number >= 0 or inf, got {norm_type!r}.")
         return cls(order)

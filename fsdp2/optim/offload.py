@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
+from fsdp2.arguments import checked
 from fsdp2.comm.comm_context import finish_current_stream
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.params.param import owner_of
 from fsdp2.plan.ragged import dtensor_over
 
@@ -292,6 +293,7 @@ def is_offloaded(optimizer: Optimizer) -> bool:
     return optimizer in _OFFLOADED
 
 
+@checked()
 def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) -> OptimizerStateOffload:
     """Keep the state of ``optimizer`` in host memory between its steps; parameters and gradients stay where they are.
 
@@ -315,11 +317,6 @@ def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) ->
         FSDPValueError: the state is in host memory anyway, as its parameters are.
         FSDPRuntimeError: it is offloaded already.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise FSDPTypeError(
-            f"offload_optimizer_state takes a torch.optim.Optimizer, got {type(optimizer).__name__}; of an object that "
-            "wraps one, pass that."
-        )
     if is_offloaded(optimizer):
         raise FSDPRuntimeError(
             "the state of this optimizer is offloaded already (by an earlier call, or by the offload_policy of its "

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.arguments import checked
+from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.guard import GUARD
 from fsdp2.optim.offload import is_offloaded
 from fsdp2.params.param import FSDPParam, owner_of
 from fsdp2.plan.ragged import dtensor_over
 
 
+@checked()
 def step_on_owners(optimizer: Optimizer) -> None:
     """``optimizer.step()`` in which each owned parameter is a plain tensor: whole on its owner, of 0 rows elsewhere.
 
@@ -38,8 +40,6 @@ def step_on_owners(optimizer: Optimizer) -> None:
             shape of its parameter nor one element (as factors of it have), and would be lost in a checkpoint. Keep such
             state outside of ``optimizer.state``.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise FSDPTypeError(f"step_on_owners takes an optimizer, got {type(optimizer).__name__}.")
     GUARD.look_through(optimizer)  # which in the step sees plain tensors
     if is_offloaded(optimizer):
         raise FSDPNotImplementedError(

@@ -25,6 +25,7 @@ from fsdp2.plan.layout import Cut
 from fsdp2.plan.placement import Sharding, local_shard
 from fsdp2.plan.policies import MixedPrecisionPolicy
 from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged, parameter_at_offset
+from fsdp2.plan.whole_operators import serve
 
 
 def refuse_share_memory() -> NoReturn:
@@ -155,6 +156,7 @@ class FSDPParam:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
         FSDPParam.identity_changes += 1
         self.sharded = sharded
+        serve(_torch.spec_of(sharded).mesh)
         self.local = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad
         explicit, dtype = _torch.grad_dtype_policy(sharded)

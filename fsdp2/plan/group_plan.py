@@ -86,12 +86,13 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """All groups below one root, in the order of ``root.modules()``."""
+    """All groups below one root, in the order of ``root.modules()``, and what was set on them."""
 
     groups: tuple[GroupPlan, ...]
+    settings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(str(group) for group in self.groups)
+        return "\n".join([*map(str, self.groups), *self.settings])
 
     def fingerprint(self) -> int:
         """63 bits that agree on all ranks exactly if the plans do."""

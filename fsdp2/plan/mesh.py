@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import _torch
+from fsdp2.arguments import checked_class
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.plan.mesh_records import know
 from fsdp2.plan.policies import DataParallelMeshDims
 
 
+@checked_class()
 @dataclass
 class DataParallelMeshInfo:
     """Which dims of a mesh shard parameters and which replicate them: what `ShardPlacementResult` carries.
@@ -39,9 +41,14 @@ class DataParallelMeshInfo:
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise FSDPValueError(f"{type(self).__name__} needs at least one of shard_mesh_dim and replicate_mesh_dim.")
+        for name in ("shard_mesh_dim", "replicate_mesh_dim"):
+            dim = getattr(self, name)
+            if dim is not None and not 0 <= dim < self.mesh.ndim:
+                raise FSDPValueError(f"{type(self).__name__}: {name}={dim} is no dim of {self.mesh}.")
         self.is_spmd_mesh = self.dp_mesh_dims is not None
 
 
+@checked_class()
 @dataclass
 class FSDPMeshInfo(DataParallelMeshInfo):
     """Parameters are sharded over ``shard_mesh_dim``."""
@@ -55,6 +62,7 @@ class FSDPMeshInfo(DataParallelMeshInfo):
         self.shard_mesh_rank: int = self.mesh.get_local_rank(self.shard_mesh_dim)
 
 
+@checked_class()
 @dataclass
 class DDPMeshInfo(DataParallelMeshInfo):
     """Parameters are replicated over ``replicate_mesh_dim``."""
@@ -68,6 +76,7 @@ class DDPMeshInfo(DataParallelMeshInfo):
         self.replicate_mesh_rank: int = self.mesh.get_local_rank(self.replicate_mesh_dim)
 
 
+@checked_class()
 @dataclass
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one dim and replicated over the other."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.arguments import ANYTHING, checked, checked_class
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.plan.ownership import deal
 
@@ -24,6 +25,7 @@ Units = Sequence[nn.Module | Sequence[nn.Module]]
 _NEWTON_SCHULZ_STEPS = 5
 
 
+@checked_class(rank=ANYTHING)
 @dataclass(frozen=True, slots=True)
 class Owned:
     """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
@@ -57,6 +59,7 @@ def newton_schulz_flops(parameter: nn.Parameter) -> float:
     return float(math.prod(stack) * _NEWTON_SCHULZ_STEPS * (4 * small**2 * large + 2 * small**3))
 
 
+@checked(mesh=ANYTHING)
 def balanced_owners(
     module: nn.Module | Iterable[nn.Parameter],
     mesh: DeviceMesh,

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
+from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.plan.layout import Cut, memory_order
 from fsdp2.plan.mesh import DataParallelMesh
@@ -24,6 +25,7 @@ from fsdp2.plan.owners import Owned
 from fsdp2.plan.ragged import RaggedShard
 
 
+@checked_class(rows=ANYTHING)
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
     """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
@@ -50,6 +52,7 @@ class RowBlocks:
             raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
 
 
+@checked_class(placement=ANYTHING)  # checked where it is for a parameter, which the message names
 @dataclass
 class ShardPlacementResult:
     """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
@@ -332,5 +335,5 @@ def check_policy_callable(shard_placement_fn: object) -> None:
     Raises:
         FSDPTypeError: it cannot be called.
     """
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
+    if shard_placement_fn is not None and (not callable(shard_placement_fn) or isinstance(shard_placement_fn, type)):
         raise FSDPTypeError(f"shard_placement_fn must be a function of a parameter, got {shard_placement_fn!r}.")

@@ -12,12 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from fsdp2.arguments import checked_class, shown
 from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.plan.other_words import explain_mixed_precision, explain_offload
 
 T = TypeVar("T")
 ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
 
 
+@checked_class()
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes that a module computes and communicates in. Sharded parameters keep their original dtype.
@@ -59,28 +62,16 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise FSDPTypeError(f"MixedPrecisionPolicy.{name} must be a torch.dtype or None, got {dtype!r}.")
-            if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            if dtype is not None and not dtype.is_floating_point:
                 raise FSDPValueError(
                     f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}; parameters, gradients "
-                    "and activations lose their values in any other."
+                    "and activations lose their values in any other, or their kind."
                 )
         casts = self.cast_forward_inputs
         if not isinstance(casts, bool):
-            names = () if isinstance(casts, str) or not isinstance(casts, Collection) else tuple(casts)
-            if not names or not all(isinstance(name, str) for name in names):
-                raise FSDPTypeError(
-                    f"cast_forward_inputs must be a bool or a collection of names of arguments, got {casts!r}."
-                )
-            object.__setattr__(self, "cast_forward_inputs", tuple(sorted(names)))
-        if self.param_dtype_override_fn is not None and not callable(self.param_dtype_override_fn):
-            raise FSDPTypeError(
-                "param_dtype_override_fn must be a function of a parameter that returns a dtype or None, got "
-                f"{self.param_dtype_override_fn!r}."
-            )
-        if not isinstance(self.cache_shards, bool):
-            raise FSDPTypeError(f"MixedPrecisionPolicy.cache_shards must be a bool, got {self.cache_shards!r}.")
+            if not casts:
+                raise FSDPValueError("cast_forward_inputs must be a bool or names of arguments, got none; pass False.")
+            object.__setattr__(self, "cast_forward_inputs", tuple(sorted(casts)))
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
         """The policy of one parameter: the override asked, and a cast dropped that changes nothing.
@@ -204,18 +195,21 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
-        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {policy!r}.")
+        found = f"{shown(policy)}. {explain_mixed_precision(policy)}".strip()
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
     )
 
 
+@checked_class()
 @dataclass(frozen=True)
 class OffloadPolicy:
     """No offloading: the default."""
 
 
+@checked_class()
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
     """Sharded parameters, their gradients, and so the optimizer's state, live in host memory; or some of these only.
@@ -275,13 +269,15 @@ def offload(policy: Any) -> OffloadPolicy:
         return policy
     known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
     if not known:
-        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {policy!r}.")
+        found = f"{shown(policy)}. {explain_offload(policy)}".strip()
+        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {found}")
     return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
 
 
 MeshDimNames = str | tuple[str, ...] | None
 
 
+@checked_class()
 @dataclass(frozen=True)
 class DataParallelMeshDims:
     """Which named dims of an N-D mesh are data parallel: those to shard over and those to replicate over.
@@ -298,7 +294,7 @@ class DataParallelMeshDims:
     replicate: MeshDimNames = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        if not self.shard_names and not self.replicate_names:
             raise FSDPValueError("DataParallelMeshDims needs at least one of shard and replicate.")
 
     @property

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
+from fsdp2.arguments import checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.plan import ragged_operators
 from fsdp2.plan.layout import contiguous_stride
+from fsdp2.plan.whole_operators import chunk_of
 
 
 class RaggedShard(Placement):
@@ -38,6 +40,7 @@ class RaggedShard(Placement):
 
     rows: tuple[int, ...]
 
+    @checked()
     def __init__(self, rows: Sequence[int]) -> None:
         """Check ``rows``.
 
@@ -195,6 +198,7 @@ class RaggedDTensor(_torch.OwnOperators):
         return ragged_operators.run(func, args, kwargs, local_part)
 
     @staticmethod
+    @checked()
     def from_local(  # type: ignore[override]
         local_tensor: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement], *, shape: Sequence[int]
     ) -> RaggedDTensor:
@@ -214,6 +218,7 @@ class RaggedDTensor(_torch.OwnOperators):
         return RaggedDTensor._over(local_tensor.detach(), spec)
 
     @staticmethod
+    @checked()
     def from_whole(whole: torch.Tensor, device_mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedDTensor:
         """A copy of this rank's part of ``whole``, which every rank has. No communication; not differentiable.
 
@@ -315,14 +320,10 @@ def _replicated(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def local_part(whole: torch.Tensor, spec: Any) -> torch.Tensor:
-    """This rank's part of ``whole``, which lies as ``spec`` says. A view, where no other mesh dim cuts it."""
+    """A view of this rank's part of ``whole``, which lies as ``spec`` says."""
     axis, placement = _ragged_axis(spec)
     rank = spec.mesh.get_local_rank(axis)
-    rows = whole.narrow(0, placement.start(rank), placement.rows[rank])
-    others = _replicated(spec.placements)
-    if all(each.is_replicate() for each in others):
-        return rows
-    return _torch.local_of(distribute_tensor(rows, spec.mesh, others, src_data_rank=None))
+    return chunk_of(whole.narrow(0, placement.start(rank), placement.rows[rank]), spec)
 
 
 def _offsets(spec: Any) -> tuple[int, ...]:

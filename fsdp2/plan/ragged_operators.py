@@ -7,7 +7,7 @@ Norms and sums leave a partial result per rank, as DTensor's do. Everything else
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.plan.spread import spread_of
+from fsdp2.plan.whole_operators import run_on_whole, tensors_in
 
 _LOCAL = frozenset(
     {
@@ -196,20 +197,11 @@ def _run_new(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _fill_randomly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[..., Any]) -> Any:
-    """Random numbers for the whole tensor, of which this rank keeps its rows: what an unsharded tensor would get.
-
-    Ranks that draw from the same seed stay in step, and no two of them hold the same rows.
-    """
-    tensor = args[0]
-    if not isinstance(tensor, _torch.OwnOperators) or len(_tensors(args, kwargs)) > 1:
-        raise FSDPNotImplementedError(f"{func} {_IS_NOT_LOCAL} Got {_described(_tensors(args, kwargs))}.")
-    local = _torch.local_of(tensor)
-    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    part = cut(func(whole, *args[1:], **kwargs), _torch.spec_of(tensor))
-    if _torch.written_arguments(func, args, kwargs):
-        local.copy_(part)
-        return tensor
-    return wrapped(part.clone(), tensor)
+    """Random numbers for the whole tensor, of which this rank keeps its rows: what an unsharded tensor would get."""
+    tensors = _tensors(args, kwargs)
+    if not isinstance(args[0], _torch.OwnOperators) or len(tensors) > 1:
+        raise FSDPNotImplementedError(f"{func} {_IS_NOT_LOCAL} Got {_described(tensors)}.")
+    return run_on_whole(func, args, kwargs, cut)
 
 
 # ---- sums and norms ------------------------------------------------------------------------------
@@ -316,15 +308,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return list(_flat([*args, *kwargs.values()]))
-
-
-def _flat(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _flat(value)
+    return list(tensors_in([*args, *kwargs.values()]))
 
 
 def _described(tensors: Sequence[torch.Tensor]) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.comm import collectives
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.param import FSDPParam
+from fsdp2.params.param import FSDPParam, owner_of
 from fsdp2.plan.group_plan import ModelPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.root import FSDPRoot
+from fsdp2.runtime.root import FSDPRoot, RootSettings
 
 
 def refuse_unowned_parameters(
@@ -37,22 +39,80 @@ def refuse_unowned_parameters(
                 )
 
 
-def refuse_meta_buffers(modules: Sequence[nn.Module], class_name: str) -> None:
-    """No buffer below ``modules`` is on meta.
+def refuse_meta(modules: Sequence[nn.Module], class_name: str) -> None:
+    """No sharded parameter and no buffer below ``modules`` is on meta.
 
     Raises:
-        FSDPRuntimeError: one is, and has no values.
+        FSDPRuntimeError: some are, and have no values.
     """
-    found = [name for module in modules for name, buffer in module.named_buffers() if buffer.is_meta]
-    if found:
+    parameters = [name for each in modules for name, p in each.named_parameters() if p.is_meta and owner_of(p)]
+    buffers = [name for each in modules for name, buffer in each.named_buffers() if buffer.is_meta]
+    if parameters or buffers:
+        kinds = " and ".join(["parameters"] * bool(parameters) + ["buffers"] * bool(buffers))
         raise FSDPRuntimeError(
-            f"buffers of {class_name} are still on the meta device: {', '.join(found)}. Materialize the model "
-            "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+            f"{kinds} of {class_name} are still on the meta device: {', '.join([*parameters, *buffers])}. Materialize "
+            "the model before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
         )
 
 
-def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh) -> None:
-    """The ranks that communicate have the same plans. Collective over each mesh that ``groups`` are on.
+def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: RootSettings) -> tuple[str, ...]:
+    """What was set that decides which collectives there are, in which order, and how gradients are scaled.
+
+    A line for each state, group and for the root, of what is not as it is by default.
+    """
+    lines = [_line("root", vars_of(root, ("is_last_backward", "finalizes_manually", "prefetch_bytes")), _ROOT)]
+    for state in states:
+        found = vars_of(state, ("reshard_after_forward", "reshard_after_backward", "is_captured"))
+        found["forward_prefetch"] = _names(state.forward_prefetch)
+        found["backward_prefetch"] = _names(state.backward_prefetch)
+        lines.append(_line(f"module '{state.name}'", found, _STATE))
+    for group in groups:
+        reducer, post_forward = group.reducer, group.storage.post_forward
+        found = vars_of(reducer, tuple(_REDUCER)) | vars_of(group, ("gathers_on_compute", "unshards_in_backward"))
+        if isinstance(reducer.denominator, torch.Tensor):
+            found["denominator"] = "a tensor"
+        found["all_reduce_hook"] = None if reducer.all_reduce_hook is None else "set"
+        found["scatter_group"] = None if reducer.scatter_group is None else "a process group of its own"
+        found["custom"] = None if reducer.custom is None else type(reducer.custom).__name__
+        found["custom_all_gather"] = None if group.storage.custom is None else type(group.storage.custom).__name__
+        found["only_sums"] = reducer.only_sums and group.mesh.device.type != "mtia"
+        found["ranks_after_forward"] = None if post_forward is None else post_forward.mesh.world_size
+        lines.append(_line(f"group '{group.name}'", found, _GROUP))
+    return tuple(line for line in lines if line)
+
+
+_ROOT = {"is_last_backward": True, "finalizes_manually": False}
+_STATE = {"reshard_after_backward": True, "is_captured": True}
+_REDUCER = {
+    "requires_gradient_sync": True,
+    "requires_all_reduce": True,
+    "divide_factor": None,
+    "denominator": None,
+    "max_pending": 1,
+    "zeros_for_unused": False,
+}
+_GROUP = _REDUCER | {"only_sums": False, "gathers_on_compute": False, "unshards_in_backward": True}
+"""What settings are by default; None if they are in none of these."""
+
+
+def vars_of(owner: object, names: Sequence[str]) -> dict[str, Any]:
+    """The attributes ``names`` of ``owner``."""
+    return {name: getattr(owner, name) for name in names}
+
+
+def _line(what: str, found: dict[str, Any], default: dict[str, Any]) -> str:
+    other = [f"{name}={value}" for name, value in found.items() if value != default.get(name)]
+    return f"{what}: set {', '.join(other)}" if other else ""
+
+
+def _names(prefetch: Any) -> str | None:
+    if not isinstance(prefetch, tuple):  # of a copy: not looked up yet
+        return None if prefetch is None else "as copied"
+    return str([getattr(group, "name", "another group") for unit in prefetch for group in unit])
+
+
+def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh, settings: tuple[str, ...]) -> None:
+    """The ranks that communicate have the same plans and settings. Collective over each mesh that ``groups`` are on.
 
     Raises:
         FSDPRuntimeError: on every rank, with the difference.
@@ -61,13 +121,14 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
     for group in groups:
         meshes.setdefault(group.mesh.key, group.mesh)
     for key, each in meshes.items():
-        plan = ModelPlan(tuple(group.plan for group in groups if group.plan is not None and group.mesh.key == key))
+        plans = (group.plan for group in groups if group.plan is not None and group.mesh.key == key)
+        plan = ModelPlan(tuple(plans), settings)
         for process_group in (each.group, each.replicate_group):
             difference = collectives.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "
-                    f"same model and shard it alike. Difference:\n{difference}"
+                    f"same model, shard it alike and set the same. Difference:\n{difference}"
                 )
 
 

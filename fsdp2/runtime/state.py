@@ -24,12 +24,14 @@ from fsdp2.runtime.hooks import (
     before_backward_of_outputs,
     on_real_parameters,
 )
+from fsdp2.runtime.misuse import refuse_inside_of_a_pass
 from fsdp2.runtime.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.runtime.root_checks import (
     refuse_disagreement,
     refuse_list_as_root,
-    refuse_meta_buffers,
+    refuse_meta,
     refuse_unowned_parameters,
+    settings_of,
 )
 from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.untraced import UNTRACED
@@ -179,13 +181,13 @@ class FSDPState(CopyableState):
                     continue  # it is called as its owner calls it
                 group.rename(name or self.class_name, paths)
         self._refuse_unowned()
-        refuse_meta_buffers(self.modules, self.class_name)
+        refuse_meta(self.modules, self.class_name)
         if shared.comm is None:
             shared.comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
             if group.plan is None or group.comm is not shared.comm:
                 group.prepare(shared.comm)
-        refuse_disagreement(groups, self.mesh)
+        refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.settings))
         root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
@@ -235,6 +237,7 @@ class FSDPState(CopyableState):
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
         if self.root is not None:
             self.root.recover_if_failed()
+            refuse_inside_of_a_pass(self.root, self.modules, self.name)
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()
@@ -284,9 +287,7 @@ class FSDPState(CopyableState):
             on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
-                inputs = map_inputs(
-                    lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced
-                )
+                inputs = map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced)
         if self.policy.inputs is not None:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
@@ -393,11 +394,7 @@ class FSDPState(CopyableState):
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
-        if (
-            awaits_backward
-            and not before_backward_of_outputs(self._pre_backward, outputs)
-            and self._expects_backward()
-        ):
+        if awaits_backward and not before_backward_of_outputs(self._pre_backward, outputs) and self._expects_backward():
             self._stay_for_backward(root)
         self._to_run.discard(module)
         for group in self._shared:

@@ -138,6 +138,42 @@ def no_parameters_of_its_own(rank: int) -> nn.Module:
     return fully_shard(model)
 
 
+def setting(name: str, *one: object, **other: object) -> Callable[[int], nn.Module]:
+    """A builder that calls a setter with ``one`` on rank 1 only."""
+
+    def build(rank: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        fully_shard(model[0])
+        fully_shard(model)
+        if rank == 1:
+            getattr(model, name)(*[[model[0]] if each is nn.Module else each for each in one], **other)
+        return model
+
+    build.__name__ = name
+    return build
+
+
+SETTINGS = {
+    setting("set_gradient_divide_factor", 3.0): r"group 'Sequential': set divide_factor=3\.0",
+    setting("set_gradient_reduction", "sum"): r"divide_factor=1\.0",
+    setting("set_gradient_reduction", 7): r"denominator=7\.0",
+    setting("set_force_sum_reduction_for_comms", True): r"only_sums=True",
+    setting("set_reduce_scatter_unused_params", True): r"zeros_for_unused=True",
+    setting("set_reduce_scatter_max_input_buffers", 2): r"max_pending=2",
+    setting("set_all_reduce_hook", print): r"all_reduce_hook=set",
+    setting("set_requires_gradient_sync", False): r"requires_gradient_sync=False",
+    setting("set_requires_all_reduce", False): r"requires_all_reduce=False",
+    setting("set_reshard_after_forward", False): r"module '0': set reshard_after_forward=False",
+    setting("set_reshard_after_backward", False): r"reshard_after_backward=False",
+    setting("set_strategy", "zero2"): r"reshard_after_forward=False",
+    setting("set_unshard_in_backward", False): r"unshards_in_backward=False",
+    setting("set_modules_to_forward_prefetch", nn.Module): r"forward_prefetch=\['0'\]",
+    setting("set_modules_to_backward_prefetch", nn.Module): r"backward_prefetch=\['0'\]",
+    setting("set_prefetch_budget", 0): r"root: set prefetch_bytes=0",
+    setting("set_is_last_backward", False): r"is_last_backward=False",
+    setting("set_manual_backward_finalization", True): r"finalizes_manually=True",
+}
+
 DIFFERING = {
     wider_layer: r"0\.weight \[8, 5\]",
     frozen_on_one_rank: r"0\.bias.*frozen",
@@ -155,6 +191,12 @@ def test_ranks_with_different_models(build: Callable[[int], nn.Module]) -> None:
     check_disagreement(build)
 
 
+@multi_rank(2)
+def test_ranks_with_different_settings() -> None:
+    for build in SETTINGS:
+        check_disagreement(build)
+
+
 @multi_rank(4)
 @pytest.mark.parametrize("build", [wider_layer, no_parameters_of_its_own], ids=lambda each: each.__name__)
 def test_one_of_four_ranks_with_a_different_model(build: Callable[[int], nn.Module]) -> None:
@@ -166,7 +208,7 @@ def check_disagreement(build: Callable[[int], nn.Module]) -> None:
     for _ in range(2):  # again the same error, and no hang
         with pytest.raises(FSDPRuntimeError, match="every rank must build the same") as failure:
             model(torch.randn(2, 5))
-        assert_matches(DIFFERING[build], str(failure.value))
+        assert_matches({**DIFFERING, **SETTINGS}[build], str(failure.value))
         assert_matches("rank 0", str(failure.value))
         assert_matches("rank 1", str(failure.value))
     dist.barrier()  # nothing is left over in the process group

@@ -175,9 +175,9 @@ def test_loading_into_a_part_while_it_is_unsharded() -> None:
 
 
 @multi_rank(2)
-def test_loading_plain_tensors_is_torchs_own_error() -> None:
+def test_loading_plain_tensors_is_an_error_that_says_how() -> None:
     model = shard()
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor|DTensor"):
+    with pytest.raises(FSDPRuntimeError, match=r"plain tensors for \d+ sharded.*full_state_dict=True"):
         model.load_state_dict(CASE.build().state_dict())
 
 

@@ -14,8 +14,9 @@ MAX_LINES = 700  # a question, not a failure: one file holds one concept, whole
 
 # Folders stand on each other in this order, and so do the files of a folder.
 LAYERS = {
-    "": ("common", "_torch", "_torch_compiler"),
+    "": ("common", "arguments", "_torch", "_torch_compiler"),
     "plan": (
+        "other_words",
         "policies",
         "ownership",
         "layout",
@@ -24,6 +25,7 @@ LAYERS = {
         "strategies",
         "spread",
         "owners",
+        "whole_operators",
         "ragged_operators",
         "ragged",
         "placement",
@@ -58,6 +60,7 @@ LAYERS = {
         "trees",
         "hooks",
         "attachment",
+        "misuse",
         "postponing",
         "root",
         "root_checks",
@@ -81,6 +84,7 @@ LAYERS = {
     "modules": (
         "module_comm",
         "communicating",
+        "prefetching",
         "handles",
         "forward_methods",
         "module_copies",

@@ -274,7 +274,7 @@ def test_wrappers_around_the_model_are_no_groups() -> None:
         ({"max_bytes": 5, "min_bytes": 6}, FSDPValueError, "min_bytes=6 and max_bytes=5 must be"),
         ({"max_bytes": 0, "min_bytes": 0}, FSDPValueError, "max_bytes above 0"),
         ({"mp_policy": 3}, FSDPTypeError, "mp_policy must be"),
-        ({"ignored_params": [3]}, FSDPTypeError, "ignored_params must be"),
+        ({"ignored_params": [3]}, FSDPTypeError, "as 'ignored_params', got"),
     ],
 )
 def test_arguments_are_validated(options: dict[str, Any], error: type[Exception], text: str) -> None:

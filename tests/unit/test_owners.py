@@ -137,11 +137,13 @@ def test_mistakes_are_named() -> None:
     model = Model()
     with pytest.raises(FSDPTypeError, match="takes the DeviceMesh that fully_shard gets, got int"):
         balanced_owners(model, 4)  # type: ignore[arg-type]
-    with pytest.raises(FSDPTypeError, match="a module or a list of parameters, got a str"):
+    with pytest.raises(
+        FSDPTypeError, match=r"takes a Module or an iterable, each a Parameter as 'module', got \['q'\]"
+    ):
         balanced_owners(["q"], mesh_of(4))  # type: ignore[list-item]
-    with pytest.raises(FSDPTypeError, match="a module or a list of parameters, got Parameter"):
+    with pytest.raises(FSDPTypeError, match="as 'module', got a Parameter"):
         balanced_owners(model.head.weight, mesh_of(4))
-    with pytest.raises(FSDPTypeError, match="units are modules or lists of modules, got a str"):
+    with pytest.raises(FSDPTypeError, match=r"as 'units', got \['blocks'\]"):
         balanced_owners(model, mesh_of(4), units=["blocks"])  # type: ignore[list-item]
     with pytest.raises(FSDPValueError, match="must be a number, 0 or more, got nan"):
         balanced_owners(model, mesh_of(4), cost=lambda parameter: float("nan"))

@@ -30,7 +30,7 @@ HALF = torch.bfloat16
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", ["bfloat16", 16, float, torch.tensor(1.0)], ids=str)
 def test_a_dtype_that_is_none(name: str, value: Any) -> None:
-    with pytest.raises(FSDPTypeError, match=rf"MixedPrecisionPolicy\.{name} must be a torch\.dtype or None, got"):
+    with pytest.raises(FSDPTypeError, match=rf"MixedPrecisionPolicy takes a dtype or None as '{name}', got"):
         MixedPrecisionPolicy(**{name: value})
 
 
@@ -43,13 +43,13 @@ def test_a_dtype_that_holds_no_fractions(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_cast_forward_inputs_is_a_bool(value: Any) -> None:
-    with pytest.raises(FSDPTypeError, match="cast_forward_inputs must be a bool"):
+    with pytest.raises(FSDPTypeError, match=r"takes a bool or .* as 'cast_forward_inputs'"):
         MixedPrecisionPolicy(cast_forward_inputs=value)
 
 
 @pytest.mark.parametrize("value", [HALF, {"weight": HALF}])
 def test_an_override_is_a_function(value: Any) -> None:
-    with pytest.raises(FSDPTypeError, match="param_dtype_override_fn must be a function of a parameter"):
+    with pytest.raises(FSDPTypeError, match="takes a function or None as 'param_dtype_override_fn'"):
         MixedPrecisionPolicy(param_dtype_override_fn=value)
 
 
@@ -100,7 +100,7 @@ def test_torchs_mixed_precision_is_translated() -> None:
 
 @pytest.mark.parametrize("value", [None, 1, "yes"])
 def test_whether_shards_are_cached_is_yes_or_no(value: Any) -> None:
-    with pytest.raises(FSDPTypeError, match=r"MixedPrecisionPolicy\.cache_shards must be a bool, got"):
+    with pytest.raises(FSDPTypeError, match=r"MixedPrecisionPolicy takes a bool as 'cache_shards', got"):
         MixedPrecisionPolicy(HALF, cache_shards=value)
 
 
