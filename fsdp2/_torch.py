@@ -397,23 +397,30 @@ def premultiplied_sum(factor: float) -> Any:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does."""
-    if device.type not in [each.type for each in group._device_types]:
-        return ""
-    return group._get_backend(device).name().lower()
+    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does.
+
+    "" of a group that is written in Python too, even over one of these: its own methods are what communicates.
+    """
+    return group._get_backend(device).name().lower() if _has_backend(group, device) else ""
+
+
+def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` is one in C++, with a backend for ``device``."""
+    return type(group) is dist.ProcessGroup and device.type in [each.type for each in group._device_types]
 
 
 def gather_unobserved(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """An all-gather that neither patched functions nor dispatch modes see: the engine's own business."""
     with _disable_current_modes():
-        group._allgather_base(output, input).wait()
+        getattr(group, _ALL_GATHER_METHOD)(output, input, _GATHER_OPTIONS[True]).wait()
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory from the allocator of ``group``'s backend, or torch's where the backend has none."""
-    backend: Any = group._get_backend(device)
-    if backend.supports_tensor_alloc(device):
-        return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    """Memory from the allocator of ``group``'s backend, or torch's where there is none."""
+    if _has_backend(group, device):
+        backend: Any = group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
     return torch.empty(numel, dtype=dtype, device=device)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from fsdp2.modules import communicating
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
+from fsdp2.modules.new_modules import NEW_MODULES
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
 from fsdp2.plan.structure import own_forward_of
@@ -27,23 +27,11 @@ from fsdp2.runtime.root_checks import refuse_finalization
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 _CLASSES: dict[type, type] = {}
-_initializes_new_modules = True
 
 
 def get_cls_to_fsdp_cls() -> dict[type, type]:
     """The classes of sharded modules by their original classes."""
     return _CLASSES
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, making an instance of a sharded module's class does not run ``__init__``, as unpickling must not."""
-    global _initializes_new_modules
-    before, _initializes_new_modules = _initializes_new_modules, False
-    try:
-        yield
-    finally:
-        _initializes_new_modules = before
 
 
 class FSDPModule:
@@ -58,7 +46,7 @@ class FSDPModule:
         """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
         original = _original_class(cls)
         plain: Any = original.__new__(original)  # type: ignore[call-overload]
-        if _initializes_new_modules:
+        if NEW_MODULES.are_initialized:
             plain.__init__(*args, **kwargs)
         return plain
 
@@ -469,7 +457,8 @@ def mix_in(module: nn.Module) -> None:
     if original not in _CLASSES:
         namespace = {"__module__": original.__module__, **own_forward_of(original)}
         namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
-        _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+        # Another rank, a thread of this process, may have made it by now: the first counts.
+        _CLASSES.setdefault(original, type(f"FSDP{original.__name__}", (FSDPModule, original), namespace))
     module.__class__ = _CLASSES[original]
     _torch_compiler.recompile_from(module)
 

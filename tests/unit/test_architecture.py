@@ -85,6 +85,7 @@ LAYERS = {
         "handles",
         "forward_methods",
         "module_copies",
+        "new_modules",
         "module",
         "functions",
         "unwrapping",
