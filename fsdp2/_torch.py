@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch.autograd import profiler
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -314,6 +315,24 @@ tensor_hooks = operator.attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
+
+
+def composed(module: torch.nn.Module) -> Container[str]:
+    """The names of the composable functions (``fully_shard``, ``replicate``) that were called on ``module``."""
+    return _get_registry(module) or ()
+
+
+def compose(module: torch.nn.Module, name: str) -> None:
+    """Note that the composable function ``name`` was called on ``module``, where torch's own look (2.11 to 2.15)."""
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
+
+
+def decompose(module: torch.nn.Module, name: str) -> None:
+    """It was undone."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry.pop(name, None)
+    if not registry:
+        module.__dict__.pop(REGISTRY_KEY, None)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

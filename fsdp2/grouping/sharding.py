@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api import fully_shard, validated_ignored
+from fsdp2.api import fully_shard, ignored_below, validated_ignored
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
@@ -174,7 +174,7 @@ def choose_groups(
     refuse_container(model, "auto_shard")
     _check_sizes(max_bytes, min_bytes)
     policy = policy_or_function(mp_policy)
-    tree = ModuleTree(model, validated_ignored(ignored_params), _item_size(policy))
+    tree = ModuleTree(model, ignored_below([model], ignored_params), _item_size(policy))
     finder = Blocks(tree, blocks, min_bytes)
     param_dtype = policy.param_dtype if isinstance(policy, MixedPrecisionPolicy) else None
     return GroupChoice(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp2 import _torch_compiler
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.compiled.support import explained_conversion
@@ -460,6 +460,7 @@ def mix_in(module: nn.Module) -> None:
         # Another rank, a thread of this process, may have made it by now: the first counts.
         _CLASSES.setdefault(original, type(f"FSDP{original.__name__}", (FSDPModule, original), namespace))
     module.__class__ = _CLASSES[original]
+    _torch.compose(module, "fully_shard")
     _torch_compiler.recompile_from(module)
 
 
@@ -472,4 +473,5 @@ def _of_its_own_code(function: Any) -> Any:
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
     module.__class__ = _original_class(type(module))
+    _torch.decompose(module, "fully_shard")
     _torch_compiler.recompile_from(module)

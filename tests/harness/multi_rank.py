@@ -18,7 +18,7 @@ import pytest
 from tests.harness.messages import Status
 from tests.harness.pool import DEFAULT_TIMEOUT_S, WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
-from tests.harness.threads import OnThreads, Threads, arguments_on_threads, run_on_threads
+from tests.harness.threads import BREAKS_WITH_NEW_THREADS, OnThreads, Threads, arguments_on_threads, run_on_threads
 
 
 def multi_rank(
@@ -53,6 +53,8 @@ def multi_rank(
             if isinstance(world_size, Threads):
                 arguments = arguments_on_threads(body, world_size, arguments)
                 run_for_pytest(pools.threads, run_on_threads, arguments, timeout)
+                if BREAKS_WITH_NEW_THREADS:
+                    pools.threads.stop()
             else:
                 run_for_pytest(pools[world_size], body, arguments, timeout)
 

@@ -60,6 +60,7 @@ class Covering(Counting):
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
         super().__init__(store, rank, size, timeout)
         backend = self.inside._get_backend(torch.device("cpu"))
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
 
 
