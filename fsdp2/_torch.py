@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
-from torch.autograd import profiler
+from torch.autograd import profiler as profiler  # read by the hot path, at no call
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -306,6 +306,11 @@ looks for no ``__torch_function__``, of which DTensor has none. Not around code 
 def profiler_is_running() -> bool:
     """Whether a profiler records, so that named ranges are worth 4 us each."""
     return profiler._is_profiler_enabled
+
+
+def in_range(name: str) -> AbstractContextManager[Any]:
+    """What runs inside is shown as ``name`` by profilers. Free where none records."""
+    return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
 
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]

@@ -157,8 +157,8 @@ def fully_shard(
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
-            the owner), replicated by torch's `replicate` (whose submodules are left alone), a container without forward, a mesh, a dim name, a placement, an int or the name of an input
-            that does not fit, policies that contradict each other, a strategy that contradicts another argument.
+            the owner), replicated by torch's `replicate` (which is left alone below), a container
+            without forward, a mesh, a dim name, a placement, an int or the name of an input that does not fit, policies that contradict each other, a strategy that contradicts another argument.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.

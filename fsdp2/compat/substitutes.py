@@ -28,7 +28,7 @@ class Substitutes:
             module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
             ours = cast(type, module.ours)
             stands_for_both = bridges.either(cast(type, module.torchs), ours)
-            pipelined = bridges.pipelined(cast(Callable[..., Any], function.ours), function.torchs, ours)
+            pipelined = bridges.pipelined(function.ours, function.torchs, ours)
             # Imported after the swap, these modules hold ours already.
             pipelining += [Counterpart(module.name, each, stands_for_both) for each in (module.torchs, module.ours)]
             pipelining += [Counterpart(function.name, each, pipelined) for each in (function.torchs, function.ours)]

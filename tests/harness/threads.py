@@ -31,7 +31,6 @@ import torch.distributed as dist
 from tests.harness.messages import Outcome, Status
 from tests.harness.report import RanksFailed
 
-
 BREAKS_WITH_NEW_THREADS = torch.__version__ < "2.12"
 """Whether DTensor's fake mode crashes in threads that began after others had used it and ended, as on torch 2.11."""
 
