@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -332,8 +334,14 @@ def compose(module: torch.nn.Module, name: str) -> None:
     module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
 
 
+def map_state(module: torch.nn.Module, state: object) -> None:
+    """Note that ``state`` is what a composable function has made of ``module``, where programs look for it."""
+    _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type]
+
+
 def decompose(module: torch.nn.Module, name: str) -> None:
     """It was undone."""
+    _module_state_mapping.pop(module, None)
     registry = module.__dict__.get(REGISTRY_KEY, {})
     registry.pop(name, None)
     if not registry:
@@ -437,6 +445,34 @@ def gather_unobserved(output: torch.Tensor, input: torch.Tensor, group: dist.Pro
     """An all-gather that neither patched functions nor dispatch modes see: the engine's own business."""
     with _disable_current_modes():
         getattr(group, _ALL_GATHER_METHOD)(output, input, _GATHER_OPTIONS[True]).wait()
+
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes look at what runs."""
+
+
+def gathers_are_patched() -> bool:
+    """Whether a program has put something in the place of the function that gathers."""
+    return _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0]
+
+
+def reduce_scatters_are_patched() -> bool:
+    """The same of the one that reduces."""
+    return _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1]
+
+
+def silent_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group that seems to have the ranks of ``group``, and over which nothing travels (2.11 to 2.15)."""
+    backend_type = dist.ProcessGroup.BackendType.CUSTOM
+    silent = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    silent._set_default_backend(backend_type)
+    fake = torch._C._distributed_c10d.FakeProcessGroup  # type: ignore[attr-defined]
+    backend = fake._create_internal(group.rank(), group.size())
+    silent._register_backend(torch.device("cpu"), backend_type, backend)
+    silent._set_group_name(group.group_name)
+    ranks = dist.distributed_c10d._world.pg_group_ranks
+    ranks[silent] = ranks[group]
+    return silent
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

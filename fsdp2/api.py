@@ -16,6 +16,7 @@ from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.module import mix_in
 from fsdp2.modules.replicated import absorb, is_small, mesh_of_small, share
+from fsdp2.modules.torch_patches import warn_of_patches
 from fsdp2.modules.tying import Use, check_tied, take_tied
 from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
@@ -158,7 +159,8 @@ def fully_shard(
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
             the owner), replicated by torch's `replicate` (which is left alone below), a container
-            without forward, a mesh, a dim name, a placement, an int or the name of an input that does not fit, policies that contradict each other, a strategy that contradicts another argument.
+            without forward, a mesh, a dim name, a placement, an int or the name of an input that does not fit, policies
+            that contradict each other, a strategy that contradicts another argument.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.
@@ -205,6 +207,7 @@ def fully_shard(
         state.attachment.handle_state_dicts(state, modules, managed)
     GUARD.install()
     zeroing.install()
+    warn_of_patches()
     begin_graphs_at_calls_only()
     return module
 

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -44,6 +45,17 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
 
     fully_shard.state = state  # type: ignore[attr-defined]
     return fully_shard
+
+
+def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, home: str) -> Callable[..., Any]:
+    """``_get_module_fsdp_state``, for modules of both. Torch's own, at ``home``, goes on seeing its own only."""
+
+    def _get_module_fsdp_state(module: nn.Module) -> Any:
+        if not isinstance(module, ours_class) or sys._getframe(1).f_globals.get("__name__") == home:
+            return torchs(module)
+        return ours.state(module)
+
+    return _get_module_fsdp_state
 
 
 def both_mappings(

@@ -98,9 +98,12 @@ class FSDPModule:
     def reshard(self) -> None:
         """Register the sharded parameters of this module and free the unsharded ones; not of sharded submodules.
 
-        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`.
+        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`. Inside of the module's
+        own backward, which may need them yet, it is left to the end of that.
         """
         state = self._get_fsdp_state()
+        if state._in_backward and _torch.backward_is_running():
+            return
         for group in state.unit:
             group.reshard()
         if state.root is not None:
@@ -461,6 +464,8 @@ def mix_in(module: nn.Module) -> None:
         _CLASSES.setdefault(original, type(f"FSDP{original.__name__}", (FSDPModule, original), namespace))
     module.__class__ = _CLASSES[original]
     _torch.compose(module, "fully_shard")
+    if (state := state_of(module)) is not None:
+        _torch.map_state(module, state)
     _torch_compiler.recompile_from(module)
 
 

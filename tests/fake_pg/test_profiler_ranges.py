@@ -19,7 +19,7 @@ def test_ranges_have_torchs_names(simulate: FakeWorlds) -> None:
     fully_shard(model)
     for _ in range(2):  # orders are learned
         model(torch.randn(2, 4)).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         model(torch.randn(2, 4, requires_grad=True)).sum().backward()
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("FSDP::")}
     expected: dict[str, int] = {}

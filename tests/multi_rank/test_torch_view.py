@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy, fully_shard, unwrap
 from tests.harness import Accumulation, FakeWorlds, Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
 
@@ -131,3 +134,73 @@ def test_a_reset_of_the_training_state_changes_nothing(simulate: FakeWorlds) -> 
     model = fully_shard(nn.Linear(4, 4))
     state_of(model)._fsdp_param_group._training_state = "idle"
     model(torch.randn(2, 4)).sum().backward()
+
+
+def test_states_are_where_programs_look_for_them(simulate: FakeWorlds) -> None:
+    simulate(2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _get_module_state(each) is state_of(each) is _module_state_mapping[each]()
+        assert each[0] not in _module_state_mapping
+    unwrap(model)
+    assert model not in _module_state_mapping
+
+
+class Tiled(torch.autograd.Function):
+    """A module's forward in pieces, again in backward, after which it reshards: what axolotl's tiled MLP does."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: Any, inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.owner, ctx.inner = owner, inner
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([inner(piece) for piece in x.chunk(2)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        group = ctx.owner._get_fsdp_state()._fsdp_param_group
+        before = group.reshard_after_backward
+        ctx.owner.set_reshard_after_backward(False, recurse=False)
+        gradients = []
+        for piece, arrived in zip(x.chunk(2), gradient.chunk(2), strict=True):
+            piece = piece.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.inner(piece)
+            torch.autograd.backward(output, arrived)
+            gradients.append(piece.grad)
+        ctx.owner.set_reshard_after_backward(before, recurse=False)
+        ctx.owner.reshard()
+        return None, None, torch.cat(gradients)
+
+
+class Block(nn.Module):
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.before, self.mlp, self.tiled = nn.Linear(8, 8), nn.Linear(8, 8), tiled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x).tanh()
+        return Tiled.apply(self, self.mlp, x) if self.tiled else self.mlp(x)
+
+
+@multi_rank(2)
+def test_resharding_in_the_midst_of_a_backward_waits_for_its_end(world_size: int) -> None:
+    """What comes before in the module's forward is still to be differentiated."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(tiled=False), Block(tiled=False))
+    model = copy.deepcopy(plain)
+    for block in model:
+        block.tiled = True
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        inputs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+        (sum(plain(x).square().mean() for x in inputs) / world_size).backward()  # type: ignore[union-attr]
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        assert state_of(model[0])._fsdp_param_group.is_sharded
+        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+        model.zero_grad()
+        plain.zero_grad()

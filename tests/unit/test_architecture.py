@@ -50,7 +50,7 @@ LAYERS = {
         "gradients",
         "wrapping",
     ),
-    "comm": ("comm_context", "primitives", "peers", "collectives", "whole"),
+    "comm": ("comm_context", "primitives", "peers", "announce", "collectives", "whole"),
     "runtime": (
         "reducer",
         "param_group",
@@ -92,6 +92,7 @@ LAYERS = {
         "unwrapping",
         "tying",
         "replicated",
+        "torch_patches",
     ),
 }
 TOP = ("api", "grouping.module_tree", "grouping.blocks", "grouping.group_choice", "grouping.sharding", "__init__")
@@ -167,7 +168,8 @@ def test_compat_stands_on_the_public_surface(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_torchs_own_implementation_is_not_imported(path: Path) -> None:
     if path.parent.name != "compat":
-        shared = "torch.distributed._composable.contract."  # the registry of all composable functions, replicate's too
+        # The registries of all composable functions, replicate's too.
+        shared = ("torch.distributed._composable.contract.", "torch.distributed._composable_state.")
         for name in imports(parse(path)):
             if path.name == "_torch.py" and name.startswith(shared):
                 continue
