@@ -319,9 +319,7 @@ class GradientReducer:
         assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
         self._phase = phase
 
-    def _issue(
-        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce
-    ) -> None:
+    def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce) -> None:
         device, ticket = comm.device, pending.ticket
         ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here

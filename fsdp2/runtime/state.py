@@ -31,8 +31,8 @@ from fsdp2.runtime.root_checks import (
     refuse_meta_buffers,
     refuse_unowned_parameters,
 )
-from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.torch_view import attribute_of
+from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.untraced import UNTRACED
 
 
@@ -288,9 +288,7 @@ class FSDPState(CopyableState):
             on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
-                inputs = map_inputs(
-                    lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced
-                )
+                inputs = map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced)
         if self.policy.inputs is not None:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
@@ -397,11 +395,7 @@ class FSDPState(CopyableState):
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
-        if (
-            awaits_backward
-            and not before_backward_of_outputs(self._pre_backward, outputs)
-            and self._expects_backward()
-        ):
+        if awaits_backward and not before_backward_of_outputs(self._pre_backward, outputs) and self._expects_backward():
             self._stay_for_backward(root)
         self._to_run.discard(module)
         for group in self._shared:

@@ -162,9 +162,7 @@ def _is_mutable(tree: Any) -> bool:
     return isinstance(tree, _REBUILT) or not type(tree).__dataclass_params__.frozen
 
 
-def map_tensors(
-    function: Callable[[torch.Tensor], torch.Tensor], tree: Any, replaced: Replaced | None = None
-) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, replaced: Replaced | None = None) -> Any:
     """``tree`` with every tensor replaced by ``function`` of it.
 
     Containers are copied, in their own type, only where something in them changes. With ``replaced``, those that can be
