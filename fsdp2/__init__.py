@@ -16,7 +16,8 @@ from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.modules.functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.modules.module import FSDPModule, disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from fsdp2.modules.module import FSDPModule, get_cls_to_fsdp_cls
+from fsdp2.modules.new_modules import disable_fsdp_module_new_init
 from fsdp2.modules.unwrapping import unwrap
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state

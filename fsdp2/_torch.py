@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch import nn
-from torch.autograd import profiler
+from torch.autograd import profiler as profiler  # read by the hot path, at no call
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -365,6 +368,11 @@ def profiler_is_running() -> bool:
     return profiler._is_profiler_enabled
 
 
+def in_range(name: str) -> AbstractContextManager[Any]:
+    """What runs inside is shown as ``name`` by profilers. Free where none records."""
+    return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
+
+
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]
 tensor_hooks = operator.attrgetter("_backward_hooks")
 """The hooks of `Tensor.register_hook`; autograd calls them only for what is in its graph."""
@@ -372,6 +380,30 @@ tensor_hooks = operator.attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
+
+
+def composed(module: torch.nn.Module) -> Container[str]:
+    """The names of the composable functions (``fully_shard``, ``replicate``) that were called on ``module``."""
+    return _get_registry(module) or ()
+
+
+def compose(module: torch.nn.Module, name: str) -> None:
+    """Note that the composable function ``name`` was called on ``module``, where torch's own look (2.11 to 2.15)."""
+    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
+
+
+def map_state(module: torch.nn.Module, state: object) -> None:
+    """Note that ``state`` is what a composable function has made of ``module``, where programs look for it."""
+    _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type]
+
+
+def decompose(module: torch.nn.Module, name: str) -> None:
+    """It was undone."""
+    _module_state_mapping.pop(module, None)
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry.pop(name, None)
+    if not registry:
+        module.__dict__.pop(REGISTRY_KEY, None)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -459,23 +491,58 @@ def premultiplied_sum(factor: float) -> Any:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does."""
-    if device.type not in [each.type for each in group._device_types]:
-        return ""
-    return group._get_backend(device).name().lower()
+    """Which backend of ``group`` serves ``device``: "nccl", "gloo", ...; "" if none does.
+
+    "" of a group that is written in Python too, even over one of these: its own methods are what communicates.
+    """
+    return group._get_backend(device).name().lower() if _has_backend(group, device) else ""
+
+
+def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``group`` is one in C++, with a backend for ``device``."""
+    return type(group) is dist.ProcessGroup and device.type in [each.type for each in group._device_types]
 
 
 def gather_unobserved(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
     """An all-gather that neither patched functions nor dispatch modes see: the engine's own business."""
     with _disable_current_modes():
-        group._allgather_base(output, input).wait()
+        getattr(group, _ALL_GATHER_METHOD)(output, input, _GATHER_OPTIONS[True]).wait()
+
+
+count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes look at what runs."""
+
+
+def gathers_are_patched() -> bool:
+    """Whether a program has put something in the place of the function that gathers."""
+    return _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0]
+
+
+def reduce_scatters_are_patched() -> bool:
+    """The same of the one that reduces."""
+    return _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1]
+
+
+def silent_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group that seems to have the ranks of ``group``, and over which nothing travels (2.11 to 2.15)."""
+    backend_type = dist.ProcessGroup.BackendType.CUSTOM
+    silent = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    silent._set_default_backend(backend_type)
+    fake = torch._C._distributed_c10d.FakeProcessGroup  # type: ignore[attr-defined]
+    backend = fake._create_internal(group.rank(), group.size())
+    silent._register_backend(torch.device("cpu"), backend_type, backend)
+    silent._set_group_name(group.group_name)
+    ranks = dist.distributed_c10d._world.pg_group_ranks
+    ranks[silent] = ranks[group]
+    return silent
 
 
 def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory from the allocator of ``group``'s backend, or torch's where the backend has none."""
-    backend: Any = group._get_backend(device)
-    if backend.supports_tensor_alloc(device):
-        return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
+    """Memory from the allocator of ``group``'s backend, or torch's where there is none."""
+    if _has_backend(group, device):
+        backend: Any = group._get_backend(device)
+        if backend.supports_tensor_alloc(device):
+            return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
     return torch.empty(numel, dtype=dtype, device=device)
 
 

@@ -11,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.module import mix_in
 from fsdp2.modules.replicated import absorb, is_small, mesh_of_small, share
+from fsdp2.modules.torch_patches import warn_of_patches
 from fsdp2.modules.tying import Use, check_tied, take_tied
 from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
@@ -170,8 +172,9 @@ def fully_shard(
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
-            the owner), a container without forward, a mesh, a dim name, a placement, an int or the name of an input
-            that does not fit, policies that contradict each other, a strategy that contradicts another argument.
+            the owner), replicated by torch's `replicate` (which is left alone below), a container
+            without forward, a mesh, a dim name, a placement, an int or the name of an input that does not fit, policies
+            that contradict each other, a strategy that contradicts another argument.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.
@@ -185,7 +188,7 @@ def fully_shard(
     info = info_for(strategy, mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims))
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
-    ignored = validated_ignored(ignored_params)
+    ignored = ignored_below(modules, ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
     small = mesh_of_small(replicate_below, info)
     wrapping = Wrapping(
@@ -221,6 +224,7 @@ def fully_shard(
     GUARD.install()
     zeroing.install()
     explain_errors()
+    warn_of_patches()
     begin_graphs_at_calls_only()
     return module
 
@@ -281,6 +285,12 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
         if not isinstance(each, nn.Module):
             raise FSDPTypeError(f"fully_shard shards an nn.Module or a list of them, got {type(each).__name__}.")
         refuse_container(each, "fully_shard")
+        if _is_replicated(each):
+            raise FSDPValueError(
+                f"torch's replicate was called on this {type(each).__name__}, which sees to its gradients: call "
+                "fully_shard on a module above or below it, or on it instead of replicate, with strategy='replicate' "
+                "to have the same by fsdp2."
+            )
     if len(set(map(id, modules))) != len(modules):
         raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
     inside = {child for each in modules for child in each.modules() if child is not each}
@@ -302,12 +312,26 @@ def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
     return frozenset(ignored)
 
 
+def ignored_below(modules: Sequence[nn.Module], ignored_params: Any) -> frozenset[nn.Parameter]:
+    """``ignored_params``, and those of submodules that torch's `replicate` was called on, which see to their own.
+
+    Raises:
+        FSDPTypeError: something else than parameters.
+    """
+    replicated = [each for module in modules for each in module.modules() if _is_replicated(each)]
+    return validated_ignored(ignored_params) | {parameter for each in replicated for parameter in each.parameters()}
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    return "replicate" in _torch.composed(module)
+
+
 def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """``modules`` and everything below them, down to submodules that have groups of their own."""
+    """``modules`` and everything below them, down to submodules that have groups of their own, or are replicated."""
     managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in managed or state_of(module) is not None:
+        if module in managed or state_of(module) is not None or _is_replicated(module):
             return
         managed[module] = None
         for child in module.children():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm import peers
+from fsdp2.comm import announce, peers
 from fsdp2.comm.primitives import Form, form_of, is_alone
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
 from fsdp2.params.gather import Member
@@ -55,6 +55,8 @@ def all_gather(
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, async_op=custom_async))
         return
     if form is Form.PEERS and works is not None:
+        if _torch.count_dispatch_modes() or _torch.gathers_are_patched():
+            announce.all_gather(members, group)
         for output, input in members:
             peers.all_gather(output, input, group, works)
         return
@@ -90,6 +92,8 @@ def reduce_scatter(
             _add(works, custom(output_tensor=output, input_tensor=input, group=group, op=op))
         return
     if form is Form.PEERS and works is not None and peers.can_reduce(op):
+        if _torch.count_dispatch_modes() or _torch.reduce_scatters_are_patched():
+            announce.reduce_scatter(members, op, group)
         for output, input in members:
             peers.reduce_scatter(output, input, op, group, works, memory)
         return

@@ -8,11 +8,10 @@ them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -34,35 +33,11 @@ def either(torchs: type, ours: type) -> type:
     return Either(ours.__name__, (ours,), {"__module__": __name__, "__doc__": ours.__doc__})
 
 
-@dataclass(frozen=True, slots=True)
-class PipelinedState:
-    """What `torch.distributed.pipelining` up to 2.14 reads off ``fully_shard.state(module)`` to reduce gradients.
-
-    After the backwards of all microbatches, each without gradient synchronization, it ends the backward of each group
-    in ``_state_ctx.all_states`` and then the root's (stage.py, ``perform_reduce_grad``). Here the second does it all,
-    in the way that pipelining from 2.15 on takes by itself.
-    """
-
-    module: Any
-    _state_ctx: SimpleNamespace
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce what the microbatches accumulated, wait, and register the sharded parameters.
-
-        Collective, over the mesh of the module.
-        """
-        self.module.set_manual_backward_finalization(True)
-        self.module.finalize_backward()
-        self.module.set_manual_backward_finalization(False)
-
-
-def pipelined(ours: Callable[..., Any], torchs: Any, ours_class: type) -> Callable[..., Any]:
-    """``ours``, with the ``state`` that pipelining reads, for modules of both implementations."""
+def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
+    """``ours``, with a ``state`` of modules of both implementations: pipelining up to 2.14 ends backwards by it."""
 
     def state(module: nn.Module) -> Any:
-        if isinstance(module, ours_class):
-            return PipelinedState(module, SimpleNamespace(all_states=()))
-        return torchs.state(module)
+        return (ours if isinstance(module, ours_class) else torchs).state(module)
 
     @functools.wraps(ours)
     def fully_shard(*args: Any, **kwargs: Any) -> Any:
@@ -70,6 +45,17 @@ def pipelined(ours: Callable[..., Any], torchs: Any, ours_class: type) -> Callab
 
     fully_shard.state = state  # type: ignore[attr-defined]
     return fully_shard
+
+
+def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, home: str) -> Callable[..., Any]:
+    """``_get_module_fsdp_state``, for modules of both. Torch's own, at ``home``, goes on seeing its own only."""
+
+    def _get_module_fsdp_state(module: nn.Module) -> Any:
+        if not isinstance(module, ours_class) or sys._getframe(1).f_globals.get("__name__") == home:
+            return torchs(module)
+        return ours.state(module)
+
+    return _get_module_fsdp_state
 
 
 def both_mappings(

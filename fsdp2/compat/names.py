@@ -16,6 +16,8 @@ import fsdp2
 PUBLIC = "torch.distributed.fsdp"
 IMPLEMENTATION = f"{PUBLIC}._fully_shard"
 HOME = f"{IMPLEMENTATION}._fully_shard"
+STATES = f"{IMPLEMENTATION}._fsdp_state"
+"""Of its implementation, where programs look up the state of a module."""
 # Where torch defines what its packages re-export. Torch's own objects are found here at any time.
 _DEFINED_IN = (f"{IMPLEMENTATION}._fsdp_api", f"{IMPLEMENTATION}._fsdp_common", HOME)
 # It derives from torch's `FSDPModule` and `FSDPState`, and must go on doing so.
@@ -56,7 +58,7 @@ def modules_of_torch() -> Iterator[ModuleType]:
     """The loaded modules of torch in which names may be replaced: all but those that make up its implementation."""
     for name, module in _loaded():
         implements = name.startswith(f"{IMPLEMENTATION}._") or name == _REPLICATE
-        if name.partition(".")[0] == "torch" and (not implements or name == HOME):
+        if name.partition(".")[0] == "torch" and (not implements or name in (HOME, STATES)):
             yield module
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, cast
 
 from fsdp2.compat import bridges
-from fsdp2.compat.names import HOME, Counterpart
+from fsdp2.compat.names import HOME, STATES, Counterpart
 
 _Table = Mapping[int, Counterpart]
 
@@ -28,7 +29,7 @@ class Substitutes:
             module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
             ours = cast(type, module.ours)
             stands_for_both = bridges.either(cast(type, module.torchs), ours)
-            pipelined = bridges.pipelined(cast(Callable[..., Any], function.ours), function.torchs, ours)
+            pipelined = bridges.pipelined(function.ours, function.torchs, ours)
             # Imported after the swap, these modules hold ours already.
             pipelining += [Counterpart(module.name, each, stands_for_both) for each in (module.torchs, module.ours)]
             pipelining += [Counterpart(function.name, each, pipelined) for each in (function.torchs, function.ours)]
@@ -41,12 +42,18 @@ class Substitutes:
             for name, bridge in bridged.items()
             if name in everywhere
         ]
+        states = []
+        if everywhere:
+            look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
+            states = [Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))]
         self._everywhere = _by_identity(everywhere.values())
         self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(home)}
+        self._in[STATES] = _by_identity(states)
         self._torchs: dict[int, tuple[object, object]] = {}
         for pair in (*everywhere.values(), *pipelining, *home):
             if pair.name in everywhere:
                 self._torchs[id(pair.ours)] = (pair.ours, everywhere[pair.name].torchs)
+        self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in states}
 
     def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
         """The names in ``module`` that refer to one of torch's objects, with what should stand there."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api import fully_shard, validated_ignored
+from fsdp2.api import fully_shard, ignored_below, validated_ignored
 from fsdp2.arguments import ANYTHING, Rule, checked
 from fsdp2.common import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
@@ -180,7 +180,7 @@ def choose_groups(
     refuse_container(model, "auto_shard")
     _check_sizes(max_bytes, min_bytes)
     policy = policy_or_function(mp_policy)
-    tree = ModuleTree(model, validated_ignored(ignored_params), _item_size(policy))
+    tree = ModuleTree(model, ignored_below([model], ignored_params), _item_size(policy))
     finder = Blocks(tree, blocks, min_bytes)
     param_dtype = policy.param_dtype if isinstance(policy, MixedPrecisionPolicy) else None
     return GroupChoice(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -11,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from fsdp2 import _torch_compiler
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, Rule, checked
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.compiled.entry import prepares_graphs
@@ -20,6 +19,7 @@ from fsdp2.modules import communicating, prefetching
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
+from fsdp2.modules.new_modules import NEW_MODULES
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
 from fsdp2.plan.structure import own_forward_of
@@ -29,24 +29,12 @@ from fsdp2.runtime.root_checks import refuse_finalization
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 _CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()  # classes made in functions are let go again
-_initializes_new_modules = True
 _EVENT = Rule("a recorded event, or None", lambda value: not isinstance(value, (int, float, str, torch.Tensor)))
 
 
 def get_cls_to_fsdp_cls() -> Mapping[type, type]:
     """The classes of sharded modules by their original classes, as long as there are modules of them."""
     return _CLASSES
-
-
-@contextmanager
-def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Inside, making an instance of a sharded module's class does not run ``__init__``, as unpickling must not."""
-    global _initializes_new_modules
-    before, _initializes_new_modules = _initializes_new_modules, False
-    try:
-        yield
-    finally:
-        _initializes_new_modules = before
 
 
 class FSDPModule:
@@ -61,7 +49,7 @@ class FSDPModule:
         """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
         original = _original_class(cls)
         plain: Any = original.__new__(original)  # type: ignore[call-overload]
-        if _initializes_new_modules:
+        if NEW_MODULES.are_initialized:
             plain.__init__(*args, **kwargs)
         return plain
 
@@ -114,9 +102,12 @@ class FSDPModule:
     def reshard(self) -> None:
         """Register the sharded parameters of this module and free the unsharded ones; not of sharded submodules.
 
-        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`.
+        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`. Inside of the module's
+        own backward, which may need them yet, it is left to the end of that.
         """
         state = self._get_fsdp_state()
+        if state._in_backward and _torch.backward_is_running():
+            return
         for group in state.unit:
             group.reshard()
         if state.root is not None:
@@ -438,8 +429,13 @@ def mix_in(module: nn.Module) -> None:
     if sharded is None:
         namespace = {"__module__": original.__module__, **own_forward_of(original)}
         namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
-        sharded = _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+        # Another rank, a thread of this process, may have made it by now: the first counts.
+        made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+        sharded = _CLASSES.setdefault(original, made)
     module.__class__ = sharded
+    _torch.compose(module, "fully_shard")
+    if (state := state_of(module)) is not None:
+        _torch.map_state(module, state)
     _torch_compiler.recompile_from(module)
 
 
@@ -452,4 +448,5 @@ def _of_its_own_code(function: Any) -> Any:
 def mix_out(module: nn.Module) -> None:
     """Take the class back that `mix_in` changed."""
     module.__class__ = _original_class(type(module))
+    _torch.decompose(module, "fully_shard")
     _torch_compiler.recompile_from(module)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.forward_methods import restore_methods
@@ -69,6 +70,8 @@ def completed() -> None:
     """A module has got its attributes: states may be complete by that, its own and those of tied weights."""
     for state in complete_copies():
         restore_methods(state)  # type: ignore[arg-type]
+        for module in state.modules:
+            _torch.map_state(module, state)
         GUARD.install()
         zeroing.install()
         explain_errors()

@@ -11,6 +11,7 @@ optimizer is looked through once; after that a step costs a comparison per param
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -52,15 +53,18 @@ class OptimizerGuard:
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
+        self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._lock = threading.Lock()  # ranks may be threads of one process, and the hooks are the process's
 
     def install(self) -> None:
         """Register the hooks, if they are not."""
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ]
-            Freshness.unwatched = False
+        with self._lock:
+            if not self._handles:
+                self._handles = [
+                    register_optimizer_step_pre_hook(self._before_step),
+                    register_optimizer_step_post_hook(self._after_step),
+                ]
+                Freshness.unwatched = False
 
     def remove(self) -> None:
         """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
@@ -72,7 +76,9 @@ class OptimizerGuard:
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.look_through(optimizer)
-        Freshness.unwatched = True  # a closure may run forwards between the writes of one step
+        with self._lock:
+            self._stepping.add(optimizer)
+            Freshness.unwatched = True  # a closure may run forwards between the writes of one step
 
     def look_through(self, optimizer: Optimizer) -> None:
         """Before a step: re-key ``optimizer`` if it changed since the last time.
@@ -93,8 +99,10 @@ class OptimizerGuard:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
             freshness.writes += 1
-        Freshness.steps += 1
-        Freshness.unwatched = not self._handles
+        with self._lock:
+            Freshness.steps += 1
+            self._stepping.discard(optimizer)
+            Freshness.unwatched = bool(self._stepping) or not self._handles
 
 
 GUARD = OptimizerGuard()

@@ -11,7 +11,7 @@ class Freshness:
     Attributes:
         writes: how many steps of optimizers, and replacements, there were.
         steps: (of the class) how many steps of any optimizers there were, of other parameters too.
-        unwatched: (of the class) whether steps are not seen, or one is under way.
+        unwatched: (of the class) whether steps are not seen, or one is under way, of any rank of this process.
     """
 
     __slots__ = ("writes",)

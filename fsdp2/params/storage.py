@@ -174,7 +174,11 @@ class GroupStorage:
 
     def copy_out(self, *, resumes: bool) -> None:
         """Move what has arrived to where the unsharded parameters lie."""
-        self.gather_from(resumes=resumes).copy_out()
+        if _torch.profiler._is_profiler_enabled:
+            with _torch.in_range(f"FSDP::all_gather_copy_out ({self._params[0].group.name})"):
+                self.gather_from(resumes=resumes).copy_out()
+        else:
+            self.gather_from(resumes=resumes).copy_out()
         if self._extensions is None:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -47,7 +47,7 @@ class MeshRecord:
         Raises:
             FSDPRuntimeError: it has flattened dims, or ranks that this job does not have.
         """
-        known = _KNOWN.get((self.device_type, str(self.ranks), self.names))
+        known = _KNOWN.get(_key(self.device_type, self.ranks, self.names))
         if known is not None and _is_alive(known):
             return known
         ranks = torch.tensor(self.ranks, dtype=torch.int)
@@ -75,13 +75,18 @@ def _identity(mesh: DeviceMesh) -> tuple[str, Any, tuple[str, ...] | None]:
     return mesh.device_type, mesh.mesh.tolist(), None if names is None else tuple(names)
 
 
-_KNOWN: weakref.WeakValueDictionary[tuple[str, str, tuple[str, ...] | None], DeviceMesh] = weakref.WeakValueDictionary()
+_Key = tuple[int, str, str, tuple[str, ...] | None]
+_KNOWN: weakref.WeakValueDictionary[_Key, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def _key(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> _Key:
+    """With the rank: ranks may be threads of one process, and each has meshes of its own."""
+    return dist.get_rank(), device_type, str(ranks), names
 
 
 def know(mesh: DeviceMesh) -> None:
     """Remember ``mesh`` as long as somebody uses it. The first of equal ones counts."""
-    device_type, ranks, names = _identity(mesh)
-    key = (device_type, str(ranks), names)
+    key = _key(*_identity(mesh))
     known = _KNOWN.get(key)
     if known is None or not _is_alive(known):
         _KNOWN[key] = mesh

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copyreg
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -353,13 +354,19 @@ _COPIED = ("reshard_after_forward", "reshard_after_backward", "is_captured")
 _COPIED_OF_ROOTS = ("is_last_backward", "finalizes_manually", "prefetch_bytes", "pools_memory")
 
 
-_INCOMPLETE: WeakSet[CopyableState] = WeakSet()
-"""Copies that wait for modules: their own, or others that hold weights tied to theirs."""
+class _Incomplete(threading.local):
+    """Copies that wait for modules: their own, or others that hold weights tied to theirs. Of this thread's making."""
+
+    def __init__(self) -> None:
+        self.states: WeakSet[CopyableState] = WeakSet()
+
+
+_INCOMPLETE = _Incomplete()
 
 
 def complete_copies() -> list[CopyableState]:
     """Complete the copies that have got all of their modules by now, and return them."""
-    return [state for state in list(_INCOMPLETE) if state.complete()]
+    return [state for state in list(_INCOMPLETE.states) if state.complete()]
 
 
 class CopyableState(ABC):
@@ -441,14 +448,14 @@ class CopyableState(ABC):
         """A copy, to be completed when its modules have been copied."""
         self._begin(recipe.modules, (), recipe.facts.policy, recipe.facts.wrapping, frozenset())
         self._recipe = recipe
-        _INCOMPLETE.add(self)
+        _INCOMPLETE.states.add(self)
 
     def complete(self) -> bool:
         """Take the groups of a copy, if its modules are there by now. Returns whether it did."""
         recipe = self._recipe
         if recipe is None or not recipe.is_ready(STATE, self):
             return False
-        _INCOMPLETE.discard(self)
+        _INCOMPLETE.states.discard(self)
         self._recipe, self.attachment = None, recipe.attachment
         self.unit, self.class_name = recipe.make_unit(), recipe.facts.class_name
         self.ignored_params = frozenset(recipe.ignored)

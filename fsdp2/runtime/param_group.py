@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from fsdp2 import _torch
 from fsdp2.comm import collectives
@@ -343,7 +342,7 @@ class FSDPParamGroup:
             self._gathered_writes = self._freshness.writes
             self._gathered_version = _torch.sum_of_versions(self._sharded)
         if _torch.profiler_is_running():
-            with record_function(f"fsdp2::all_gather {self.name}"):
+            with _torch.in_range(f"FSDP::all_gather ({self.name})"):
                 self._issue_all_gather()
         else:
             self._issue_all_gather()
@@ -467,7 +466,7 @@ class FSDPParamGroup:
         """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
         assert self.comm is not None, "reducing follows lazy initialization"
         if _torch.profiler_is_running():
-            with record_function(f"fsdp2::reduce_scatter {self.name}"):
+            with _torch.in_range(f"FSDP::post_backward_reduce ({self.name})"):
                 self.reducer.reduce(self.comm)
         else:
             self.reducer.reduce(self.comm)

@@ -227,7 +227,12 @@ class FSDPRoot:
         for unit in upcoming:
             for group in unit:
                 if not for_backward or group.unshards_in_backward:
-                    group.unshard(for_backward=for_backward, ahead=True)
+                    if _torch.profiler._is_profiler_enabled:
+                        way = "backward" if for_backward else "forward"
+                        with _torch.in_range(f"FSDP::{way}_prefetch for {group.name}"):
+                            group.unshard(for_backward=for_backward, ahead=True)
+                    else:
+                        group.unshard(for_backward=for_backward, ahead=True)
                     self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.param import FSDPParam, owner_of
@@ -20,14 +21,19 @@ from fsdp2.runtime.root import FSDPRoot, RootSettings
 def refuse_unowned_parameters(
     modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
 ) -> None:
-    """Every parameter below ``modules`` is one of ``params`` or ignored.
+    """Every parameter below ``modules`` is one of ``params``, ignored, or in a module that torch's `replicate` manages.
 
     Raises:
         FSDPRuntimeError: one is not, and would not be reduced.
     """
     owned = {(module, name) for param in params for module, name in param.uses}
     for root in modules:
+        replicated = {
+            module for each in root.modules() if "replicate" in _torch.composed(each) for module in each.modules()
+        }
         for prefix, module in root.named_modules():
+            if module in replicated:
+                continue
             for name, parameter in module._parameters.items():
                 if parameter is None or parameter in ignored or (module, name) in owned:
                     continue

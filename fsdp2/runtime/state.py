@@ -33,6 +33,7 @@ from fsdp2.runtime.root_checks import (
     refuse_unowned_parameters,
     settings_of,
 )
+from fsdp2.runtime.torch_view import attribute_of
 from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.untraced import UNTRACED
 
@@ -144,6 +145,10 @@ class FSDPState(CopyableState):
     def name(self) -> str:
         """For messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
+
+    def __getattr__(self, name: str) -> Any:
+        """What programs know of torch's state; see `torch_view`."""
+        return attribute_of(self, name)
 
     # -- lazy initialization
 

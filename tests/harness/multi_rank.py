@@ -7,8 +7,10 @@ the ranks, output and failures come back.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 from tests.harness.messages import Status
 from tests.harness.pool import DEFAULT_TIMEOUT_S, WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
+from tests.harness.threads import BREAKS_WITH_NEW_THREADS, OnThreads, Threads, arguments_on_threads, run_on_threads
 
 
 def multi_rank(
@@ -28,7 +31,8 @@ def multi_rank(
     `pytest.skip`; the test is then skipped if all ranks agree.
 
     Args:
-        world_sizes: Numbers of ranks; they show in the test's id as `2ranks`, `4ranks`.
+        world_sizes: Numbers of ranks; they show in the test's id as `2ranks`, `4ranks`. Where the package of the
+            test has an `ON_THREADS`, it may say that the smallest number runs on threads as well: `2threads`.
         full: Further numbers of ranks, which only the full suite runs.
         timeout: Seconds until all ranks are stopped and their stacks shown.
 
@@ -46,7 +50,13 @@ def multi_rank(
             world_size = arguments["world_size"]
             if "world_size" not in own.parameters:
                 arguments.pop("world_size")
-            run_for_pytest(pools[world_size], body, arguments, timeout)
+            if isinstance(world_size, Threads):
+                arguments = arguments_on_threads(body, world_size, arguments)
+                run_for_pytest(pools.threads, run_on_threads, arguments, timeout)
+                if BREAKS_WITH_NEW_THREADS:
+                    pools.threads.stop()
+            else:
+                run_for_pytest(pools[world_size], body, arguments, timeout)
 
         own = inspect.signature(body)
         if "monkeypatch" in own.parameters:
@@ -61,10 +71,21 @@ def multi_rank(
         )
         run_on_ranks.rank_body = body  # type: ignore[attr-defined]
         sizes = others_full(sorted((*world_sizes, *full)), world_sizes)
-        decorated = pytest.mark.parametrize("world_size", sizes, ids=lambda size: f"{size}ranks")(run_on_ranks)
+        on_threads: OnThreads | None = getattr(_package_of(body), "ON_THREADS", None)
+        if on_threads is not None:
+            sizes += on_threads.size_for(body, min(world_sizes))
+        decorated = pytest.mark.parametrize("world_size", sizes, ids=_name_of_size)(run_on_ranks)
         return pytest.mark.multi_rank(decorated)
 
     return decorate
+
+
+def _package_of(body: Callable[..., Any]) -> ModuleType:
+    return importlib.import_module(body.__module__.rpartition(".")[0])
+
+
+def _name_of_size(size: int) -> str:
+    return f"{size}threads" if isinstance(size, Threads) else f"{size}ranks"
 
 
 def others_full(values: Iterable[Any], short: Collection[Any]) -> list[Any]:

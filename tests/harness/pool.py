@@ -13,6 +13,7 @@ protocol and `worker` for the other end of the pipe.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pickle
@@ -285,11 +286,16 @@ def _require_passed(outcomes: dict[int, Outcome], doing: str) -> None:
 class WorkerPools(dict[int, WorkerPool]):
     """Pools by world size, made on first use: `pools[2].run(body)`."""
 
+    @functools.cached_property
+    def threads(self) -> WorkerPool:
+        """One worker, for ranks that are threads of it."""
+        return WorkerPool(1)
+
     def __missing__(self, world_size: int) -> WorkerPool:
         self[world_size] = WorkerPool(world_size)
         return self[world_size]
 
     def stop(self) -> None:
         """Kills all workers of all pools."""
-        for pool in self.values():
+        for pool in (*self.values(), *([self.threads] if "threads" in vars(self) else [])):
             pool.stop()

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fsdp2 import HSDPMeshInfo, ShardPlacementResult, fully_shard
 from fsdp2.optim.guard import GUARD
+from fsdp2.params.freshness import Freshness
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MLP
@@ -53,6 +54,21 @@ def guard_calls(layers: int, groups: int) -> int:
     GUARD.remove()
     without = python_calls(optimizer.step)
     return with_guard - without
+
+
+def test_the_end_of_a_step_within_another_is_not_the_end_of_that() -> None:
+    """An optimizer that a closure steps, or another rank's where ranks are threads."""
+    with fake_world(2):
+        outer = sgd(list(fully_shard(nn.Linear(4, 4)).parameters()))
+        inner = sgd([nn.Parameter(torch.zeros(2))])
+        seen = []
+
+        def closure() -> None:
+            inner.step()
+            seen.append(Freshness.unwatched)
+
+        outer.step(closure)
+    assert seen == [True] and not Freshness.unwatched
 
 
 def test_the_guard_costs_nothing_per_parameter() -> None:

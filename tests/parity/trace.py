@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.threads import listening
+
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 _KINDS = {
     "_allgather_base_": GATHER,
@@ -26,6 +28,15 @@ _KINDS = {
     "reduce_scatter_tensor_coalesced_": SCATTER,
     "allreduce_": REDUCE,
     "allreduce_coalesced_": REDUCE,
+}
+_KINDS_OF_METHODS = {
+    "allgather": GATHER,
+    "all_gather_single": GATHER,
+    "_allgather_base": GATHER,
+    "reduce_scatter": SCATTER,
+    "reduce_scatter_single": SCATTER,
+    "_reduce_scatter_base": SCATTER,
+    "allreduce": REDUCE,
 }
 
 
@@ -106,14 +117,13 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[1]
             if name in _KINDS:
-                self.trace.events.append(_collective(_KINDS[name], args))
+                group = next(found for found in map(_process_group, args) if found is not None)
+                self.trace.events.append(_collective(_KINDS[name], args, group))
         return func(*args, **(kwargs or {}))
 
 
-def _collective(kind: str, args: tuple[Any, ...]) -> Collective:
-    tensors = _flat_tensors(args)
-    largest = max(tensors, key=Tensor.numel)
-    group = next(found for found in map(_process_group, args) if found is not None)
+def _collective(kind: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> Collective:
+    largest = max(_flat_tensors(args), key=Tensor.numel)
     return Collective(
         kind, largest.numel(), largest.dtype, tuple(dist.get_process_group_ranks(group)), group.group_name
     )
@@ -140,7 +150,11 @@ def _process_group(value: Any) -> dist.ProcessGroup | None:
 def traced() -> Iterator[Trace]:
     """Records what this thread issues inside; a backward on CPU runs on the thread that asked for it."""
     trace = Trace()
-    with _Recorder(trace):
+
+    def note(method: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> None:
+        trace.events.append(_collective(_KINDS_OF_METHODS[method], args, group))
+
+    with _Recorder(trace), listening(note):
         yield trace
 
 

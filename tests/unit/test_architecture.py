@@ -52,7 +52,7 @@ LAYERS = {
         "gradients",
         "wrapping",
     ),
-    "comm": ("comm_context", "primitives", "peers", "collectives", "whole"),
+    "comm": ("comm_context", "primitives", "peers", "announce", "collectives", "whole"),
     "runtime": (
         "reducer",
         "param_group",
@@ -66,6 +66,7 @@ LAYERS = {
         "root_checks",
         "claiming",
         "copying",
+        "torch_view",
         "untraced",
         "state",
     ),
@@ -88,11 +89,13 @@ LAYERS = {
         "handles",
         "forward_methods",
         "module_copies",
+        "new_modules",
         "module",
         "functions",
         "unwrapping",
         "tying",
         "replicated",
+        "torch_patches",
     ),
 }
 TOP = ("api", "grouping.module_tree", "grouping.blocks", "grouping.group_choice", "grouping.sharding", "__init__")
@@ -168,7 +171,11 @@ def test_compat_stands_on_the_public_surface(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_torchs_own_implementation_is_not_imported(path: Path) -> None:
     if path.parent.name != "compat":
+        # The registries of all composable functions, replicate's too.
+        shared = ("torch.distributed._composable.contract.", "torch.distributed._composable_state.")
         for name in imports(parse(path)):
+            if path.name == "_torch.py" and name.startswith(shared):
+                continue
             assert not name.startswith(("torch.distributed.fsdp", "torch.distributed._composable")), name
 
 

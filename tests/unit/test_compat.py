@@ -14,12 +14,14 @@ from types import ModuleType
 import pytest
 import torch.distributed.fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.compat import Swap, bridges, install
 from fsdp2.compat.__main__ import Program, UsageError, main, parse
 from fsdp2.compat.after_import import AfterImport
 from fsdp2.compat.names import HOME, counterparts, torchs_own
+from tests.harness import FakeWorlds
 
 # Other tests of this process may have imported torch's names, or sharded with them.
 pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install:UserWarning")
@@ -73,7 +75,7 @@ def test_what_imports_later_gets_ours() -> None:
 
 
 def test_torchs_implementation_stays_intact() -> None:
-    private = [f"torch.distributed.fsdp._fully_shard.{name}" for name in ("_fsdp_api", "_fsdp_common", "_fsdp_state")]
+    private = [f"torch.distributed.fsdp._fully_shard.{name}" for name in ("_fsdp_api", "_fsdp_common")]
     private.append("torch.distributed._composable.replicate_with_fsdp")
     before = bindings(private)
     with install() as swap:
@@ -166,27 +168,23 @@ def pipelining() -> list[ModuleType]:
     return [module(name) for name in PIPELINING]
 
 
-def test_pipelining_up_to_2_14_ends_the_backward_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calls that `_PipelineStageBase.perform_reduce_grad` makes there."""
-    calls = []
+def test_pipelining_up_to_2_14_asks_for_the_state_of_either() -> None:
+    """What that state offers: tests/multi_rank/test_torch_view.py."""
 
     class Stage:
-        def set_manual_backward_finalization(self, enabled: bool) -> None:
-            calls.append(f"manual {enabled}")
+        """A module of ours."""
 
-        def finalize_backward(self) -> None:
-            calls.append("finalize")
+    def ours(module: object) -> str:
+        return f"sharded {module}"
 
     def torchs() -> None:
         raise AssertionError("not called")
 
+    ours.state = lambda module: "our state"  # type: ignore[attr-defined]
     torchs.state = lambda module: f"torch's state of {module}"  # type: ignore[attr-defined]
-    fully_shard = bridges.pipelined(lambda module: f"sharded {module}", torchs, Stage)
-    state = fully_shard.state(Stage())  # type: ignore[attr-defined]
-    assert list(state._state_ctx.all_states) == []
-    state._root_post_backward_final_callback()
-    assert calls == ["manual True", "finalize", "manual False"]
+    fully_shard = bridges.pipelined(ours, torchs, Stage)
     assert fully_shard("it") == "sharded it"
+    assert fully_shard.state(Stage()) == "our state"  # type: ignore[attr-defined]
     assert fully_shard.state("another") == "torch's state of another"  # type: ignore[attr-defined]
 
 
@@ -329,3 +327,22 @@ def test_a_swap_is_what_install_returns() -> None:
     swap = install()
     assert isinstance(swap, Swap)
     swap.uninstall()
+
+
+# The state of a module
+
+
+def test_the_state_is_looked_up_of_either(simulate: FakeWorlds) -> None:
+    simulate(2)
+    states = module("torch.distributed.fsdp._fully_shard._fsdp_state")
+    before = states._get_module_fsdp_state
+    theirs, ours = nn.Linear(4, 4), fsdp2.fully_shard(nn.Linear(4, 4))
+    torchs_own("fully_shard")(theirs, mesh=init_device_mesh("cpu", (2,)))  # type: ignore[operator]
+    assert before(ours) is None
+    with install():
+        look_up = states._get_module_fsdp_state
+        assert look_up(ours) is fsdp2.fully_shard.state(ours)  # type: ignore[attr-defined]
+        assert look_up(theirs) is before(theirs) is not None and look_up(nn.Linear(4, 4)) is None
+        # As torch's own `_lazy_init` asks, of a root of its own above modules of ours.
+        assert eval("look_up(ours)", {"__name__": states.__name__, "look_up": look_up, "ours": ours}) is None
+    assert states._get_module_fsdp_state is before
