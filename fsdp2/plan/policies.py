@@ -204,7 +204,8 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
-        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {policy!r}.")
+        remedy = " For no mixed precision, leave the argument out or pass MixedPrecisionPolicy()." * (policy is None)
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {policy!r}.{remedy}")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
@@ -266,16 +267,19 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload(policy: Any) -> OffloadPolicy:
-    """``policy`` as ours; torch's own is translated.
+    """``policy`` as ours; torch's own is translated. None offloads nothing.
 
     Raises:
         FSDPTypeError: it is neither.
     """
+    # torch takes None for `OffloadPolicy()` too, and it is the default of programs whose options may be absent.
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
         return policy
     known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
     if not known:
-        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {policy!r}.")
+        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got {policy!r}.")
     return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
 
 
