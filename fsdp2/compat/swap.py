@@ -23,7 +23,7 @@ from fsdp2.compat.names import (
     without_counterpart,
 )
 from fsdp2.compat.substitutes import Substitutes
-from fsdp2_switch import VARIABLE, AfterImport
+from fsdp2_switch import VARIABLE, AfterImport, reaches_children, switched_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,15 @@ class Swap:
         if fsdp2.get_cls_to_fsdp_cls() or os.environ.get("RANK", "0") != "0":
             return
         others = _sharded_by_torch()
-        reason = (
-            f"torch's own fully_shard did ({', '.join(others)}): it was imported before install()."
-            if others
-            else f"If it was to happen in processes that this one started, set {VARIABLE}=1 for them; if the program "
-            "shards with FSDP1, DDP or DeepSpeed, this swap does not concern it."
-        )
+        if others:
+            reason = f"torch's own fully_shard did ({', '.join(others)}): it was imported before install()."
+        elif switched_on() and reaches_children():
+            reason = f"Processes that this one started inherited {VARIABLE}=1: what they sharded is not known here."
+        else:
+            reason = (
+                f"If it was to happen in processes that this one started, set {VARIABLE}=1 for them; if the program "
+                "shards with FSDP1, DDP or DeepSpeed, this swap does not concern it."
+            )
         warnings.warn(f"fsdp2.compat: fsdp2 sharded no module in this process. {reason}", stacklevel=2)
 
     def __enter__(self) -> Swap:
