@@ -208,7 +208,6 @@ VERL = [
     for arguments, ranks, facts in (
         ("", 2, {}),
         ("--lora", 2, {}),
-        ("--offload", 2, {}),
         ("--bf16", 2, {"tolerance": BF16}),
         ("--replicate 2", 4, {}),
     )
@@ -219,6 +218,15 @@ VERL = [
 def test_verl(client: Client, tmp_path: Path) -> None:
     """verl's FSDP engine on a policy: training, weights for rollouts, checkpoints. About 45 s each, 60 s on 4 ranks."""
     check_beside_torch(client, tmp_path)
+
+
+@pytest.mark.parametrize("arguments", ["", " --lora"], ids=["whole", "lora"])
+def test_verl_offloaded(arguments: str, tmp_path: Path) -> None:
+    """The same with parameters on the host. About 25 s each."""
+    if IMPLEMENTATION == "torch":
+        pytest.skip("torch pins host memory, as verl asks for, by the driver of an accelerator that is not there")
+    packages = ("verl", "tensordict", "peft")
+    check(client("verl_engine", f"{{folder}} --offload{arguments}", packages=packages), tmp_path)
 
 
 LLAMAFACTORY = [
@@ -298,6 +306,15 @@ OPTIMIZERS = (
 def test_pytorch_optimizer(tmp_path: Path) -> None:
     """Optimizers of the `pytorch_optimizer` package that DTensor can run. About 30 s."""
     check_beside_torch(client("optimizers", OPTIMIZERS, packages=("pytorch_optimizer",)), tmp_path)
+
+
+def test_pytorch_optimizer_on_local_shards(tmp_path: Path) -> None:
+    """Elementwise ones whose operations DTensor lacks, by `fsdp2.optim.local`. About 15 s."""
+    names = "adan adopt diffgrad ftrl madgrad srmm"
+    check(
+        client("optimizers", f"--local {names}", packages=("pytorch_optimizer",), implementation=IMPLEMENTATION),
+        tmp_path,
+    )
 
 
 def test_torchao_optimizers(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
 from llamafactory.v1.accelerator.interface import DistributedInterface
+from llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2 import FSDP2Engine
 from llamafactory.v1.plugins.trainer_plugins.distributed.hub import DistributedPlugin
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -26,6 +27,8 @@ from trial import Report, finish, implementation, mean_over_ranks, part, train_u
 
 STEPS, ROWS, LENGTH, RATE, MAX_NORM = 3, 4, 12, 0.1, 1.0
 HUB = DistributedPlugin("fsdp2")
+# Renaming the weights of models that transformers has rewritten, which wants another version of it; a Llama has none.
+FSDP2Engine._try_build_hf_weight_conversion_context = lambda self, model: None
 
 
 def make_sharded(options: argparse.Namespace, configuration: Any) -> Any:

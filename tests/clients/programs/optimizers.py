@@ -4,7 +4,9 @@ What works element by element must train like the unsharded model. What looks at
 with torch's own `fully_shard` only (by the test): it sees DTensors there too, and may do with them what it does.
 
 Usage:
-    torchrun --nproc-per-node 2 optimizers.py NAME ...
+    torchrun --nproc-per-node 2 optimizers.py [--local] NAME ...
+
+With ``--local``, on the local shards, by `fsdp2.optim.local`: what DTensor cannot run, and is elementwise.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from pytorch_optimizer import load_optimizer
 from torch.distributed.fsdp import fully_shard
 from trial import Report, batch, build, finish, gradient_norm, implementation, mean_over_ranks, mean_squared_error, part
 
+import fsdp2
+
 STEPS = 4
 # Not element by element: they project, or take norms and means of whole parameters.
 WHOLE = {"apollo", "conda", "fira", "galore", "scalableshampoo", "scion"}
@@ -30,7 +34,9 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     report = Report()
     saved = {}
-    for name in sys.argv[1:]:
+    names = sys.argv[1:]
+    locally = names[0] == "--local"
+    for name in names[1:] if locally else names:
         reference, model = build(), build()
         for block in model.blocks:
             fully_shard(block)
@@ -43,7 +49,11 @@ def main() -> None:
             matrices = [parameter for parameter in each.parameters() if parameter.ndim == 2]
             others = [parameter for parameter in each.parameters() if parameter.ndim != 2]
             projected = LOW_RANK if name == "galore" else {}
-            optimizers.append(kind([{"params": matrices, **projected}, {"params": others}], lr=1e-2))
+            groups = [{"params": matrices, **projected}, {"params": others}]
+            if locally and each is model:
+                optimizers.append(fsdp2.optim.local(kind, groups, lr=1e-2, elementwise=True))
+            else:
+                optimizers.append(kind(groups, lr=1e-2))
         for step in range(STEPS):
             inputs, targets = batch(step)
             loss = mean_squared_error(model, part(inputs, rank, size), part(targets, rank, size))
