@@ -3,7 +3,8 @@
 Workers of Ray, processes that `torch.multiprocessing.spawn` starts, commands: a program cannot call
 `fsdp2.compat.install` in processes that a library starts. torch itself calls what a package registers under the entry
 point ``torch.backends``, at the end of ``import torch``, in every process; fsdp2 registers `watch`. (For backends torch
-made it, but it is the one place where code may ask to run after torch, with nothing written into site-packages.)
+made it, but it is the one place where code may ask to run after torch, with nothing written into site-packages.
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` turns all of it off.)
 
 This module lies beside the package, as importing it must cost nothing where the variable is not set.
 """
