@@ -312,7 +312,7 @@ def test_pytorch_optimizer_on_local_shards(tmp_path: Path) -> None:
     """Elementwise ones whose operations DTensor lacks, by `fsdp2.optim.local`. About 15 s."""
     names = "adan adopt diffgrad ftrl madgrad srmm"
     check(
-        client("optimizers", f"--local {names}", packages=("pytorch_optimizer",), implementation=IMPLEMENTATION),
+        client("optimizers", f"--on-shards {names}", packages=("pytorch_optimizer",), implementation=IMPLEMENTATION),
         tmp_path,
     )
 

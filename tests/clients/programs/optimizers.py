@@ -4,9 +4,9 @@ What works element by element must train like the unsharded model. What looks at
 with torch's own `fully_shard` only (by the test): it sees DTensors there too, and may do with them what it does.
 
 Usage:
-    torchrun --nproc-per-node 2 optimizers.py [--local] NAME ...
+    torchrun --nproc-per-node 2 optimizers.py [--on-shards] NAME ...
 
-With ``--local``, on the local shards, by `fsdp2.optim.local`: what DTensor cannot run, and is elementwise.
+With ``--on-shards``, on the local shards, by `fsdp2.optim.local`: what DTensor cannot run, and is elementwise.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     report = Report()
     saved = {}
     names = sys.argv[1:]
-    locally = names[0] == "--local"
+    locally = names[0] == "--on-shards"
     for name in names[1:] if locally else names:
         reference, model = build(), build()
         for block in model.blocks:
