@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers_trainer import make_whole, samples
 from trial import Report, finish, gradient_norm, implementation, mean_over_ranks, part
 
-stand_in_for("addict", "art", "axolotl_contribs_mit", "colorama", "deepspeed", "evaluate", "posthog", "wandb")
+stand_in_for("addict", "art", "axolotl_contribs_mit", "colorama", "deepspeed", "evaluate", "posthog")
 
 from axolotl.monkeypatch.tiled_mlp.patch import patch_tiled_mlp  # noqa: E402
 

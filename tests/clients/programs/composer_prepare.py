@@ -28,7 +28,7 @@ from trial import (
     train_unsharded,
 )
 
-stand_in_for("coolname", "cpuinfo", "mcli", "tabulate", "torch_optimizer", "torchvision")
+stand_in_for("coolname", "cpuinfo", "mcli", "torch_optimizer", "torchvision")
 
 from composer.core import Precision  # noqa: E402
 from composer.distributed.prepare_distributed import parallelize_composer_model  # noqa: E402
