@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,15 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import FSDPNotImplementedError
-from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
+from tests.harness import (
+    Reference,
+    Tolerance,
+    assert_same,
+    assert_trains_like,
+    full_parameters,
+    multi_rank,
+    tolerance_for,
+)
 from tests.multi_rank.optimizers import FUSED, Parameters, loss_of
 from tests.multi_rank.training import CASE, shard, trainable
 
@@ -114,6 +123,31 @@ def test_those_whose_operations_dtensor_lacks(kind: Kind) -> None:
     loss_of(CASE, model).backward()
     with pytest.raises((NotImplementedError, RuntimeError), match=r"aten|unevenly sharded"):
         optimizer.step(closure_of(model))
+
+
+@multi_rank(2)
+def test_muon_gathers_matrices() -> None:
+    """Rows are uneven. Of a matrix of one row DTensor makes a whole update, and refuses to add it to a shard."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 5, bias=False))
+    model = fsdp2.fully_shard(copy.deepcopy(whole))
+    inputs = torch.randn(4, 6)
+    optimizers = [torch.optim.Muon(each.parameters(), lr=1e-2) for each in (whole, model)]
+    for _ in range(3):
+        whole(inputs).square().mean().backward()
+        model(inputs.chunk(2)[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    rounding = Tolerance(rtol=0, atol=1e-3, reason="matrices are orthogonalized in bfloat16, in sums of another order")
+    assert_same("parameters", full_parameters(model), dict(whole.named_parameters()), tolerance=rounding)
+
+
+@multi_rank(2)
+def test_sparse_gradients_are_refused() -> None:
+    model: Any = fsdp2.fully_shard(nn.Embedding(6, 4, sparse=True))
+    with pytest.raises((fsdp2.FSDPError, RuntimeError), match="sparse"):
+        model(torch.arange(6)).sum().backward()
 
 
 @pytest.mark.parametrize("kind", [*NEITHER, Kind("Muon", local=False), Kind("SparseAdam", local=False)], ids=str)
