@@ -48,10 +48,11 @@ test-full: lint
 test-pool: $(STAMP)
 	FSDP2_TEST_POOL=1 $(BIN)/python -m pytest -m "not full" tests/multi_rank tests/parity $(ARGS)
 
-$(CLIENTS_STAMP): pyproject.toml
+$(CLIENTS_STAMP): pyproject.toml tests/clients/without_dependencies.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" numpy
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[dev,clients]" "torch==$(TORCH)"
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/without_dependencies.txt
 	@touch $@
 
 test-clients: $(CLIENTS_STAMP)

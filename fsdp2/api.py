@@ -66,7 +66,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
@@ -80,7 +80,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
@@ -104,7 +104,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = _MIXED_PRECISION,
-    offload_policy: OffloadPolicy = _OFFLOAD,
+    offload_policy: OffloadPolicy | None = _OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
@@ -151,7 +151,8 @@ def fully_shard(
         mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is
             called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
             What its answers say about inputs, outputs and buffers must not contradict each other.
-        offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory.
+        offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory. None is `OffloadPolicy()`: it
+            offloads nothing.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
             be DTensors on it, replicated in those dims.

@@ -1,7 +1,9 @@
 """Programs written for torch's ``fully_shard``, run with this one, unchanged.
 
 ``install()`` puts fsdp2's names in the place of torch's; ``python -m fsdp2.compat script.py`` does it for a whole
-program, also under a launcher: ``torchrun --nproc-per-node 8 -m fsdp2.compat train.py``.
+program, also under a launcher: ``torchrun --nproc-per-node 8 -m fsdp2.compat train.py``. Processes that the program
+does not start itself (Ray's workers, ``mp.spawn``) have it if they inherit ``FSDP2_COMPAT=1``, which the command sets;
+that switch lies in `fsdp2_switch`, beside the package.
 
 Libraries (Accelerate, Lightning, torchtitan, transformers, `torch.distributed.pipelining`) take ``fully_shard`` and
 ``FSDPModule`` from ``torch.distributed.fsdp`` by name, and decide by ``isinstance`` what a module can do. Importing

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from fsdp2.compat.swap import install
+from fsdp2_switch import VARIABLE, reaches_children
 
 USAGE = """\
 usage: python -m fsdp2.compat [--verbose] script.py [arguments]
@@ -22,9 +23,10 @@ Under a launcher, the swap runs in the processes that it starts:
   -v, --verbose   print what was replaced (on rank 0)
   -h, --help      print this
 
-A process that the program itself starts, by spawn or by a command, must call fsdp2.compat.install() again."""
+Processes that the program itself starts, by spawn, by a command or through Ray, have the swap too: they inherit
+FSDP2_COMPAT=1, which can also be set without this command."""
 
-# They start other processes, in which the swap would not be installed.
+# They start other processes, and shard nothing themselves.
 LAUNCHERS = (
     "torchrun",
     "torch.distributed.run",
@@ -76,8 +78,8 @@ def parse(arguments: list[str]) -> Program | None:
 def _refuse_launchers(target: str) -> None:
     if target in LAUNCHERS or os.path.basename(target) in LAUNCHERS:
         raise UsageError(
-            f"{target} starts other processes, and the swap would not be installed in them; turn it round: "
-            "torchrun [options] -m fsdp2.compat script.py"
+            f"{target} starts other processes, and shards nothing itself; turn it round: "
+            f"torchrun [options] -m fsdp2.compat script.py, or set {VARIABLE}=1"
         )
 
 
@@ -98,6 +100,13 @@ def _check_module(name: str) -> None:
 def run(program: Program) -> None:
     """Install the swap for the rest of this process, and run ``program`` as ``__main__``, as Python would."""
     swap = install()
+    os.environ[VARIABLE] = "1"
+    if not reaches_children():
+        print(
+            "fsdp2.compat: processes that this program starts will not have the swap, unless they call "
+            "fsdp2.compat.install(): fsdp2 is not installed (pip install), or TORCH_DEVICE_BACKEND_AUTOLOAD is 0.",
+            file=sys.stderr,
+        )
     if program.verbose and os.environ.get("RANK", "0") == "0":
         print(swap, file=sys.stderr)
     sys.argv = [program.target, *program.arguments]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
+import os
 import warnings
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
@@ -11,7 +13,6 @@ import torch.distributed
 
 import fsdp2
 from fsdp2.compat import bridges
-from fsdp2.compat.after_import import AfterImport
 from fsdp2.compat.names import (
     HOME,
     PUBLIC,
@@ -22,6 +23,7 @@ from fsdp2.compat.names import (
     without_counterpart,
 )
 from fsdp2.compat.substitutes import Substitutes
+from fsdp2_switch import VARIABLE, AfterImport, reaches_children, switched_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,27 @@ class Swap:
         Models that were sharded meanwhile stay what they are, and modules outside torch keep what they imported.
         """
         self._later.stop()
+        atexit.unregister(self._warn_if_unused)
         for module in modules_of_torch():
             for name, torchs in self._substitutes.to_put_back(module):
                 setattr(module, name, torchs)
         self._substitutes = Substitutes(())
+
+    def _warn_if_unused(self) -> None:
+        """Say so if fsdp2 sharded nothing in this process: the program trains on something else, or elsewhere."""
+        if fsdp2.get_cls_to_fsdp_cls() or os.environ.get("RANK", "0") != "0":
+            return
+        others = _sharded_by_torch()
+        if others:
+            reason = f"torch's own fully_shard did ({', '.join(others)}): it was imported before install()."
+        elif switched_on() and reaches_children():
+            reason = f"Processes that this one started inherited {VARIABLE}=1: what they sharded is not known here."
+        else:
+            reason = (
+                f"If it was to happen in processes that this one started, set {VARIABLE}=1 for them; if the program "
+                "shards with FSDP1, DDP or DeepSpeed, this swap does not concern it."
+            )
+        warnings.warn(f"fsdp2.compat: fsdp2 sharded no module in this process. {reason}", stacklevel=2)
 
     def __enter__(self) -> Swap:
         return self
@@ -97,7 +116,7 @@ def install() -> Swap:
     """Put fsdp2's names in the place of torch's, in every module of torch, those imported later included.
 
     Call it before the libraries that shard models are imported, on every rank and in every process that a program
-    starts by itself (forked processes have it already):
+    starts by itself (forked processes have it already; others, if ``FSDP2_COMPAT=1`` is set for them):
 
         >>> import fsdp2.compat
         >>> print(fsdp2.compat.install())
@@ -109,10 +128,18 @@ def install() -> Swap:
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.
+        At the end of the process it warns if fsdp2 sharded no module there.
 
     Raises:
         FSDPRuntimeError: torch was built without ``torch.distributed``.
     """
+    swap = put_in_place()
+    atexit.register(swap._warn_if_unused)
+    return swap
+
+
+def put_in_place() -> Swap:
+    """`install`, without the warning at exit: in processes that happen to import what shards models."""
     if not torch.distributed.is_available():
         raise fsdp2.FSDPRuntimeError("fsdp2.compat needs torch.distributed, and this torch was built without it.")
     public = importlib.import_module(PUBLIC)
@@ -125,13 +152,18 @@ def install() -> Swap:
 
 def _warn_of_the_past(swap: Swap, installed: bool) -> None:
     """Say what the swap comes too late for: the program would go on with both implementations, and not notice."""
-    sharded: dict[type, type] = vars(importlib.import_module(HOME)).get("cls_to_fsdp_cls", {})
     found = list(swap.too_early)
     if not installed:
-        found += [f"a {cls.__name__} that torch's fully_shard has sharded" for cls in sharded]
+        found += [f"a {name} that torch's fully_shard has sharded" for name in _sharded_by_torch()]
     if found:
         warnings.warn(
             f"fsdp2.compat.install() comes too late for {', '.join(found)}: torch's own implementation stays in use "
             "there. Install before importing what shards models, or run the program with `python -m fsdp2.compat`.",
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def _sharded_by_torch() -> list[str]:
+    """The names of classes of which torch's own implementation has sharded modules."""
+    sharded: dict[type, type] = vars(importlib.import_module(HOME)).get("cls_to_fsdp_cls", {})
+    return [cls.__name__ for cls in sharded]

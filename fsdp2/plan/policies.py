@@ -196,7 +196,8 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         found = f"{shown(policy)}. {explain_mixed_precision(policy)}".strip()
-        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}")
+        remedy = " For no mixed precision, leave the argument out or pass MixedPrecisionPolicy()." * (policy is None)
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}{remedy}")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
@@ -260,17 +261,20 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def offload(policy: Any) -> OffloadPolicy:
-    """``policy`` as ours; torch's own is translated.
+    """``policy`` as ours; torch's own is translated. None offloads nothing.
 
     Raises:
         FSDPTypeError: it is neither.
     """
+    # torch takes None for `OffloadPolicy()` too, and it is the default of programs whose options may be absent.
+    if policy is None:
+        return OffloadPolicy()
     if isinstance(policy, OffloadPolicy):
         return policy
     known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
     if not known:
         found = f"{shown(policy)}. {explain_offload(policy)}".strip()
-        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got {found}")
+        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got {found}")
     return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT_S = 300.0
@@ -22,18 +23,26 @@ IMPLEMENTATION = os.environ.get("IMPLEMENTATION", "fsdp2")
 
 @dataclass(frozen=True)
 class Report:
-    """What the program wrote (`programs/trial.py`): series of numbers, from the sharded and the unsharded training."""
+    """What the program wrote (`programs/trial.py`): series of numbers, from the sharded and the unsharded training.
+
+    Attributes:
+        checkpoint: whole tensors of what it saved or handed over, by name; empty if it did not.
+    """
 
     implementation: str
     found: dict[str, list[float]]
     expected: dict[str, list[float]]
+    checkpoint: dict[str, torch.Tensor]
 
 
-def run_client(program: str, *arguments: str, ranks: int, folder: Path) -> Report:
-    """Run ``programs/<program>.py`` on ``ranks`` processes; the test fails with the end of its output if it does."""
+def run_client(program: str, *arguments: str, ranks: int, folder: Path, implementation: str = IMPLEMENTATION) -> Report:
+    """Run ``programs/<program>.py`` on ``ranks`` processes; the test fails with the end of its output if it does.
+
+    0 ranks: the program starts them itself.
+    """
     report = folder / "report.json"
-    swap = ["-m", "fsdp2.compat"] if IMPLEMENTATION == "fsdp2" else []
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    swap = ["-m", "fsdp2.compat"] if implementation == "fsdp2" else []
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, *swap, str(PROGRAMS / f"{program}.py"), *arguments]
     environment = {
         **os.environ,
@@ -58,7 +67,9 @@ def run_client(program: str, *arguments: str, ranks: int, folder: Path) -> Repor
         pytest.fail(f"no end after {TIMEOUT_S:.0f} s\n{_stop(process)[-8000:]}", pytrace=False)
     if process.returncode != 0:
         pytest.fail(f"exit code {process.returncode}\n{_root_cause(output)}", pytrace=False)
-    return Report(**json.loads(report.read_text()))
+    saved = report.with_suffix(".pt")
+    checkpoint = torch.load(saved, weights_only=True) if saved.exists() else {}
+    return Report(**json.loads(report.read_text()), checkpoint=checkpoint)
 
 
 def _stop(process: subprocess.Popen[str]) -> str:

@@ -39,6 +39,11 @@ def test_it_trains_like_the_unsharded_model(case: ModelCase, world_size: int) ->
 
 
 @multi_rank(2)
+def test_none_offloads_nothing() -> None:
+    train(UNEVEN_MLP, shard(UNEVEN_MLP, offload_policy=None))
+
+
+@multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_it_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
     train(ROOTED, shard(ROOTED, offload_policy=offload(), reshard_after_forward=reshard_after_forward))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2.compat import Swap, bridges, install
 from fsdp2.compat.__main__ import Program, UsageError, main, parse
-from fsdp2.compat.after_import import AfterImport
 from fsdp2.compat.names import HOME, counterparts, torchs_own
+from fsdp2_switch import AfterImport, switched_on
 from tests.harness import FakeWorlds
 
 # Other tests of this process may have imported torch's names, or sharded with them.
@@ -245,14 +247,110 @@ print("passed")
 """
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Python with these arguments, in ``folder``. 3 to 4 s."""
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, **variables},
+    )
 
 
 def test_pipelining_imported_later(tmp_path: Path) -> None:
     done = run("-c", LATER, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+
+
+# Other processes
+
+
+SPAWNING = """
+import sys
+import torch.multiprocessing
+from torch import nn
+
+def child(rank):
+    if "--shard" in sys.argv:
+        import torch.distributed as dist
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    shard(fully_shard)
+    print(fully_shard.__module__, FSDPModule.__module__, flush=True)
+
+def shard(fully_shard):
+    if "--shard" in sys.argv:
+        fully_shard(type("Local", (nn.Linear,), {})(2, 2))
+
+if __name__ == "__main__":
+    if "--here" in sys.argv:
+        child(0)
+    else:
+        torch.multiprocessing.spawn(child, nprocs=1)
+"""
+OURS, TORCHS = "fsdp2.api fsdp2.modules.module\n", "torch.distributed.fsdp torch.distributed.fsdp\n"
+UNUSED = "fsdp2 sharded no module in this process"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> tuple[Path, str]:
+    """A folder with a program, and a PYTHONPATH on which fsdp2 is installed with the entry point that it declares."""
+    (tmp_path / "program.py").write_text(SPAWNING)
+    root = Path(fsdp2.__file__).parents[1]
+    project = (root / "pyproject.toml").read_text()
+    declared = re.search(r'^\[project.entry-points."torch.backends"\]\n(.*)$', project, re.M)
+    assert declared is not None
+    metadata = tmp_path / "installed" / "fsdp2-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\n" + declared[1].replace('"', "") + "\n")
+    return tmp_path, os.pathsep.join([str(tmp_path / "installed"), str(root)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "switch", "printed"),
+    [
+        (["-m", "fsdp2.compat", "program.py"], "0", OURS),
+        (["program.py"], "1", OURS),
+        (["program.py", "--here"], "1", OURS),
+        (["program.py"], "0", TORCHS),
+    ],
+    ids=["the command, spawned", "switched on, spawned", "switched on", "switched off, spawned"],
+)
+def test_processes_that_inherit_the_switch(
+    arguments: list[str], switch: str, printed: str, installed: tuple[Path, str]
+) -> None:
+    folder, path = installed
+    done = run(*arguments, folder=folder, PYTHONPATH=path, FSDP2_COMPAT=switch)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
+    # Only the command is asked to shard here; what inherits the switch may have nothing to shard.
+    assert (UNUSED in done.stderr) == ("fsdp2.compat" in arguments), done.stderr
+
+
+def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, on in (("", False), ("0", False), ("1", True)):
+        monkeypatch.setenv("FSDP2_COMPAT", value)
+        assert switched_on() is on
+    monkeypatch.setenv("FSDP2_COMPAT", "yes")
+    with pytest.raises(ValueError, match=r"FSDP2_COMPAT must be 1 .* or 0, got 'yes'"):
+        switched_on()
+
+
+def test_without_the_entry_point_the_command_says_that_children_stay_behind(installed: tuple[Path, str]) -> None:
+    folder, path = installed
+    done = run("-m", "fsdp2.compat", "program.py", folder=folder, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (done.returncode, done.stdout) == (0, TORCHS), done.stderr
+    assert "processes that this program starts will not have the swap" in done.stderr
+
+
+def test_a_program_that_sharded_is_not_told_otherwise(installed: tuple[Path, str]) -> None:
+    folder, path = installed
+    done = run("-m", "fsdp2.compat", "program.py", "--here", "--shard", folder=folder, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (0, OURS), done.stderr
+    assert UNUSED not in done.stderr
+    assert "will not have the swap" not in done.stderr
 
 
 # The command

@@ -129,6 +129,11 @@ def test_no_mixed_precision_policy(policy: Any) -> None:
         mixed_precision(policy)
 
 
+def test_without_a_mixed_precision_policy_the_remedy_is_named() -> None:
+    with pytest.raises(FSDPTypeError, match="leave the argument out or pass Mixed"):
+        mixed_precision(None)
+
+
 def test_a_wrong_dtype_in_torchs_policy_is_refused_too() -> None:
     with pytest.raises(FSDPValueError, match="param_dtype must be a floating-point dtype"):
         mixed_precision(torch_fsdp.MixedPrecisionPolicy(torch.int8))
@@ -143,9 +148,13 @@ def test_torchs_offload_policies_are_translated() -> None:
     assert not isinstance(offload(OffloadPolicy()), CPUOffloadPolicy)
 
 
-@pytest.mark.parametrize("policy", [None, True, "cpu", CPUOffloadPolicy, MixedPrecisionPolicy()], ids=str)
+def test_none_offloads_nothing() -> None:
+    assert offload(None) == OffloadPolicy()
+
+
+@pytest.mark.parametrize("policy", [True, False, "cpu", CPUOffloadPolicy, MixedPrecisionPolicy()], ids=str)
 def test_no_offload_policy(policy: Any) -> None:
-    with pytest.raises(FSDPTypeError, match="offload_policy must be an OffloadPolicy or a CPUOffloadPolicy, got"):
+    with pytest.raises(FSDPTypeError, match="offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got"):
         offload(policy)
 
 

@@ -236,26 +236,6 @@ def test_dynamo_begins_graphs_inside_modules_whose_forward_is_not_torchs() -> No
     assert outside == [True, True]
 
 
-def test_what_is_called_around_compilations() -> None:
-    """`torch._dynamo.callback.callback_handler`: before a graph is made and after it, once each; reset forgets both."""
-    calls: list[str] = []
-
-    def begin(_: Any) -> None:
-        calls.append("begin")
-
-    def end(_: Any) -> None:
-        calls.append("end")
-
-    for _ in range(2):
-        _torch_compiler.around_compilations(begin, end)
-    called = torch.compile(begins, backend="eager")
-    for _ in range(2):
-        called(torch.ones(2))
-    assert calls == ["begin", "end"]
-    torch._dynamo.reset()
-    called(torch.ones(2))
-    assert calls == ["begin", "end"]
-
 
 def test_parameters_of_a_module_are_in_the_dict_that_is_swapped() -> None:
     """`nn.Module._parameters`: a tensor put there is what the module reads, in graphs as well."""

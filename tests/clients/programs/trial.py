@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -125,6 +125,11 @@ class Report:
             whole = expected[name.replace(CHECKPOINTED, "")]
             self.add("parameter difference", (full - whole).abs().max().item(), 0.0)
             self.add("parameter norm", full.norm().item(), whole.norm().item())
+
+    def save(self, state: Mapping[str, Tensor]) -> None:
+        """Whole tensors of a checkpoint, or handed to another program: the test compares them by name. On rank 0."""
+        if dist.get_rank() == 0 and REPORT in os.environ:
+            torch.save(dict(state), Path(os.environ[REPORT]).with_suffix(".pt"))
 
     def write(self) -> None:
         """To the file that the test named, on rank 0; else to standard output."""
