@@ -344,6 +344,15 @@ def backward_will_execute(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined,no-any-return]
 
 
+def is_released(node: Any) -> bool:
+    """Whether a backward without ``retain_graph`` has run ``node``, of an `autograd.Function`."""
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of the storage that ``tensor`` (a DTensor's local tensor) lies on, 0 if it has none (sparse)."""
     tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor

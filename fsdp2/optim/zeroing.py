@@ -42,6 +42,7 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
     No communication; reductions in flight are waited for.
     """
     cleared: dict[FSDPParamGroup, set[FSDPParam]] = {}
+    unseen: list[torch.Tensor] = []
     for parameter in parameters:
         owner = owner_of(parameter)
         if owner is None:
@@ -49,19 +50,16 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
             owner = None if successor is None else owner_of(successor)
             if owner is None:
                 continue
-            _clear(owner.sharded, set_to_none)
+            unseen.append(owner.sharded)
         if owner.group is not None and owner.group.reducer in GradientReducer.owing:
             cleared.setdefault(owner.group, set()).add(owner)
     for group, params in cleared.items():
         group.clear_waiting(params, set_to_none)
-
-
-def _clear(parameter: torch.Tensor, set_to_none: bool) -> None:
-    if parameter.grad is not None:
-        if set_to_none:
-            parameter.grad = None
-        else:
-            parameter.grad.zero_()
+    for sharded in unseen:
+        if sharded.grad is not None and set_to_none:
+            sharded.grad = None
+        elif sharded.grad is not None:
+            sharded.grad.zero_()
 
 
 def _before_optimizers(optimizer: Any, set_to_none: bool) -> None:

@@ -59,8 +59,9 @@ class ForwardCall:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its graph is there, and no backward has come to its end."""
-        return self._node is not None and self._task == -1
+        """Whether its graph is there, so that a backward may come to it (once more)."""
+        node = self._node() if self._node is not None else None
+        return node is not None and not _torch.is_released(node)
 
     def is_pending(self) -> bool:
         """Whether the running backward will still come to this call. The same on all ranks that run the same graph."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
 from tests.compiled.models import WIDTH, batch_of, loss_of, multi_rank
 from tests.compiled.twins import Graphs, assert_equal, mine
 from tests.compiled.twins import compiling as compiling_models
@@ -360,3 +360,27 @@ def test_generated_code(make: Any) -> None:
             train(model, optimizer, step, number)
             reference_step(unsharded, of_unsharded, number)
         assert_like_reference(model, unsharded)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_any_compiled_function_takes_parameters_and_gradients(dtype: torch.dtype | None) -> None:
+    """As optimizers of other projects compile their arithmetic for one parameter."""
+
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def update(parameter: Tensor, gradient: Tensor, moment: Tensor) -> Tensor:
+        moment = moment * 0.9 + gradient
+        return parameter - 0.1 * moment
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7), nn.LayerNorm(7))
+    for unit in (model[0], model):
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    for _ in range(2):
+        model(torch.ones(2, 5)).square().sum().backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            updated = update(parameter.detach(), gradient, torch.zeros_like(gradient))
+            torch.testing.assert_close(updated.to_local(), (parameter - 0.1 * gradient).to_local())
+        model.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -290,3 +291,24 @@ def test_state_dict_with_keep_vars_gives_the_parameters() -> None:
     model.reshard()
     assert all(state[name] is parameter for name, parameter in model.named_parameters())
     del after
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_gradients_are_saved_and_copied_by_themselves(how: str, world_size: int) -> None:
+    """They lie at offsets of one buffer, which is not dragged along."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))
+    fully_shard(model)
+    model(torch.ones(2, 5)).square().sum().backward()
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if how == "torch.save":
+            file = io.BytesIO()
+            torch.save({"gradient": gradient}, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)["gradient"]
+        else:
+            other = copy.deepcopy(gradient) if how == "deepcopy" else pickle.loads(pickle.dumps(gradient))
+        assert other.placements == gradient.placements and other.shape == gradient.shape
+        assert torch.equal(other.to_local(), gradient.to_local()) and other is not gradient
+        assert other.to_local().untyped_storage().nbytes() == gradient.to_local().numel() * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -154,10 +155,12 @@ HIDDEN = ["slots", "set", "deque", "closure", "namespaces", "nothing", "detached
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("forwards", [1, 2, "retained"])
 @pytest.mark.parametrize("skips_first", [False, True], ids=["inputs with gradients", "inputs without"])
 @pytest.mark.parametrize("how", HIDDEN)
-def test_outputs_that_hide_their_tensors(how: str, skips_first: bool, forwards: int, world_size: int) -> None:
+def test_outputs_that_hide_their_tensors(
+    how: str, skips_first: bool, forwards: int | Literal["retained"], world_size: int
+) -> None:
     """Where no tensor is found, the parameters stay for the backward, which is noticed when it comes to them."""
     torch.manual_seed(0)
     model, plain = TakesHidden(how), TakesHidden(how)
@@ -166,6 +169,12 @@ def test_outputs_that_hide_their_tensors(how: str, skips_first: bool, forwards: 
         fully_shard(unit, reshard_after_forward=True)
 
     def run(each: nn.Module, step: int, rank: int) -> None:
+        if forwards == "retained":
+            loss = each(batch(step, rank), skips_first=skips_first)
+            if not skips_first:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            return
         losses = [each(batch(step + number, rank), skips_first=skips_first) for number in range(forwards)]
         if skips_first:
             sum(losses).backward()  # type: ignore[union-attr]
