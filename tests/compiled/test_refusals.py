@@ -281,5 +281,5 @@ def test_capture_can_be_disabled() -> None:
 def test_capture_of_what_is_not_sharded() -> None:
     with pytest.raises(fsdp2.FSDPValueError, match="no module of Linear"):
         fsdp2.set_graph_capture(nn.Linear(2, 2), False)
-    with pytest.raises(fsdp2.FSDPTypeError, match="a bool, got Linear"):
+    with pytest.raises(fsdp2.FSDPTypeError, match="takes a bool as 'enabled', got None"):
         fsdp2.set_graph_capture(nn.Linear(2, 2), None)  # type: ignore[arg-type]

@@ -351,7 +351,7 @@ def test_wrong_uses_are_refused() -> None:
         for block in model:
             fully_shard(block)
         fully_shard(model)
-        with pytest.raises(FSDPTypeError, match="takes a bool, got 1"):
+        with pytest.raises(FSDPTypeError, match="takes a bool as 'enable', got 1"):
             model.set_communication_memory_pool(1)
         with (
             mock.patch.object(fsdp2._torch, "can_swap_memory", False),

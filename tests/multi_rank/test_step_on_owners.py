@@ -150,7 +150,7 @@ class Factored(torch.optim.Optimizer):
 @multi_rank(2)
 def test_mistakes_are_refused() -> None:
     model = sharded(USED_NET)
-    with pytest.raises(FSDPTypeError, match="takes an optimizer, got FSDPNet"):
+    with pytest.raises(FSDPTypeError, match="takes an Optimizer as 'optimizer', got a FSDPNet"):
         step_on_owners(model)  # type: ignore[arg-type]
     plain = NET.build()
     for unit in NET.units(plain):

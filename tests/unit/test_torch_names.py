@@ -236,7 +236,6 @@ def test_dynamo_begins_graphs_inside_modules_whose_forward_is_not_torchs() -> No
     assert outside == [True, True]
 
 
-
 def test_parameters_of_a_module_are_in_the_dict_that_is_swapped() -> None:
     """`nn.Module._parameters`: a tensor put there is what the module reads, in graphs as well."""
     module = nn.Linear(2, 2, bias=False)
