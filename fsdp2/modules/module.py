@@ -29,7 +29,8 @@ from fsdp2.runtime.root_checks import refuse_finalization
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 _CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()  # classes made in functions are let go again
-_EVENT = Rule("a recorded event, or None", lambda value: not isinstance(value, (int, float, str, torch.Tensor)))
+_NO_EVENTS = (bool, int, float, str, torch.Tensor)
+_EVENT = Rule("a recorded event, or None", lambda value: type(value) not in _NO_EVENTS)
 
 
 def get_cls_to_fsdp_cls() -> Mapping[type, type]:

@@ -358,8 +358,12 @@ def denominators(recorder: Recorder) -> None:
 # ---- iterations --------------------------------------------------------------------------------------------------
 
 
+class Event(int):
+    """Events of devices are objects of a class of their own; the recorder's are numbers."""
+
+
 def _set_post_optim_event(recorder: Recorder, training: Training) -> None:
-    training.model.set_post_optim_event(RecordingDevice(recorder).record(COMPUTE))
+    training.model.set_post_optim_event(Event(RecordingDevice(recorder).record(COMPUTE)))
 
 
 def post_optim_event(recorder: Recorder) -> None:
