@@ -83,7 +83,8 @@ class Swap:
 
     def _warn_if_unused(self) -> None:
         """Say so if fsdp2 sharded nothing in this process: the program trains on something else, or elsewhere."""
-        if fsdp2.get_cls_to_fsdp_cls() or os.environ.get("RANK", "0") != "0":
+        # The classes themselves may be gone with their modules by now.
+        if getattr(fsdp2.get_cls_to_fsdp_cls(), "were_any", True) or os.environ.get("RANK", "0") != "0":
             return
         others = _sharded_by_torch()
         if others:

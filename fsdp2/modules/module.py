@@ -28,7 +28,18 @@ from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root_checks import refuse_finalization
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
-_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()  # classes made in functions are let go again
+
+class _Classes(WeakValueDictionary[type, type]):
+    """Classes of sharded modules by their original ones. Those made in functions are let go again.
+
+    Attributes:
+        were_any: whether it ever held one, which `fsdp2.compat` asks at the end of a process.
+    """
+
+    were_any = False
+
+
+_CLASSES = _Classes()
 _NO_EVENTS = (bool, int, float, str, torch.Tensor)
 _EVENT = Rule("a recorded event, or None", lambda value: type(value) not in _NO_EVENTS)
 
@@ -433,6 +444,7 @@ def mix_in(module: nn.Module) -> None:
         # Another rank, a thread of this process, may have made it by now: the first counts.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
         sharded = _CLASSES.setdefault(original, made)
+        _CLASSES.were_any = True
     module.__class__ = sharded
     _torch.compose(module, "fully_shard")
     if (state := state_of(module)) is not None:

@@ -53,7 +53,9 @@ def instead_of(word: str) -> str:
 
 
 def explain_mixed_precision(policy: Any) -> str:
-    """What to write for ``policy``, if it is FSDP1's ``MixedPrecision``; else ""."""
+    """What to write for ``policy``, if it is FSDP1's ``MixedPrecision`` or None; else ""."""
+    if policy is None:
+        return "For no mixed precision, leave the argument out or pass MixedPrecisionPolicy()."
     if "MixedPrecision" not in {kind.__name__ for kind in type(policy).__mro__}:
         return ""
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "cast_forward_inputs")

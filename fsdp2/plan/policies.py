@@ -196,8 +196,7 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
         found = f"{shown(policy)}. {explain_mixed_precision(policy)}".strip()
-        remedy = " For no mixed precision, leave the argument out or pass MixedPrecisionPolicy()." * (policy is None)
-        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}{remedy}")
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),

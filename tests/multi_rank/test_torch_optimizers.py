@@ -131,7 +131,7 @@ def test_muon_gathers_matrices() -> None:
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 5, bias=False))
     model = fsdp2.fully_shard(copy.deepcopy(whole))
-    inputs = torch.randn(4, 6)
+    inputs = torch.randn(8, 6)  # of full rank: directions without gradient would be made of rounding
     optimizers = [torch.optim.Muon(each.parameters(), lr=1e-2) for each in (whole, model)]
     for _ in range(3):
         whole(inputs).square().mean().backward()
@@ -139,7 +139,7 @@ def test_muon_gathers_matrices() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    rounding = Tolerance(rtol=0, atol=1e-3, reason="matrices are orthogonalized in bfloat16, in sums of another order")
+    rounding = Tolerance(rtol=0, atol=3e-3, reason="matrices are orthogonalized in bfloat16, in partial sums")
     assert_same("parameters", full_parameters(model), dict(whole.named_parameters()), tolerance=rounding)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -239,7 +240,7 @@ class Recorder(nn.Module):
         self.seen: dict[str, Any] = {}
 
     def forward(self, x: Tensor, *rest: Any, **options: Any) -> Any:
-        self.seen = {"x": x.dtype, "rest": rest, "options": options}
+        self.seen = {"x": x.dtype, "rest": copy.deepcopy(rest), "options": options}
         y = self.linear(x.to(self.linear.weight.dtype))
         return {"y": y, "list": [y * 2, (y + 1, 3)], "ids": torch.arange(3), "double": y.double(), "name": "kept"}
 
