@@ -449,7 +449,10 @@ class FSDPState(CopyableState):
 
         Its parameters rest as they do on ranks where the forward went on: what is gathered next must be the same there.
         """
-        if self._replaced_in_calls:
+        if self._replaced.containers:  # it came before the forward began
+            self._replaced.take_out()
+            self._replaced = Replaced()
+        elif self._replaced_in_calls:
             self._restore_inputs()
         root = self.root
         if root is None or _torch.backward_is_running():
