@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import FSDPError, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.harness.compare import Tolerance, difference, shard_pair
 from tests.multi_rank.mixed_actions import Events, Hooks, Surgery
 from tests.multi_rank.mixed_model import WIDTH, Boom, build, called, failing, left, new_state
@@ -30,29 +30,17 @@ from tests.multi_rank.mixing import Mix
 
 STEPS, ROWS = 2, 3
 
-REFUSED: dict[str, str] = {}
-"""Options that may be refused, and a part of what the error must say."""
-
 Log = dict[str, list[Any]]
 
 
-def run(mix: Mix) -> str | None:
-    """Returns the option for which it was refused, if `REFUSED` allows that.
+def run(mix: Mix) -> None:
+    """Runs it in both worlds.
 
     Raises:
         AssertionError: The sharded model does something else than the plain one.
     """
     expected = Training(mix, plain_world(mix)).run()
-    try:
-        actual = Training(mix, sharded_world(mix)).run()
-    except FSDPError as error:
-        for name, text in REFUSED.items():
-            axis, option = name.split(": ", 1)
-            if mix[axis] == option and text in str(error):
-                return name
-        raise
-    _compare(mix, actual, expected)
-    return None
+    _compare(mix, Training(mix, sharded_world(mix)).run(), expected)
 
 
 def _compare(mix: Mix, actual: Log, expected: Log) -> None:

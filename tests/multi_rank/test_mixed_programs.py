@@ -8,13 +8,17 @@ finds the smallest that fails.
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
+from fsdp2 import FSDPError
 from tests.harness import multi_rank
 from tests.multi_rank.mixed_training import run
 from tests.multi_rank.mixing import (
     AXES,
+    PLAIN,
+    REFUSED,
     RULES,
     Mix,
     chosen,
@@ -70,6 +74,14 @@ def test_mixed_programs_on_four_ranks(batch: int, programs: list[Mix]) -> None:
 def test_many_drawn_mixed_programs(first: int, world_size: int) -> None:
     mixes = [draw(seed) for seed in range(first, first + LENGTH)]
     run_all([mix for mix in mixes if ranks_of(mix) == world_size])
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("option", REFUSED)
+def test_what_is_refused_says_so(option: str) -> None:
+    axis, value = option.split(": ", 1)
+    with pytest.raises(FSDPError, match=re.escape(REFUSED[option])):
+        run({**PLAIN, axis: value})
 
 
 def test_every_pair_is_covered() -> None:
