@@ -74,6 +74,7 @@ PARAM_TRANSITIONS = frozenset(
     {
         (ParamPhase.SHARDED, ParamPhase.UNSHARDING),
         (ParamPhase.UNSHARDING, ParamPhase.UNSHARDED),
+        (ParamPhase.SHARDED, ParamPhase.UNSHARDED),  # it rested in place
         (ParamPhase.UNSHARDED, ParamPhase.SHARDED),
         (ParamPhase.UNSHARDING, ParamPhase.SHARDED),  # a prefetch that nobody used
         (ParamPhase.UNSHARDED, ParamPhase.SHARDED_POST_FORWARD),

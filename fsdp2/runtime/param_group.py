@@ -70,6 +70,7 @@ class FSDPParamGroup:
         self._issuing = False
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
+        self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._by_hand = False
         self._take_sharded()
         self._gathered_version: int | None = 0
@@ -105,6 +106,7 @@ class FSDPParamGroup:
 
     def _lay_out(self) -> None:
         self.plan = None
+        self._rests_in_place = False
         self.storage.lay_out()
 
     def prepare(self, comm: FSDPCommContext) -> None:
@@ -303,6 +305,13 @@ class FSDPParamGroup:
         self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
         if for_backward and ahead and self.is_stale():
             return
+        if self._rests_in_place:
+            if self._swaps.hold_sharded() and not self.is_stale():
+                self._rests_in_place = False
+                self._swaps.register_unsharded()
+                self._enter(ParamPhase.UNSHARDED)
+                return
+            self._free_unsharded()
         if self._phase is not ParamPhase.SHARDED:
             if for_backward or not self.is_stale():
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
@@ -419,6 +428,8 @@ class FSDPParamGroup:
             FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
         if self._phase is ParamPhase.SHARDED:
+            if self._rests_in_place:
+                self._free_unsharded()
             return
         assert self.comm is not None, "resharding follows unsharding"
         if self._ticket is not None and not self._issuing:
@@ -447,7 +458,25 @@ class FSDPParamGroup:
         if replaced is not None:
             self._refuse(replaced)
 
+    def rest_in_place(self) -> None:
+        """Register the sharded parameters, and leave the unsharded ones their values: a recorded graph reads them.
+
+        The next unshard finds them there, unless parameters were written since; a reshard frees them. No communication.
+        """
+        if self._phase is not ParamPhase.UNSHARDED or self.users:
+            return
+        if self.storage.changed() is None and self._swaps.hold_unsharded():
+            self._swaps.register_sharded()
+            self._enter(ParamPhase.SHARDED)
+            self._rests_in_place = True
+
+    def free_in_place(self) -> None:
+        """Free what `rest_in_place` has left, if nothing has unsharded it since."""
+        if self._rests_in_place:
+            self._free_unsharded()
+
     def _free_unsharded(self) -> None:
+        self._rests_in_place = False
         if self.comm is not None:
             self.comm.gathers_follow_readers()
         self.storage.free()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import FSDPCommContext
-from fsdp2.common import FSDPRuntimeError
+from fsdp2.common import FSDPRuntimeError, ParamPhase
 from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.postponing import PostponedGathers
@@ -158,6 +158,7 @@ class FSDPRoot:
         self.shared: Unit = ()
         self.is_disturbed = False
         self.holds_graph = False
+        self._rests_in_place = False
         self._watched: list[RemovableHandle] = []
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.on_backward_end: Callable[[], None] = lambda: None
@@ -251,6 +252,8 @@ class FSDPRoot:
     def _drop_ahead(self) -> None:
         for group in self.groups:
             if group in self.iteration.ahead and not group.users:
+                if self.holds_graph and group.phase is ParamPhase.UNSHARDED:
+                    continue  # which the graph may read
                 group.reshard()
                 self.comm.let_host_write_shards()
         self.iteration.ahead.clear()
@@ -399,9 +402,18 @@ class FSDPRoot:
     def _hold_graph(self, holds: bool) -> None:
         """Whether a recorded backward may yet be differentiated.
 
-        That may reach parameters without coming to the output of any module, so it is noticed at the parameters.
+        That may reach parameters without coming to the output of any module, so it is noticed at the parameters. Until
+        then the modules hold the sharded ones, as after any backward: programs clip their gradients, and step.
         """
         self.holds_graph = holds
+        if holds and not self.iteration.in_forward:
+            self._rests_in_place = True
+            for group in self.groups:
+                group.rest_in_place()
+        elif self._rests_in_place and not holds:
+            self._rests_in_place = False
+            for group in self.groups:
+                group.free_in_place()
         for handle in self._watched:
             handle.remove()
         self._watched.clear()

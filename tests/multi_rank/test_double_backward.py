@@ -250,3 +250,32 @@ def test_functional_transforms_of_a_trainable_model(reshard_after_forward: int |
     penalty(model, 0, dist.get_rank(), only=False).backward()
     expected_gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert_sharded_same("gradients", gradients_of(model), expected_gradients, tolerance=SUM_ORDER)
+
+
+def grad_transform(model: nn.Module, x: Tensor) -> None:
+    torch.func.grad(lambda z: model(z).sum())(x)
+
+
+def recorded_gradient(model: nn.Module, x: Tensor) -> None:
+    slope_of(model, x.requires_grad_())
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("look", [grad_transform, recorded_gradient], ids=lambda look: look.__name__)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_a_gradient_of_inputs_before_clipping(reshard_after_forward: Any, look: Any, world_size: int) -> None:
+    """For logging: what clips, steps and averages after it finds the sharded parameters and their gradients."""
+    model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(2):
+        penalty(model, step, dist.get_rank(), only=False).backward()
+        look(model, inputs(step, dist.get_rank()).detach())
+        for rank in range(world_size):
+            (penalty(plain, step, rank, only=False) / world_size).backward()
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, plain)]
+        torch.testing.assert_close(norms[0].full_tensor(), norms[1])  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
