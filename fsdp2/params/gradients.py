@@ -446,10 +446,16 @@ class DtypeGradients:
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
+            met: list[tuple[FSDPParam, DTensor]] = []  # autograd has set a gradient since these were sent
             with _torch.plain_attributes():
                 for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
                     if index not in absent:
-                        param.sharded.grad = gradient
+                        if param.sharded.grad is None:
+                            param.sharded.grad = gradient
+                        else:
+                            met.append((param, gradient))
+            for param, gradient in met:
+                self._add(param, gradient)
         elif buffer is not None and not absent and self._accumulates_in(buffer):
             buffer.flat.add_(delivered)
         else:
@@ -479,17 +485,28 @@ class DtypeGradients:
                     self._refuse_hook_of_several(param)
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
-            existing = param.sharded.grad
-            if existing is None:
-                param.sharded.grad = gradient
-            elif isinstance(existing, DTensor) and existing.placements == param.sharded.placements:  # type: ignore[attr-defined]
-                existing.add_(gradient)
-            else:
-                raise FSDPRuntimeError(
-                    f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not sharded like "
-                    "its parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with "
-                    "the parameter's placements."
-                )
+            self._add(param, gradient)
+
+    @staticmethod
+    def _add(param: FSDPParam, gradient: torch.Tensor) -> None:
+        """Set ``.grad`` of the sharded parameter, or add to what is there.
+
+        DTensor's own operators may have left a gradient with other placements, as of parameters that are cut unevenly.
+        """
+        existing, spec = param.sharded.grad, _torch.spec_of(param.sharded)
+        if existing is None:
+            param.sharded.grad = gradient
+            return
+        if not isinstance(existing, DTensor) or existing.device_mesh != spec.mesh:
+            raise FSDPRuntimeError(
+                f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not on the mesh of its "
+                "parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with the "
+                "parameter's placements."
+            )
+        if tuple(existing.placements) == tuple(spec.placements):
+            existing.add_(gradient)
+        else:
+            param.sharded.grad = existing.redistribute(placements=spec.placements).add_(gradient)
 
     @staticmethod
     def _refuse_hook_of_several(param: FSDPParam) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPModule, FSDPNotImplementedError, FSDPTypeError, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FSDPNotImplementedError,
+    FSDPTypeError,
+    OffloadPolicy,
+    fully_shard,
+)
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 
@@ -323,3 +331,35 @@ def test_a_sparse_gradient_is_refused_by_name(world_size: int) -> None:
     model = fully_shard(nn.Embedding(7, 3, sparse=True))
     with pytest.raises(FSDPNotImplementedError, match=r"'weight' has a sparse gradient.*sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("when", ["before the forward", "after the forward"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_that_autograd_gives_to_sharded_parameters(offload: bool, when: str, world_size: int) -> None:
+    """A regularizer of the sharded parameters, in the same backward: it arrives while others are being reduced."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 6))
+    plain = copy.deepcopy(model)
+    for unit in (*model, model):
+        fully_shard(unit, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+
+    def loss_of(each: nn.Module, rank: int) -> Tensor:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+        output = each(x) if when == "after the forward" else None
+        if output is not None and each is model:
+            for unit in (*each, each):
+                unit.reshard()
+        penalty = sum(parameter.pow(2).sum() for parameter in each.parameters())
+        penalty = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+        return (each(x) if output is None else output).square().mean() + 0.3 * penalty
+
+    for _ in range(2):
+        loss_of(model, dist.get_rank()).backward()
+        plain.zero_grad()
+        for rank in range(world_size):
+            (loss_of(plain, rank) / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
+        model.zero_grad()
