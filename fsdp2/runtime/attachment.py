@@ -17,8 +17,8 @@ STATE = "_fsdp_state"
 class Settling(Protocol):
     """What the hooks call."""
 
-    def settle(self) -> None:
-        """Reshard, before the user's code looks at the parameters."""
+    def settle(self, *, frees: bool) -> None:
+        """Reshard, before the user's code looks at the parameters; not ``frees``: but for what a graph reads."""
 
     def adopt_replaced(self) -> None:
         """Take over parameters that were replaced."""
@@ -47,7 +47,7 @@ class StateDictHook:
             if self.adopts:
                 self.state.adopt_replaced()
             else:
-                self.state.settle()
+                self.state.settle(frees=False)
 
     def __reduce__(self) -> Any:
         """Without the state."""

@@ -6,13 +6,17 @@ Owns no state but that of one forward call; callers pass what is to be called.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from fsdp2 import _torch
-from fsdp2.runtime.trees import Replaced, map_inputs, map_tensors
+from fsdp2.runtime.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in
+
+
+_MOST_HIDDEN = 100
+"""How many objects are looked into, in each call, for inputs that require a gradient, if none was found elsewhere."""
 
 
 class CallOwner(Protocol):
@@ -56,6 +60,13 @@ class ForwardCall:
             return gradients
         recorded = iter(_Recorded.apply(self._owner, *present))
         return tuple(None if each is None else next(recorded) for each in gradients)
+
+    def watch(self, hidden: Sequence[torch.Tensor]) -> None:
+        """These inputs, inside of objects, cannot be replaced: notice when a recorded backward that came to them is."""
+        for tensor in hidden:
+            hooks = (_torch.tensor_hooks(tensor) or {}).values()
+            if not any(isinstance(hook, _Record) and hook.owner is self._owner for hook in hooks):
+                tensor.register_hook(_Record(self._owner))
 
     @property
     def is_awaited(self) -> bool:
@@ -103,6 +114,21 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.owner.begin_second_backward()
         return (None, *gradients)
+
+
+class _Record:
+    """A hook on a tensor whose gradient a recorded backward may hand out."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: CallOwner) -> None:
+        self.owner = owner
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if _torch.functorch_is_active() or not gradient.requires_grad:
+            return gradient
+        (recorded,) = _Recorded.apply(self.owner, gradient)
+        return recorded  # type: ignore[no-any-return]
 
 
 class _TransformablePostBackward(_PostBackward):
@@ -181,6 +207,7 @@ def after_backward_of_inputs(
 
     map_tensors(collect, (args, kwargs))  # the same walk as below, so that each input meets its own output
     if not inputs:
+        call.watch([each for each in tensors_anywhere_in((args, kwargs), _MOST_HIDDEN) if each.requires_grad])
         return None
     outputs = iter(function.apply(call, *inputs))
     return map_inputs(lambda tensor: next(outputs) if tensor.requires_grad else tensor, args, kwargs, replaced)

@@ -71,6 +71,7 @@ class FSDPParamGroup:
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
+        self._is_exposed = False  # the user's code may have written the sharded ones since, unseen
         self._by_hand = False
         self._take_sharded()
         self._gathered_version: int | None = 0
@@ -207,9 +208,14 @@ class FSDPParamGroup:
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
         return _torch.sum_of_versions(self._sharded), of_locals, self._freshness.writes, Freshness.steps
 
-    def settle(self) -> None:
-        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen."""
-        self.reshard()
+    def settle(self, *, frees: bool = True) -> None:
+        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
+
+        Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
+        """
+        if frees or not self._rests_in_place:
+            self.reshard()
+        self._is_exposed = True
         self.storage.forget_sent()
 
     # -- replaced parameters
@@ -306,7 +312,8 @@ class FSDPParamGroup:
         if for_backward and ahead and self.is_stale():
             return
         if self._rests_in_place:
-            if self._swaps.hold_sharded() and not self.is_stale():
+            is_current = for_backward or not self._is_exposed
+            if is_current and self._swaps.hold_sharded() and not self.is_stale():
                 self._rests_in_place = False
                 self._swaps.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
@@ -468,7 +475,7 @@ class FSDPParamGroup:
         if self.storage.changed() is None and self._swaps.hold_unsharded():
             self._swaps.register_sharded()
             self._enter(ParamPhase.SHARDED)
-            self._rests_in_place = True
+            self._rests_in_place, self._is_exposed = True, False
 
     def free_in_place(self) -> None:
         """Free what `rest_in_place` has left, if nothing has unsharded it since."""

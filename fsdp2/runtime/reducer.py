@@ -90,6 +90,7 @@ class GradientReducer:
         self._awaits_all_reduce = False
         self._adds_up = False  # on the host
         self.accumulated = False
+        self._cleared: frozenset[FSDPParam] = frozenset()  # since then
         self.divide_factor: float | None = None
         self.denominator: float | torch.Tensor | None = None
         self.only_sums = mesh.device.type == "mtia"  # which has no other reductions
@@ -269,6 +270,7 @@ class GradientReducer:
             if unsharded is not None and unsharded.grad is not None:
                 unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
         self.accumulated = True
+        self._cleared = frozenset()
         self.owing.add(self)
 
     def reduce(self, comm: FSDPCommContext) -> None:
@@ -301,6 +303,7 @@ class GradientReducer:
             self._adds_up = self._home.sums_on_host and not self.is_last
         self.accumulated = False
         if self._awaits_all_reduce or not self.is_last:
+            self._cleared = frozenset()
             self.owing.add(self)
 
     def _follow(self) -> None:
@@ -458,13 +461,18 @@ class GradientReducer:
                 unsharded.grad = torch.zeros_like(unsharded.grad)
         for one in self.dtypes:
             one.clear([index for index, param in enumerate(one.params) if param in params], set_to_none)
+        self._cleared = self._cleared.union(params)
         # What is still due may be of other parameters. That must not depend on which gradients this rank has.
-        if set_to_none and all(param in params for one in self.dtypes for param in one.params):
+        if set_to_none and self._are_cleared():
             self.accumulated = self._adds_up = self._awaits_all_reduce = False
             for one in self.dtypes:
                 one.drop()
         if not self.owes_gradients():
             self.owing.discard(self)
+
+    def _are_cleared(self) -> bool:
+        """Whether `clear` has been told every parameter since a backward left gradients that wait."""
+        return all(param in self._cleared for one in self.dtypes for param in one.params)
 
     # -- after an exception
 
@@ -474,7 +482,7 @@ class GradientReducer:
         Returns:
             Whether gradients of earlier microbatches were lost.
         """
-        lost = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
         self.accumulated = self._adds_up = self._awaits_all_reduce = False
         self._phase = GradPhase.IDLE  # whatever the interrupted one was
         for one in self.dtypes:

@@ -238,15 +238,18 @@ class FSDPState(CopyableState):
         refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
 
-    def settle(self) -> None:
-        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them."""
+    def settle(self, *, frees: bool = True) -> None:
+        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
+
+        Not ``frees``: unsharded ones that a recorded backward has left for the one to come keep their values.
+        """
         if self.root is not None:
             self.root.recover_if_failed()
             refuse_inside_of_a_pass(self.root, self.modules, self.name)
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()
-            group.settle()
+            group.settle(frees=frees)
 
     def adopt_replaced(self) -> None:
         """Take over parameters that were replaced."""

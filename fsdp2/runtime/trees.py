@@ -53,10 +53,10 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch
 _MOST_VISITED = 10_000
 
 
-def tensors_anywhere_in(output: object) -> list[torch.Tensor]:
+def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch.Tensor]:
     """All tensors that ``output`` leads to: also through sets, attributes, ``__slots__``, closures and partials.
 
-    Modules are not looked into, nor more than `_MOST_VISITED` objects.
+    Modules are not looked into, nor more than ``most`` objects.
 
     Raises:
         FSDPTypeError: it is a generator or a coroutine, whose code is still to run.
@@ -71,7 +71,7 @@ def tensors_anywhere_in(output: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     seen: set[int] = set()
     waiting: deque[object] = deque([output])
-    while waiting and len(seen) < _MOST_VISITED:
+    while waiting and len(seen) < most:
         each = waiting.popleft()
         if isinstance(each, _LEAVES) or id(each) in seen:
             continue

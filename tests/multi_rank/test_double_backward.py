@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, _torch, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 
@@ -279,3 +279,67 @@ def test_a_gradient_of_inputs_before_clipping(reshard_after_forward: Any, look: 
             optimizer.zero_grad()
         expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
         assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+
+
+class Taken:
+    """What a module may be given, in which no tensor can be replaced by another."""
+
+    __slots__ = ("__weakref__", "x")
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Taking(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.recompute = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), recompute
+
+    def between(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(x)))
+
+    def forward(self, taken: Taken) -> Tensor:
+        x = self.up(taken.x)
+        return checkpoint(self.between, x, use_reentrant=False) if self.recompute else self.between(x)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_inputs_inside_of_objects(saves: bool, recompute: bool, world_size: int) -> None:
+    """Their gradient shows that a recorded backward is differentiated, even after the state was looked at."""
+    torch.manual_seed(0)
+    plain: Any = Taking(recompute)
+    model: Any = Taking(recompute)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model)
+    reused = inputs(0, dist.get_rank())
+    for step in range(3):
+
+        def loss(each: Any, x: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(each(Taken(x)).sum(), x, create_graph=True)
+            return (slope.norm(dim=1) - 1).square().mean()
+
+        mine = loss(model, reused)
+        if saves:
+            model.state_dict()
+        mine.backward()
+        for rank in range(world_size):
+            (loss(plain, inputs(0, rank)) / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        model.zero_grad()
+        plain.zero_grad()
+    assert len(_torch.tensor_hooks(reused) or {}) == 1
+
+
+@multi_rank(2)
+def test_shards_that_were_written_while_a_recorded_backward_waits(world_size: int) -> None:
+    """As by `.to_local()` of what a state dict holds, which nothing notices: the next forward gathers them anew."""
+    model: Any = shard(build("critic"))
+    x = inputs(0, dist.get_rank())
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.to_local().detach().data.zero_()
+        assert not model(x).any()

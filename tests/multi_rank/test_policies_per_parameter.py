@@ -286,10 +286,15 @@ def test_a_name_that_forward_does_not_have_is_refused() -> None:
     assert not isinstance(module.weight, DTensor)
 
 
-@pytest.mark.parametrize("casts", ["x", 1, (1,), (), None])
+@pytest.mark.parametrize("casts", ["x", 1, (1,), None])
 def test_what_is_no_collection_of_names_is_refused(casts: Any) -> None:
-    with pytest.raises(FSDPTypeError, match="a bool or a collection of names"):
+    with pytest.raises(FSDPTypeError, match="takes a bool or an iterable, each a str as 'cast_forward_inputs', got "):
         MixedPrecisionPolicy(HALF, cast_forward_inputs=casts)
+
+
+def test_no_names_at_all_are_refused() -> None:
+    with pytest.raises(FSDPValueError, match="a bool or names of arguments, got none; pass False"):
+        MixedPrecisionPolicy(HALF, cast_forward_inputs=())
 
 
 # ---- buffers -------------------------------------------------------------------------------------

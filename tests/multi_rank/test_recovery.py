@@ -116,6 +116,29 @@ def test_no_sync_accumulation_is_dropped_with_a_backward_that_failed(world_size:
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_nothing_is_said_of_an_accumulation_that_was_cleared(set_to_none: bool, world_size: int) -> None:
+    """A backward fails, all gradients are cleared, in parts: nothing is lost that anybody wants."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    parts = [
+        adamw(list(model.blocks.parameters())),
+        adamw([each for name, each in model.named_parameters() if not name.startswith("blocks.")]),
+    ]
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    with raising(model.blocks[1], Boom, where="backward"), pytest.raises(Boom):
+        loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    for part in parts:
+        part.zero_grad(set_to_none)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model)
+    assert_trains_on(model, world_size)
+
+
+@multi_rank(2)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("late", ["root", "last"])
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
