@@ -391,7 +391,7 @@ class CopyableState(ABC):
         """For messages."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def settle(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded."""
 
     @abstractmethod

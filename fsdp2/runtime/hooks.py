@@ -14,7 +14,6 @@ import torch
 from fsdp2 import _torch
 from fsdp2.runtime.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in
 
-
 _MOST_HIDDEN = 100
 """How many objects are looked into, in each call, for inputs that require a gradient, if none was found elsewhere."""
 
