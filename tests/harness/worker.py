@@ -6,6 +6,7 @@ of the other ranks; the parent (`pool`) decides about timeouts and restarts, and
 
 from __future__ import annotations
 
+
 import contextlib
 import ctypes
 import faulthandler
@@ -33,7 +34,8 @@ from _pytest.config import _prepareconfig
 
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
 from tests.harness.pooling import pool_if_asked
-from tests.harness.state import THREADS, ProcessState, forget_meshes, seed_everything
+from tests.harness.meshes import LastingMeshes
+from tests.harness.state import THREADS, ProcessState, seed_everything
 
 STACK_SIGNAL = signal.SIGUSR1
 # Longer than any test: the parent's own timeout must strike first, since it reports all stacks.
@@ -58,6 +60,8 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     pool_if_asked()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)
     state = ProcessState.capture()
+    meshes = LastingMeshes()
+    meshes.install(setup.world_size)
     gc.freeze()  # the collection after each test then skips the thousands of objects of torch itself
     connection.send(Outcome(Status.PASSED))
     while True:
@@ -67,7 +71,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
             return
         connection.send(_attempt(functools.partial(_run_body, job, setup, store), job.warning_filters))
         connection.recv()
-        connection.send(_attempt(functools.partial(_tear_down, state), job.warning_filters))
+        connection.send(_attempt(functools.partial(_tear_down, state, meshes), job.warning_filters))
 
 
 def _run_body(job: Job, setup: WorkerSetup, store: dist.Store) -> bytes:
@@ -86,12 +90,12 @@ def _run_body(job: Job, setup: WorkerSetup, store: dist.Store) -> bytes:
     return pickle.dumps(body(*args, **kwargs))
 
 
-def _tear_down(state: ProcessState) -> bytes:
+def _tear_down(state: ProcessState, meshes: LastingMeshes) -> bytes:
     """Destroys the process groups and puts torch's global state back."""
     gc.collect()  # models in reference cycles go while their process groups still exist
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_meshes()
+    meshes.end_test()
     state.restore()
     gc.freeze()  # what is left now stays: Dynamo alone brings more objects than a collection should look at each time
     return b""

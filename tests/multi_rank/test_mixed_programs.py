@@ -1,5 +1,8 @@
 """Programs in which features meet, each trained beside the plain model: every two options that may be together are.
 
+The first of these programs, which have three quarters of the pairs, run in every `make test`; the others take a minute
+and a half, and run in `make test-full`.
+
 `FSDP2_MIXED=20000 python -m pytest tests/multi_rank/test_mixed_programs.py -k many` runs that many seeds;
 `FSDP2_MIXED_FROM` is the first. A failure prints its program; `python -m tests.multi_rank.mixed` runs one by hand, and
 finds the smallest that fails.
@@ -32,8 +35,11 @@ from tests.multi_rank.mixing import (
     ranks_of,
 )
 
+OFTEN = 70
+"""How many of the programs that cover all pairs run in every `make test`."""
+
 BATCHES = {2: 12, 4: 6}
-"""How many tests share the programs that cover all pairs, by their number of ranks."""
+"""How many tests share the others, by their number of ranks."""
 
 MANY = int(os.environ.get("FSDP2_MIXED", "2000"))
 FIRST = int(os.environ.get("FSDP2_MIXED_FROM", "0"))
@@ -57,15 +63,28 @@ def run_all(mixes: list[Mix]) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("batch", range(BATCHES[2]))
+@pytest.mark.parametrize("batch", range(4))
 def test_mixed_programs_on_two_ranks(batch: int, programs: list[Mix]) -> None:
-    run_all([mix for mix in programs if ranks_of(mix) == 2][batch :: BATCHES[2]])
+    run_all([mix for mix in programs[:OFTEN] if ranks_of(mix) == 2][batch::4])
 
 
 @multi_rank(4)
+def test_mixed_programs_on_four_ranks(programs: list[Mix]) -> None:
+    run_all([mix for mix in programs[:OFTEN] if ranks_of(mix) == 4])
+
+
+@pytest.mark.full  # 70 seconds
+@multi_rank(2)
+@pytest.mark.parametrize("batch", range(BATCHES[2]))
+def test_the_other_mixed_programs_on_two_ranks(batch: int, programs: list[Mix]) -> None:
+    run_all([mix for mix in programs[OFTEN:] if ranks_of(mix) == 2][batch :: BATCHES[2]])
+
+
+@pytest.mark.full  # 30 seconds
+@multi_rank(4)
 @pytest.mark.parametrize("batch", range(BATCHES[4]))
-def test_mixed_programs_on_four_ranks(batch: int, programs: list[Mix]) -> None:
-    run_all([mix for mix in programs if ranks_of(mix) == 4][batch :: BATCHES[4]])
+def test_the_other_mixed_programs_on_four_ranks(batch: int, programs: list[Mix]) -> None:
+    run_all([mix for mix in programs[OFTEN:] if ranks_of(mix) == 4][batch :: BATCHES[4]])
 
 
 @pytest.mark.full  # 5 minutes for the default number
@@ -87,6 +106,8 @@ def test_what_is_refused_says_so(option: str) -> None:
 def test_every_pair_is_covered() -> None:
     found = covering()
     assert set().union(*map(pairs, found)) == possible_pairs()
+    often = set().union(*map(pairs, found[:OFTEN]))
+    assert len(often) > 0.75 * len(possible_pairs())
     never = {name for name, others in clashes(RULES).items() if name in others}
     assert {name for mix in found for name in chosen(mix)} == set(named()) - never
 
