@@ -1,8 +1,8 @@
 """Lets what DTensor has worked out about its operators outlast the process groups of a test.
 
-Half of the time of the tests on ranks went into working out the same again: DTensor remembers how an operator is sharded
-by the mesh, meshes compare by shape, and what it remembers holds the mesh of then, with its process groups. So here
-process groups are named after their ranks, and a mesh of a former test finds those of the same name of this one.
+Half of the time of the tests on ranks went into working out the same again. DTensor remembers by the mesh how an
+operator is sharded, meshes compare by shape, and what it remembers holds the mesh of then, with its process groups. So
+here process groups are named after their ranks, and a mesh of a former test finds those of the same name of this one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_TESTS = 400
 
 
 MOST_GROUPS = 40
-"""Of the same ranks, in one test. What was the third of them in a former test is the first here, if there is no third."""
+"""Of the same ranks, in one test. What was the third in a former test is the first here, if there is no third."""
 
 
 class LastingMeshes:

@@ -6,7 +6,6 @@ of the other ranks; the parent (`pool`) decides about timeouts and restarts, and
 
 from __future__ import annotations
 
-
 import contextlib
 import ctypes
 import faulthandler
@@ -32,9 +31,9 @@ import torch.distributed as dist
 from _pytest.assertion import util as assertion_util
 from _pytest.config import _prepareconfig
 
+from tests.harness.meshes import LastingMeshes
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
 from tests.harness.pooling import pool_if_asked
-from tests.harness.meshes import LastingMeshes
 from tests.harness.state import THREADS, ProcessState, seed_everything
 
 STACK_SIGNAL = signal.SIGUSR1

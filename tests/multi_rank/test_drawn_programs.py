@@ -91,7 +91,7 @@ def test_many_drawn_programs_on_four_ranks(mesh: str, seeds: tuple[int, ...]) ->
 
 
 def test_every_feature_is_drawn() -> None:
-    """What the programs of `drawn_seeds` cover, printed with ``-s``: every two features together that are not excluded."""
+    """What the programs of `drawn_seeds` cover, printed with ``-s``: every two features that are not excluded."""
     counts: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     for mesh in MESHES:
