@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, cast
 
-from fsdp2.compat import bridges
+from fsdp2.compat import bridges, memory_tracking
 from fsdp2.compat.names import HOME, STATES, Counterpart
 
 _Table = Mapping[int, Counterpart]
@@ -46,7 +46,7 @@ class Substitutes:
         if everywhere:
             look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
             states = [Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))]
-        self._everywhere = _by_identity(everywhere.values())
+        self._everywhere = dict(_by_identity(everywhere.values()))
         self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(home)}
         self._in[STATES] = _by_identity(states)
         self._torchs: dict[int, tuple[object, object]] = {}
@@ -54,6 +54,15 @@ class Substitutes:
             if pair.name in everywhere:
                 self._torchs[id(pair.ours)] = (pair.ours, everywhere[pair.name].torchs)
         self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in states}
+
+    def learn(self, module: ModuleType) -> None:
+        """What ``module``, which not every program loads, defines: torch's memory tracker."""
+        torchs = vars(module).get(memory_tracking.NAME)
+        if not self._everywhere or module.__name__ != memory_tracking.DEFINED_IN or id(torchs) in self._torchs:
+            return
+        pair = Counterpart(memory_tracking.NAME, torchs, memory_tracking.for_our_modules(torchs))
+        self._everywhere[id(torchs)] = pair
+        self._torchs[id(pair.ours)] = (pair.ours, torchs)
 
     def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
         """The names in ``module`` that refer to one of torch's objects, with what should stand there."""

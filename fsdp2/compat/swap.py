@@ -12,7 +12,7 @@ from types import ModuleType, TracebackType
 import torch.distributed
 
 import fsdp2
-from fsdp2.compat import bridges
+from fsdp2.compat import bridges, memory_tracking
 from fsdp2.compat.names import (
     HOME,
     PUBLIC,
@@ -52,8 +52,10 @@ class Swap:
     def __init__(self, pairs: tuple[Counterpart, ...]) -> None:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
-        self._later = AfterImport(bridges.PIPELINING, self._replace_in)
+        self._later = AfterImport((*bridges.PIPELINING, memory_tracking.DEFINED_IN), self._replace_in)
         self.lacking = without_counterpart()
+        for module in list(modules_of_torch()):
+            self._substitutes.learn(module)
         self.too_early = tuple(
             f"{module.__name__}.{name}"
             for module in modules_of_others()
@@ -65,6 +67,7 @@ class Swap:
             self._later.start()
 
     def _replace_in(self, module: ModuleType) -> None:
+        self._substitutes.learn(module)
         for name, pair in self._substitutes.to_replace(module):
             setattr(module, name, pair.ours)
             self.replacements.append(Replacement(module.__name__, name, pair.torchs, pair.ours))
