@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fsdp2.modules.module import FSDPModule
+import fsdp2
 
 DEFINED_IN = "torch.distributed._tools.fsdp2_mem_tracker"
 """Loaded when a program asks for it: it takes more than half a second."""
@@ -20,72 +20,93 @@ NAME = "FSDPMemTracker"
 
 
 def for_our_modules(torchs: Any) -> type:
-    """A class like torch's, of which it takes the module whose attribute it is."""
-    kinds: Any = vars(sys.modules[DEFINED_IN])["_FSDPRefType"]
-    changed: Any = vars(sys.modules[torchs.__base__.__module__])["_UpdateType"]
+    """A class like ``torchs``, of which it takes what and how it measures."""
+    names: dict[str, Any] = {
+        "__doc__": torchs.__doc__,
+        "__module__": __name__,
+        "_kinds": vars(sys.modules[torchs.__module__])["_FSDPRefType"],
+        "_changes": vars(sys.modules[torchs.__bases__[0].__module__])["_UpdateType"],
+    }
+    return type(NAME, (_OfOurModules, torchs), names)
 
-    class FSDPMemTracker(torchs):  # type: ignore[misc]
-        __doc__ = torchs.__doc__
 
-        def _groups(self) -> Iterator[Any]:
-            for module in self._root_mod.modules():
-                if isinstance(module, FSDPModule):
-                    yield from module._get_fsdp_state()._fsdp_param_groups
+class _OfOurModules:
+    """What takes the place of methods of torch's class, which follows in the order of resolution.
 
-        def _instrument_fsdp_module(self) -> None:
-            self._put_back: list[Callable[[], None]] = []
-            for module in self._root_mod.modules():
-                if isinstance(module, FSDPModule) and module._get_fsdp_state().unit:
-                    self._instrument(module)
-            for group in self._groups():
-                self._instrument_fsdp_sharded_params_grads(group)
-            for buffer in self._root_mod.buffers():
-                self._update_and_maybe_create_winfos(buffer, kinds.BUFFER)
+    Attributes:
+        _root_mod: (torch's) the module that is measured.
+        _WINFO: (torch's) by storage, what is known of it.
+    """
 
-        def _instrument(self, module: Any) -> None:
-            state = module._get_fsdp_state()
+    _kinds: Any
+    _changes: Any
+    _root_mod: Any
+    _WINFO: Any
 
-            def begin(*args: Any) -> tuple[Any, Any]:
-                changed = state.pre_forward(*args)
-                return args[1:] if changed is None else changed
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._put_back: list[Callable[[], None]] = []
 
-            self._replace_hook(module._forward_pre_hooks, state, self._fsdp_state_pre_forward(module, begin))
-            self._replace_hook(module._forward_hooks, state, self._fsdp_state_post_forward(module, state.post_forward))
-            self._replace_method(state, "_gather_for_backward", self._fsdp_param_group_pre_backward, module)
-            self._replace_method(state, "_end_module_backward", self._fsdp_param_group_post_backward, module)
+    def get_tracker_snapshot(self, type: str = "current") -> Any:
+        """As torch's, once it knows what it has not seen: memory that moved, gradients that have arrived."""
+        torchs: Any = super()
+        for storage, (known, _) in list(self._WINFO.items()):
+            if known.size != storage.size():
+                before = known.mem_consumed
+                known.update_mem_consumed(storage)
+                torchs._update_snap(self._changes.SIZE, known, old_mem_consumed=before)
+        for group in self._groups():
+            torchs._instrument_fsdp_sharded_params_grads(group)
+        return torchs.get_tracker_snapshot(type)
 
-        def get_tracker_snapshot(self, type: str = "current") -> Any:
-            """As torch's, once it knows what it has not seen: memory that moved, gradients that have arrived."""
-            for storage, (known, _) in list(self._WINFO.items()):
-                if known.size != storage.size():
-                    before = known.mem_consumed
-                    known.update_mem_consumed(storage)
-                    self._update_snap(changed.SIZE, known, old_mem_consumed=before)
-            for group in self._groups():
-                self._instrument_fsdp_sharded_params_grads(group)
-            return super().get_tracker_snapshot(type)
+    def _update_and_maybe_create_winfos(self, t: Any, reftype: Any, update_existing: bool = False) -> Any:
+        # Torch's insists that what it updates was allocated under it; buffers of ours may be older.
+        torchs: Any = super()
+        return torchs._update_and_maybe_create_winfos(t, reftype)
 
-        def _update_and_maybe_create_winfos(self, t: Any, reftype: Any, update_existing: bool = False) -> Any:
-            # Torch's insists that what it updates was allocated under it; buffers of ours may be older.
-            return super()._update_and_maybe_create_winfos(t, reftype)
+    def _groups(self) -> Iterator[Any]:
+        for module in self._root_mod.modules():
+            if isinstance(module, fsdp2.FSDPModule):
+                yield from module._get_fsdp_state()._fsdp_param_groups
 
-        def _replace_hook(self, hooks: dict[int, Any], state: Any, replacement: Any) -> None:
-            for key, hook in hooks.items():
-                if getattr(hook, "__self__", None) is state:
-                    hooks[key] = replacement
-                    self._put_back.append(functools.partial(hooks.__setitem__, key, hook))
-                    return
+    def _instrument_fsdp_module(self) -> None:
+        torchs: Any = super()
+        for module in self._root_mod.modules():
+            if isinstance(module, fsdp2.FSDPModule) and module._get_fsdp_state()._fsdp_param_groups:
+                self._instrument(module)
+        for group in self._groups():
+            torchs._instrument_fsdp_sharded_params_grads(group)
+        for buffer in self._root_mod.buffers():
+            self._update_and_maybe_create_winfos(buffer, self._kinds.BUFFER)
 
-        def _replace_method(self, state: Any, name: str, around: Callable[..., Any], module: Any) -> None:
-            replacement = around(module, getattr(state, name))
-            replacement.__self__ = state  # for the names of profiler ranges
-            setattr(state, name, replacement)
-            self._put_back.append(functools.partial(state.__dict__.pop, name, None))
+    def _instrument(self, module: Any) -> None:
+        torchs: Any = super()
+        state = module._get_fsdp_state()
 
-        def _deregister_module_and_optimizer_hooks(self) -> None:
-            while self._put_back:
-                self._put_back.pop()()
-            super()._deregister_module_and_optimizer_hooks()
+        def begin(*args: Any) -> tuple[Any, Any]:
+            changed = state.pre_forward(*args)
+            return args[1:] if changed is None else changed
 
-    FSDPMemTracker.__module__, FSDPMemTracker.__qualname__ = __name__, NAME
-    return FSDPMemTracker
+        self._replace_hook(module._forward_pre_hooks, state, torchs._fsdp_state_pre_forward(module, begin))
+        self._replace_hook(module._forward_hooks, state, torchs._fsdp_state_post_forward(module, state.post_forward))
+        self._replace_method(state, "_gather_for_backward", torchs._fsdp_param_group_pre_backward, module)
+        self._replace_method(state, "_end_module_backward", torchs._fsdp_param_group_post_backward, module)
+
+    def _replace_hook(self, hooks: dict[int, Any], state: Any, replacement: Any) -> None:
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = replacement
+                self._put_back.append(functools.partial(hooks.__setitem__, key, hook))
+                return
+
+    def _replace_method(self, state: Any, name: str, around: Callable[..., Any], module: Any) -> None:
+        replacement = around(module, getattr(state, name))
+        replacement.__self__ = state  # for the names of profiler ranges
+        setattr(state, name, replacement)
+        self._put_back.append(functools.partial(state.__dict__.pop, name, None))
+
+    def _deregister_module_and_optimizer_hooks(self) -> None:
+        torchs: Any = super()
+        while self._put_back:
+            self._put_back.pop()()
+        torchs._deregister_module_and_optimizer_hooks()
