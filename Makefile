@@ -6,6 +6,8 @@ VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+# Tests on ranks beside those that need none: see `pytest_collection_modifyitems` in tests/conftest.py.
+LANES := -n 2 --dist loadgroup
 
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
@@ -39,10 +41,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full" $(LANES) $(ARGS)
 
 test-full: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(LANES) $(ARGS)
 	$(BIN)/python -m tests.arithmetic $(ARGS)
 
 test-pool: $(STAMP)
