@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
+import types
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -337,6 +339,15 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id  # type: i
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
     return current_backward() != -1
+
+
+def backward_is_nested() -> bool:
+    """Whether the running backward was begun inside of an `autograd.Function`'s, as reentrant checkpoints do."""
+    frame: types.FrameType | None = sys._getframe(1)
+    outer = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not outer:
+        frame = frame.f_back
+    return frame is not None
 
 
 def backward_will_execute(node: Any) -> bool:

@@ -63,6 +63,13 @@ class Swaps:
             map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, expected))
         )
 
+    def are_toggled(self) -> bool:
+        """Whether parameters, in either form, were frozen or unfrozen since the plan was made."""
+        expected = list(map(_REQUIRES_GRAD, self._params))
+        return any(
+            not all(map(is_, map(_REQUIRES_GRAD, map(form, self._params)), expected)) for form in (_UNSHARDED, _SHARDED)
+        )
+
     def register_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
         for mapping, name, param in self.places:

@@ -71,7 +71,6 @@ class FSDPParamGroup:
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
-        self._is_exposed = False  # the user's code may have written the sharded ones since, unseen
         self._by_hand = False
         self._take_sharded()
         self._gathered_version: int | None = 0
@@ -215,7 +214,6 @@ class FSDPParamGroup:
         """
         if frees or not self._rests_in_place:
             self.reshard()
-        self._is_exposed = True
         self.storage.forget_sent()
 
     # -- replaced parameters
@@ -312,15 +310,16 @@ class FSDPParamGroup:
         if for_backward and ahead and self.is_stale():
             return
         if self._rests_in_place:
-            is_current = for_backward or not self._is_exposed
-            if is_current and self._swaps.hold_sharded() and not self.is_stale():
+            # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
+            if for_backward and self._swaps.hold_sharded() and not self.is_stale():
                 self._rests_in_place = False
                 self._swaps.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
                 return
             self._free_unsharded()
         if self._phase is not ParamPhase.SHARDED:
-            if for_backward or not self.is_stale():
+            is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._swaps.are_toggled()
+            if for_backward or not (is_toggled or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
                     return
                 if self._rests_as_left():
@@ -468,14 +467,15 @@ class FSDPParamGroup:
     def rest_in_place(self) -> None:
         """Register the sharded parameters, and leave the unsharded ones their values: a recorded graph reads them.
 
-        The next unshard finds them there, unless parameters were written since; a reshard frees them. No communication.
+        The next backward finds them there, unless parameters were written since; a reshard frees them, and a forward
+        gathers them anew. No communication.
         """
         if self._phase is not ParamPhase.UNSHARDED or self.users:
             return
         if self.storage.changed() is None and self._swaps.hold_unsharded():
             self._swaps.register_sharded()
             self._enter(ParamPhase.SHARDED)
-            self._rests_in_place, self._is_exposed = True, False
+            self._rests_in_place = True
 
     def free_in_place(self) -> None:
         """Free what `rest_in_place` has left, if nothing has unsharded it since."""

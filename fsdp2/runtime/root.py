@@ -91,6 +91,7 @@ class Iteration:
         in_backward: a backward has begun and has not come to its end.
         creates_graph: that backward is recorded, to be differentiated itself, and so needs the parameters again.
         is_second: that backward differentiates a recorded one.
+        reaches_watched: that backward has come to a parameter that is watched.
         unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
         failed: an exception left a forward.
         order: the order that the root's forward follows.
@@ -109,6 +110,7 @@ class Iteration:
         "is_second",
         "order",
         "postponed",
+        "reaches_watched",
         "recomputed",
         "reduced",
         "unfinalized",
@@ -121,6 +123,7 @@ class Iteration:
         self.in_backward = False
         self.creates_graph = False
         self.is_second = False
+        self.reaches_watched = False
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
@@ -138,6 +141,7 @@ class FSDPRoot:
         settings: what the user has set on it.
         holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
             that was not.
+        hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         on_backward_end: called when a backward ends, before the last reductions are waited for.
         on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
@@ -158,7 +162,8 @@ class FSDPRoot:
         self.shared: Unit = ()
         self.is_disturbed = False
         self.holds_graph = False
-        self._rests_in_place = False
+        self.hidden: tuple[FSDPParamGroup, ...] = ()
+        self._resting: tuple[FSDPParamGroup, ...] = ()
         self._watched: list[RemovableHandle] = []
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.on_backward_end: Callable[[], None] = lambda: None
@@ -400,25 +405,28 @@ class FSDPRoot:
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
 
     def _hold_graph(self, holds: bool) -> None:
-        """Whether a recorded backward may yet be differentiated.
+        """Whether a recorded backward may yet be differentiated, or one of `hidden` modules run again.
 
         That may reach parameters without coming to the output of any module, so it is noticed at the parameters. Until
         then the modules hold the sharded ones, as after any backward: programs clip their gradients, and step.
         """
         self.holds_graph = holds
-        if holds and not self.iteration.in_forward:
-            self._rests_in_place = True
-            for group in self.groups:
-                group.rest_in_place()
-        elif self._rests_in_place and not holds:
-            self._rests_in_place = False
-            for group in self.groups:
+        kept = self.groups if holds else self.hidden
+        for group in self._resting:
+            if group not in kept:
                 group.free_in_place()
+        self._resting = kept
+        if kept and not self.iteration.in_forward:
+            # What hidden ones compute again, in this backward or the next, comes to no hook of ours before.
+            may_recompute = not holds and _torch.backward_is_nested()
+            for group in kept:
+                if holds or (self.iteration.reaches_watched and not may_recompute):
+                    group.rest_in_place()
         for handle in self._watched:
             handle.remove()
         self._watched.clear()
-        if holds:
-            self.watch_parameters(self.groups)
+        if kept:
+            self.watch_parameters(kept)
 
     def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""
@@ -431,6 +439,7 @@ class FSDPRoot:
 
     def _notice_backward(self, parameter: torch.Tensor) -> None:
         self.begin_backward()
+        self.iteration.reaches_watched = True
 
     # -- finalization by the user
 
@@ -513,6 +522,7 @@ class FSDPRoot:
         self.comm.invalidate_handle(self)
         self.comm.drop_reduces()
         self.comm.let_host_write_shards()
+        self.hidden = ()
         self._hold_graph(False)
         if self.iteration.postponed is not None:
             self.iteration.postponed.cancel()

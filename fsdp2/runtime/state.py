@@ -131,6 +131,8 @@ class FSDPState(CopyableState):
         self._in_backward = False
         self._awaits_finalization = False
         self._hides_outputs = False  # its backward may begin unnoticed: it stays unsharded for it
+        self._hides_all = False  # nothing will say either whether another one may come
+        self._was_hidden = False  # such a backward has ended
         self._replaced = Replaced()
         self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
         self._own = unit
@@ -241,7 +243,7 @@ class FSDPState(CopyableState):
     def settle(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
 
-        Not ``frees``: unsharded ones that a recorded backward has left for the one to come keep their values.
+        Not ``frees``: unsharded ones keep their values for a backward that would not be noticed in time.
         """
         if self.root is not None:
             self.root.recover_if_failed()
@@ -249,6 +251,8 @@ class FSDPState(CopyableState):
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()
+            if self._hides_outputs and not frees:
+                group.rest_in_place()
             group.settle(frees=frees)
 
     def adopt_replaced(self) -> None:
@@ -292,6 +296,9 @@ class FSDPState(CopyableState):
             else:
                 on_real_parameters(self._gather_for_recompute, root)
         else:
+            if self._was_hidden:
+                self._was_hidden = self._hides_all = False
+                self._hides_outputs = self._awaits_hidden()
             on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
@@ -439,12 +446,15 @@ class FSDPState(CopyableState):
     def _stay_for_backward(self, root: FSDPRoot) -> None:
         """Its outputs show nothing that requires a gradient: what they hide may, and a backward begin unnoticed.
 
-        It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs.
+        It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
+        input shows that it was the last one, others may follow it until the next forward.
         """
         self._hides_outputs = True
         call = self._calls[-1]() if self._calls else None
-        if call is not None:
+        if call is not None and call.is_awaited:
             call.hides_outputs = True
+        else:
+            self._hides_all = True
         root.watch_parameters(self.unit)
 
     def forward_failed(self, module: nn.Module) -> None:
@@ -551,15 +561,20 @@ class FSDPState(CopyableState):
         Their inputs need no gradient, they hold gradients of microbatches without communication, or their gradients
         came by another way than their outputs (a loss that a module keeps as an attribute).
         """
+        hidden: Unit = ()
         for state in self.states:
-            state._hides_outputs = state._hides_outputs and state._awaits_hidden()
+            state._hides_outputs = state._hides_outputs and (state._hides_all or state._awaits_hidden())
             if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
-                continue
-            is_due = any([group.reducer.is_due() for group in state._own])
-            if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
-                state.end_module_backward(reduces=is_due)
+            else:
+                is_due = any([group.reducer.is_due() for group in state._own])
+                if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
+                    state.end_module_backward(reduces=is_due)
+            if state._hides_outputs:
+                state._was_hidden = state._hides_all
+                hidden += state.unit
         assert self.root is not None, "a backward follows a forward"
+        self.root.hidden = hidden
         on_real_parameters(self.root.reduce_shared)
 
     def _pause_backward(self) -> None:
@@ -581,5 +596,6 @@ class FSDPState(CopyableState):
 
     def _drop_iteration(self) -> None:
         for state in self.states:
-            state._in_backward = state._awaits_finalization = state._hides_outputs = False
+            state._in_backward = state._awaits_finalization = state._hides_outputs = state._hides_all = False
+            state._was_hidden = False
             state._to_run.clear()

@@ -22,7 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, MixedPrecisionPolicy, fully_shard
 from tests.harness import Accumulation, Reference, adamw, multi_rank
-from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, full_parameters, tolerance_for
+from tests.harness.compare import (
+    SUM_ORDER,
+    Tolerance,
+    assert_same,
+    assert_sharded_same,
+    full_parameters,
+    gradients_of,
+    tolerance_for,
+)
 from tests.harness.models import Batch, ModelCase
 from tests.harness.training import assert_trains_like
 
@@ -361,3 +369,33 @@ class _WithExtension(torch.Tensor):
     @staticmethod
     def __new__(cls, data: Tensor) -> Tensor:
         return torch.Tensor._make_subclass(cls, data)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshard_after_forward", [None, False, True])
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize("of", ["module", "sharded"])
+def test_toggled_after_a_forward_without_a_backward(
+    of: str, thaws: bool, reshard_after_forward: bool | None, world_size: int
+) -> None:
+    """As after a validation without no_grad: the root's parameters are unsharded then, or those of all modules."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        each[0].requires_grad_(not thaws)
+    fully_shard(model, reshard_after_forward=reshard_after_forward)
+    sharded = list(model[0].parameters())
+    x = torch.randn(3, world_size, 2, 7)
+    model(x[0][dist.get_rank()])
+    plain[0].requires_grad_(thaws)
+    for parameter in sharded if of == "sharded" else model[0].parameters():
+        parameter.requires_grad_(thaws)
+    for batch in x:
+        model(batch[dist.get_rank()]).square().mean().backward()
+        for rows in batch:
+            (plain(rows).square().mean() / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for each in (model, plain):
+            each.zero_grad()

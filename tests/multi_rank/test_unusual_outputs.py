@@ -363,3 +363,48 @@ def test_gradients_that_autograd_gives_to_sharded_parameters(offload: bool, when
         found = {name: parameter.grad for name, parameter in model.named_parameters()}
         assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
         model.zero_grad()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("wants_slopes", [True, False])
+@pytest.mark.parametrize("keeps_graph", [True, False])
+def test_a_graph_that_nobody_goes_through(keeps_graph: bool, wants_slopes: bool, world_size: int) -> None:
+    """It may hold what a later backward would need. After another one the modules hold the sharded parameters."""
+    torch.manual_seed(0)
+    plain, model = Keeping(), Keeping()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.inner)
+    fully_shard(model)
+    kept = []
+    for step in range(3):
+        x = torch.randn(world_size, 3, 4, requires_grad=wants_slopes)
+        model(x[dist.get_rank()])
+        if step == 0:
+            kept.append(model.kept)  # as a traceback does
+            continue
+        model.kept.square().mean().backward(retain_graph=keeps_graph)
+        for rank in range(world_size):
+            plain(x[rank])
+            (plain.kept.square().mean() / world_size).backward()
+        if keeps_graph:
+            model.kept.mean().backward()
+            for rank in range(world_size):
+                plain(x[rank])
+                (plain.kept.mean() / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for each in (model, plain):
+            each.zero_grad()
+
+
+class Keeping(nn.Module):
+    """What it computes is left in an attribute."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> None:
+        self.kept = self.inner(torch.tanh(self.first(x)))
