@@ -493,7 +493,8 @@ class FSDPParamGroup:
         raise FSDPRuntimeError(
             f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
             "value is lost, the sharded parameter is registered again. Change parameters only while they are "
-            "sharded: call reshard() on the module that fully_shard was called on first."
+            "sharded: call reshard() on the module that fully_shard was called on first. A module whose forward itself "
+            "writes them, as nn.Embedding(max_norm=...) does, is left to torch: give it to ignored_params."
         )
 
     # -- gradients
@@ -550,8 +551,9 @@ class FSDPParamGroup:
         if reducer.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
             raise FSDPRuntimeError(
                 f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
-                "noticed: no tensor was found in what the sharded modules returned. Return tensors, or tuples, lists, "
-                "dicts or dataclasses of them."
+                "noticed: no tensor was found in what the sharded modules returned, or .grad was set while the "
+                "parameters were unsharded. Return tensors, or tuples, lists, dicts or dataclasses of them; call "
+                "reshard() before setting .grad."
             )
 
     # -- after an exception

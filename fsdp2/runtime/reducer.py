@@ -506,9 +506,17 @@ def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:
     """The dtype in which each parameter's gradient is reduced.
 
     Those whose policy has a ``reduce_dtype`` follow it; the others share the promoted dtype of what the installed torch
-    says for each of them.
+    says for each of them. Complex ones stay complex: a real dtype would drop half of each number.
     """
-    followed = [param.default_reduce_dtype for param in params if param.policy.reduce_dtype is None]
+    asked = [None if param.dtype.is_complex else param.policy.reduce_dtype for param in params]
+    followed = [
+        param.default_reduce_dtype
+        for param, dtype in zip(params, asked, strict=True)
+        if dtype is None and not param.dtype.is_complex
+    ]
     shared = functools.reduce(torch.promote_types, followed) if followed else None
-    chosen = [param.policy.reduce_dtype or shared for param in params]
+    chosen = [
+        dtype or (param.default_reduce_dtype if param.dtype.is_complex else shared)
+        for param, dtype in zip(params, asked, strict=True)
+    ]
     return [dtype for dtype in chosen if dtype is not None]

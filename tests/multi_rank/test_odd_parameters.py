@@ -399,3 +399,36 @@ def test_toggled_after_a_forward_without_a_backward(
         assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
         for each in (model, plain):
             each.zero_grad()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_complex_parameters_stay_complex(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int
+) -> None:
+    """Whatever the policy says of the others."""
+
+    class Rotating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64))
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex64) @ self.turn).abs().square().mean() + self.linear(x).float().mean()
+
+    torch.manual_seed(0)
+    plain = Rotating()
+    model = copy.deepcopy(plain)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
+    x = torch.randn(world_size, 4, 5)
+    model(x[dist.get_rank()]).backward()
+    for rows in x:
+        if param_dtype is not None:
+            rows = rows.to(param_dtype).float()
+        (plain(rows) / world_size).backward()
+    assert model.turn.dtype == torch.complex64
+    expected = {"turn": plain.turn.grad}
+    found = {"turn": model.turn.grad}
+    assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
