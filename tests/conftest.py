@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     pool_if_asked()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``-n 2 --dist loadgroup``, tests on ranks run in one process, those without in another."""
     for item in items:
