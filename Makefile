@@ -6,8 +6,6 @@ VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
-# Tests on ranks beside those that need none: see `pytest_collection_modifyitems` in tests/conftest.py.
-LANES := -n 2 --dist loadgroup
 
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
@@ -41,10 +39,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not full" $(LANES) $(ARGS)
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
 
 test-full: lint
-	$(BIN)/python -m pytest $(LANES) $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python -m tests.arithmetic $(ARGS)
 
 test-pool: $(STAMP)

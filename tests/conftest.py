@@ -33,17 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     pool_if_asked()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup``, tests on ranks run in one process, those without in another."""
-    for item in items:
-        on_ranks = "pools" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if on_ranks else "no_ranks"))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Has the fork server import torch while the first tests run, if any selected test needs ranks."""
-    if session.config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ:  # one of which has no such tests
+    if session.config.option.collectonly:
         return
     if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
         start_fork_server()

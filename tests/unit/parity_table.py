@@ -68,12 +68,6 @@ def shown_by(name: str) -> list[str]:
     return list(dict.fromkeys(test for row in rows() if name in row.names for test in row.tests))
 
 
-def _name(report: Any) -> str:
-    """Of the test, without the group that pytest-xdist adds."""
-    name: str = report.nodeid
-    return name.removesuffix("@ranks").removesuffix("@no_ranks")
-
-
 def report_what_was_not_shown(reporter: Any) -> None:
     """At the end of a whole run, name the rows of which some test did not run (or was skipped).
 
@@ -83,12 +77,12 @@ def report_what_was_not_shown(reporter: Any) -> None:
         reporter: pytest's terminal reporter.
     """
     reports = {kind: reporter.stats.get(kind, []) for kind in ("passed", "failed", "skipped")}
-    known = {_name(each) for found in reports.values() for each in found if hasattr(each, "nodeid")}
+    known = {each.nodeid for found in reports.values() for each in found if hasattr(each, "nodeid")}
     files = {node.split("::")[0] for node in known}
     named = {f"tests/{test}" for row in rows() for test in row.tests}
     if reporter.config.option.keyword or not {test.split("::")[0] for test in named} <= files:
         return
-    ran = {_name(each).split("[")[0] for kind in ("passed", "failed") for each in reports[kind]}
+    ran = {each.nodeid.split("[")[0] for kind in ("passed", "failed") for each in reports[kind]}
     missing = sorted(named - ran)
     if missing:
         reporter.section("rows of docs/parity.md that this run has not shown")
