@@ -305,6 +305,7 @@ def test_compiled_steps_are_measured_beside_eager_ones(capsys: pytest.CaptureFix
     assert "fsdp2-whole" in capsys.readouterr().out
 
 
+@pytest.mark.full  # 10 seconds
 def test_growth_is_measured_in_rounds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "samples.json"
     scaling.main(
