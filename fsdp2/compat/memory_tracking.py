@@ -89,8 +89,9 @@ class _OfOurModules:
 
         self._replace_hook(module._forward_pre_hooks, state, torchs._fsdp_state_pre_forward(module, begin))
         self._replace_hook(module._forward_hooks, state, torchs._fsdp_state_post_forward(module, state.post_forward))
-        self._replace_method(state, "_gather_for_backward", torchs._fsdp_param_group_pre_backward, module)
-        self._replace_method(state, "_end_module_backward", torchs._fsdp_param_group_post_backward, module)
+        if module is state.modules[0]:  # the others of a list share its backward
+            self._replace_method(state, "_gather_for_backward", torchs._fsdp_param_group_pre_backward, module)
+            self._replace_method(state, "_end_module_backward", torchs._fsdp_param_group_post_backward, module)
 
     def _replace_hook(self, hooks: dict[int, Any], state: Any, replacement: Any) -> None:
         for key, hook in hooks.items():
@@ -103,7 +104,7 @@ class _OfOurModules:
         replacement = around(module, getattr(state, name))
         replacement.__self__ = state  # for the names of profiler ranges
         setattr(state, name, replacement)
-        self._put_back.append(functools.partial(state.__dict__.pop, name, None))
+        self._put_back.append(functools.partial(state.__dict__.pop, name))
 
     def _deregister_module_and_optimizer_hooks(self) -> None:
         torchs: Any = super()

@@ -416,12 +416,9 @@ class FSDPRoot:
             if group not in kept:
                 group.free_in_place()
         self._resting = kept
-        if kept and not self.iteration.in_forward:
-            # What hidden ones compute again, in this backward or the next, comes to no hook of ours before.
-            may_recompute = not holds and _torch.backward_is_nested()
+        if holds and not self.iteration.in_forward:
             for group in kept:
-                if holds or (self.iteration.reaches_watched and not may_recompute):
-                    group.rest_in_place()
+                group.rest_in_place()
         for handle in self._watched:
             handle.remove()
         self._watched.clear()

@@ -572,10 +572,24 @@ class FSDPState(CopyableState):
                     state.end_module_backward(reduces=is_due)
             if state._hides_outputs:
                 state._was_hidden = state._hides_all
+                state._rest_in_place()
                 hidden += state.unit
         assert self.root is not None, "a backward follows a forward"
         self.root.hidden = hidden
         on_real_parameters(self.root.reduce_shared)
+
+    def _rest_in_place(self) -> None:
+        """A backward has ended, and one that would not be noticed may follow: show the sharded parameters until then.
+
+        Not if it only handed out gradients of inputs, and not inside of another one: what checkpoints compute again
+        there, or in the next, comes to no hook of ours before.
+        """
+        assert self.root is not None, "a backward follows a forward"
+        iteration = self.root.iteration
+        is_over = self._hides_all or iteration.reaches_watched
+        if is_over and not iteration.in_forward and not _torch.backward_is_nested():
+            for group in self.unit:
+                group.rest_in_place()
 
     def _pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""

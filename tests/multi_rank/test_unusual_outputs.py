@@ -397,6 +397,56 @@ def test_a_graph_that_nobody_goes_through(keeps_graph: bool, wants_slopes: bool,
             each.zero_grad()
 
 
+class Detaching(nn.Module):
+    """A trainable part of which nothing is differentiated, as of a codebook that is learned otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.code(x).detach())
+
+
+@multi_rank(2)
+def test_a_module_that_takes_no_part_shows_its_sharded_parameters_after_a_backward(world_size: int) -> None:
+    """Clipping and averages go over all parameters there."""
+    torch.manual_seed(0)
+    model = Detaching()
+    fully_shard(model.code)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(3, 4)).sum().backward()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 0.9)
+        optimizer.zero_grad()
+
+
+@multi_rank(2)
+def test_two_forwards_then_a_backward_for_each_of_what_nobody_sees(world_size: int) -> None:
+    torch.manual_seed(0)
+    plain, model = Keeping(), Keeping()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model.inner)
+    fully_shard(model)
+    x = torch.randn(2, world_size, 3, 4)
+    kept = []
+    for batch in x:
+        model(batch[dist.get_rank()])
+        kept.append(model.kept)
+    for mine, batch in zip(kept, x, strict=True):
+        mine.square().mean().backward()
+        for rows in batch:
+            plain(rows)
+            (plain.kept.square().mean() / world_size).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
 class Keeping(nn.Module):
     """What it computes is left in an attribute."""
 

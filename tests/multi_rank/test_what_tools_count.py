@@ -132,6 +132,8 @@ def test_the_memory_tracker_of_torch(world_size: int) -> None:
             model(x).square().sum().backward()
             optimizer.step()
     assert tracking.FSDPMemTracker.__module__ == tracking.__name__
+    with install():  # now it has been imported before
+        assert tracking.FSDPMemTracker.__module__ == "fsdp2.compat.memory_tracking"
     whole = sum(parameter.numel() for parameter in model[1].parameters()) * 4
     shards = sum(parameter.to_local().numel() for parameter in model.parameters()) * 4  # type: ignore[attr-defined]
     middle = model[1]
@@ -157,3 +159,21 @@ def test_the_memory_tracker_of_torch(world_size: int) -> None:
     assert hooks == [dict(unit._forward_pre_hooks) for unit in model]
     assert not [name for unit in model for name in unit._get_fsdp_state().__dict__ if name == "_gather_for_backward"]
     model(x).square().sum().backward()
+
+
+@multi_rank(2)
+def test_the_memory_tracker_of_torch_with_a_list_of_modules(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with install():
+        tracking = importlib.import_module("torch.distributed._tools.fsdp2_mem_tracker")
+        fully_shard(list(model))
+        fully_shard(model)
+        tracker = tracking.FSDPMemTracker(model)
+        with tracker:
+            model(torch.randn(4, 8)).sum().backward()
+    for when in ("Before Pre-Backward", "After Post-Backward"):
+        assert bytes_by_kind(tracker, model[0], when)["Unsharded Param"] in (0, 2 * 72 * 4)
+    snapshots = {state.value: found for state, found in tracker.memory_tracking[model[0]].snapshots.items()}
+    assert len(snapshots["After Post-Backward"]) == 1
+    model(torch.randn(4, 8)).sum().backward()
