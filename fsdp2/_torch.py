@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd import forward_ad
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
 from torch.distributed._composable_state import _module_state_mapping
@@ -391,6 +392,11 @@ def profiler_is_running() -> bool:
 def in_range(name: str) -> AbstractContextManager[Any]:
     """What runs inside is shown as ``name`` by profilers. Free where none records."""
     return torch.profiler.record_function(name) if profiler._is_profiler_enabled else _NOTHING
+
+
+def makes_tangents() -> bool:
+    """Whether forward-mode differentiation is on: results may have tangents, whose graphs are their own."""
+    return forward_ad._current_level >= 0
 
 
 tensor_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], torch.Tensor | None]] | None]

@@ -173,9 +173,9 @@ def fully_shard(
     Raises:
         FSDPTypeError: not a module, not a mesh, not a policy.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
-            the owner), replicated by torch's `replicate` (which is left alone below), a container
-            without forward, a mesh, a dim name, a placement, an int or the name of an input that does not fit, policies
-            that contradict each other, a strategy that contradicts another argument.
+            the owner), sharded by torch's `fully_shard`, at or below it, replicated by torch's `replicate` (which is
+            left alone below), a container without forward, a mesh, a dim name, a placement, an int or the name of an
+            input that does not fit, policies that contradict each other, a strategy that contradicts another argument.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.
@@ -334,6 +334,12 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if module in managed or state_of(module) is not None or _is_replicated(module):
             return
+        if "fully_shard" in _torch.composed(module):
+            raise FSDPValueError(
+                f"torch's own fully_shard was called on a {type(module).__name__} here, which cannot be part of what "
+                "fsdp2 shards: import fully_shard from fsdp2 wherever it is called, or start the program by "
+                "python -m fsdp2.compat."
+            )
         managed[module] = None
         for child in module.children():
             visit(child)

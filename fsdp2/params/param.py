@@ -361,14 +361,15 @@ class FSDPParam:
             f"expected a nn.Parameter over a DTensor of shape {tuple(self.sharded.shape)} with placements "
             f"{list(spec.placements)} on "
             f"{spec.mesh}. Write into the parameter in place, load with load_state_dict(), or replace it by "
-            "torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)."
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)); "
+            "torch.func.functional_call takes such parameters too, and no others."
         )
 
 
 def describe(value: object) -> str:
     """A short description of whatever was found in a parameter's place."""
     if value is None:
-        return "nothing (it was removed)"
+        return "nothing (it was removed, as by a parametrization or weight_norm: apply these before fully_shard)"
     if isinstance(value, DTensor):
         return f"a DTensor of shape {tuple(value.shape)}, placements {list(value.placements)}, {value.device_mesh}"
     if isinstance(value, torch.Tensor):

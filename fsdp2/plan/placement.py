@@ -264,10 +264,10 @@ def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: 
     except Exception as error:
         raise FSDPValueError(
             f"{where} is a DTensor on {model_parallel}, which cannot be combined with the data-parallel "
-            f"{data_parallel}: {error}. "
-            "Both must be slices of one mesh, with different dims: mesh = init_device_mesh(..., "
-            "mesh_dim_names=('dp', 'tp')); parallelize_module(module, mesh['tp'], ...); fully_shard(module, "
-            "mesh=mesh['dp'])."
+            f"{data_parallel}. For tensor parallelism both must be slices of one mesh, with different dims: mesh = "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp')); parallelize_module(module, mesh['tp'], ...); "
+            "fully_shard(module, mesh=mesh['dp']). A parameter that something else has sharded for data parallelism "
+            "already cannot be sharded again."
         ) from error
 
 

@@ -99,6 +99,10 @@ class _PostBackward(torch.autograd.Function):
             gradients = ctx.call.record(gradients)
         return (None, *gradients)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return _views(tangents[1:])
+
 
 class _Recorded(torch.autograd.Function):
     """Identity on the gradients that a recorded backward hands out: the first of it to be differentiated."""
@@ -113,6 +117,15 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.owner.begin_second_backward()
         return (None, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return _views(tangents[1:])
+
+
+def _views(tangents: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """As autograd wants tangents of inputs that are returned as they are."""
+    return tuple(None if each is None else each.view_as(each) for each in tangents)
 
 
 class _Record:
@@ -144,10 +157,6 @@ class _TransformablePostBackward(_PostBackward):
         ctx.set_materialize_grads(False)
         ctx.call = inputs[0]
         inputs[0].ends_at(ctx)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return tangents[1:]
 
 
 _RANGES = {

@@ -409,8 +409,10 @@ class FSDPState(CopyableState):
     def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
-        if awaits_backward and not before_backward_of_outputs(self._pre_backward, outputs) and self._expects_backward():
-            self._stay_for_backward(root)
+        if awaits_backward:
+            is_seen = before_backward_of_outputs(self._pre_backward, outputs) and not _torch.makes_tangents()
+            if not is_seen and self._expects_backward():
+                self._stay_for_backward(root)
         self._to_run.discard(module)
         for group in self._shared:
             group.users.discard(self)
@@ -424,6 +426,10 @@ class FSDPState(CopyableState):
         if self.is_root and not recompute and root.iteration.in_forward:
             self._end_rounds()
             root.end_forward()
+            if awaits_backward and _torch.makes_tangents():  # nothing of it is computed again
+                for state in self.states:
+                    if state._hides_all:
+                        state._rest_in_place()
 
     def _reshards_now(self) -> bool:
         """Whether the end of this forward frees the unsharded parameters.
@@ -444,14 +450,14 @@ class FSDPState(CopyableState):
         return any(group.reducer.is_trainable for group in self.unit)
 
     def _stay_for_backward(self, root: FSDPRoot) -> None:
-        """Its outputs show nothing that requires a gradient: what they hide may, and a backward begin unnoticed.
+        """Its outputs do not show all that requires a gradient: what they hide may, and a backward begin unnoticed.
 
         It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
         input shows that it was the last one, others may follow it until the next forward.
         """
         self._hides_outputs = True
         call = self._calls[-1]() if self._calls else None
-        if call is not None and call.is_awaited:
+        if call is not None and call.is_awaited and not _torch.makes_tangents():  # their graphs come to no input
             call.hides_outputs = True
         else:
             self._hides_all = True
@@ -534,6 +540,8 @@ class FSDPState(CopyableState):
 
     def _awaits_hidden(self) -> bool:
         """Whether a later backward may begin unnoticed."""
+        if self._hides_all:
+            return True
         calls = [reference() for reference in self._calls]
         return any(call is not None and call.hides_outputs and call.is_awaited for call in calls)
 
@@ -563,7 +571,7 @@ class FSDPState(CopyableState):
         """
         hidden: Unit = ()
         for state in self.states:
-            state._hides_outputs = state._hides_outputs and (state._hides_all or state._awaits_hidden())
+            state._hides_outputs = state._hides_outputs and state._awaits_hidden()
             if state._in_backward or state._awaits_finalization:
                 state.end_module_backward(reduces=True)
             else:

@@ -59,6 +59,17 @@ def test_one_on_the_other_is_refused(simulate: FakeWorlds, kind: str) -> None:
     assert not isinstance(replicated, FSDPModule)
 
 
+@pytest.mark.parametrize("below", [False, True])
+def test_what_torchs_own_fully_shard_has_sharded_is_refused(simulate: FakeWorlds, below: bool) -> None:
+    simulate(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.distributed.fsdp.fully_shard(model[0])
+    with pytest.raises(FSDPValueError, match=r"torch's own fully_shard .*FSDPLinear .*import fully_shard"):
+        fully_shard(model if below else model[0])
+    assert not isinstance(model, FSDPModule)
+    fully_shard(model[1])
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("kind", list(REPLICATES))
 def test_replicated_submodules_are_left_alone(kind: str, world_size: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -256,12 +257,17 @@ def grad_transform(model: nn.Module, x: Tensor) -> None:
     torch.func.grad(lambda z: model(z).sum())(x)
 
 
+def tangent(model: nn.Module, x: Tensor) -> None:
+    torch.func.jvp(model, (x,), (x,))
+
+
 def recorded_gradient(model: nn.Module, x: Tensor) -> None:
     slope_of(model, x.requires_grad_())
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("look", [grad_transform, recorded_gradient], ids=lambda look: look.__name__)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+@pytest.mark.parametrize("look", [grad_transform, tangent, recorded_gradient], ids=lambda look: look.__name__)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_a_gradient_of_inputs_before_clipping(reshard_after_forward: Any, look: Any, world_size: int) -> None:
     """For logging: what clips, steps and averages after it finds the sharded parameters and their gradients."""
@@ -279,6 +285,59 @@ def test_a_gradient_of_inputs_before_clipping(reshard_after_forward: Any, look: 
             optimizer.zero_grad()
         expected = {name: parameter.detach() for name, parameter in plain.named_parameters()}
         assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
+
+
+def dual_output(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, along))).tangent
+
+
+def dual_gradient(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
+    """Forward over reverse."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.requires_grad_(), along)
+        (slope,) = torch.autograd.grad(model(dual).sum(), x, create_graph=True)
+        return forward_ad.unpack_dual(slope).tangent
+
+
+def func_jvp(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
+    return torch.func.jvp(model, (x,), (along,))[1]
+
+
+def func_jvp_beside_a_call(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
+    return func_jvp(model, x, along) + model(x)
+
+
+def func_jvp_of_grad(model: nn.Module, x: Tensor, along: Tensor) -> Tensor:
+    return torch.func.jvp(torch.func.grad(lambda each: model(each).sum()), (x,), (along,))[1]
+
+
+@multi_rank(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@pytest.mark.parametrize(
+    "derivative",
+    [dual_output, dual_gradient, func_jvp, func_jvp_beside_a_call, func_jvp_of_grad],
+    ids=lambda each: each.__name__,
+)
+def test_losses_of_directional_derivatives(derivative: Any, reshard_after_forward: Any, world_size: int) -> None:
+    """A graph of its own leads from a tangent to the parameters, past the outputs."""
+    model, plain = shard(build("critic"), reshard_after_forward=reshard_after_forward), build("critic")
+    for step in range(2):
+        for rank in range(world_size):
+            x, along = (inputs(each, rank).detach() for each in (step, step + 5))
+            (derivative(plain, x, along).square().mean() / world_size).backward()
+        x, along = (inputs(each, dist.get_rank()).detach() for each in (step, step + 5))
+        derivative(model, x, along).square().mean().backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        (penalty(model, step, dist.get_rank(), only=False)).backward()
+        for rank in range(world_size):
+            (penalty(plain, step, rank, only=False) / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        model.zero_grad()
+        plain.zero_grad()
 
 
 class Taken:

@@ -185,7 +185,8 @@ def test_strides_are_those_of_the_parameter_if_it_is_dense() -> None:
 def test_meshes_must_be_slices_of_one() -> None:
     with world(dp=2, tp=2) as mesh:
         other = init_device_mesh("cpu", (4,), mesh_dim_names=("other",))
-        with pytest.raises(FSDPValueError, match=r"'x'.*cannot be combined.*slices of one mesh.*mesh\['dp'\]"):
+        message = r"'x'.*cannot be combined.*slices of one mesh.*mesh\['dp'\].*sharded again"
+        with pytest.raises(FSDPValueError, match=message):
             sharding_of(parameter_on(other, Shard(0)), 0, data_parallel(mesh["dp"]), "'x'")
 
 
