@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, MixedPrecisionPolicy, Owned, fully_shard
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
@@ -371,20 +371,28 @@ class _WithExtension(torch.Tensor):
         return torch.Tensor._make_subclass(cls, data)
 
 
+RESIDENCES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "resharded": {"reshard_after_forward": True},
+    **{each: {"strategy": each} for each in ("zero1", "zero2", "zero3", "replicate")},
+    "small": {"replicate_below": 100},
+    "owned": {"shard_placement_fn": lambda parameter: Owned(parameter.dim() - 1)},
+}
+
+
 @multi_rank(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, False, True])
+@pytest.mark.parametrize("residence", list(RESIDENCES))
 @pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize("of", ["module", "sharded"])
-def test_toggled_after_a_forward_without_a_backward(
-    of: str, thaws: bool, reshard_after_forward: bool | None, world_size: int
-) -> None:
+def test_toggled_after_a_forward_without_a_backward(of: str, thaws: bool, residence: str, world_size: int) -> None:
     """As after a validation without no_grad: the root's parameters are unsharded then, or those of all modules."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
     model = copy.deepcopy(plain)
     for each in (plain, model):
         each[0].requires_grad_(not thaws)
-    fully_shard(model, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, **RESIDENCES[residence])
     sharded = list(model[0].parameters())
     x = torch.randn(3, world_size, 2, 7)
     model(x[0][dist.get_rank()])
