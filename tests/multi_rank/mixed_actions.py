@@ -297,7 +297,7 @@ class Events:
         }
         self.world.is_noting = False
         with warnings.catch_warnings():  # torch.func.jvp compiles by torch.jit.script, which torch calls deprecated
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             found = self._each(bodies[event])
         self.world.is_noting = True
         for rank, each in found.items():
