@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -409,8 +409,11 @@ post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def composed(module: torch.nn.Module) -> Container[str]:
-    """The names of the composable functions (``fully_shard``, ``replicate``) that were called on ``module``."""
-    return _get_registry(module) or ()
+    """The names of the composable functions (``fully_shard``, ``replicate``) that were called on ``module`` itself.
+
+    A wrapper that hands on attributes of what it wraps, as torch's for checkpoints does, has none of those.
+    """
+    return module.__dict__.get(REGISTRY_KEY, ())
 
 
 def compose(module: torch.nn.Module, name: str) -> None:

@@ -121,7 +121,6 @@ CHANGES = [
     load_assigned,
     write_in_place,
     write_locals,
-    set_data,
     freeze,
     freeze_some,
     freeze_blocks,
@@ -157,6 +156,21 @@ def test_changes_between_steps(change: Callable[[nn.Module, int], None], compile
             pairs = zip(*(model.named_parameters() for model in models), strict=True)
             for (name, found), (_, expected) in pairs:
                 assert_equal(f"{name} after step {number}", mine(found), mine(expected))
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@WAYS
+def test_setting_data_is_refused(compile: Any) -> None:
+    """As in eager mode, before anything is computed with the former values."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model)
+        called = compile(model, graphs.backend())
+        loss_of(called(batch_of(0, 0))).backward()
+        set_data(model, 0)
+        with pytest.raises(fsdp2.FSDPRuntimeError, match=r"\.data was set on parameter .*parameter\.copy_\(value\)"):
+            called(batch_of(1, 0))
 
 
 @multi_rank(2)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed._composable.replicate import replicate as replicate_with_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPModule, FSDPValueError, auto_shard, fully_shard, unwrap
 from tests.harness import FakeWorlds, Reference, assert_trains_like, multi_rank, tolerance_for
@@ -68,6 +70,17 @@ def test_what_torchs_own_fully_shard_has_sharded_is_refused(simulate: FakeWorlds
         fully_shard(model if below else model[0])
     assert not isinstance(model, FSDPModule)
     fully_shard(model[1])
+
+
+def test_wrappers_have_no_names_of_what_they_wrap(simulate: FakeWorlds) -> None:
+    simulate(2)
+    model = nn.Sequential(checkpoint_wrapper(fully_shard(nn.Linear(4, 4))), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    replicated = nn.Linear(4, 4)
+    replicate("ddp", replicated)
+    fully_shard(nn.Sequential(checkpoint_wrapper(replicated), nn.Linear(4, 4)))
+    assert not isinstance(replicated.weight, DTensor)
 
 
 @multi_rank(2)
