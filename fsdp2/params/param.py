@@ -7,13 +7,14 @@ of buffers beyond the tensor it is given to lie on, and nothing of communication
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
@@ -312,11 +313,27 @@ class FSDPParam:
         mesh, wanted = self.sharding.mesh, list(spec.placements)
         if mesh.spmd_mesh is not None and mesh.dims is not None:  # our own reduction handles the data-parallel dims
             names = spec.mesh.mesh_dim_names
+            summed = 1
             for name in mesh.dims.shard_names + mesh.dims.replicate_names:
-                wanted[names.index(name)] = gradient.placements[names.index(name)]
+                index = names.index(name)
+                wanted[index] = gradient.placements[index]
+                if isinstance(wanted[index], Replicate):
+                    summed *= spec.mesh.size(index)
+            if summed > 1:
+                self._warn_of_sums(summed)
         if tuple(wanted) == tuple(gradient.placements):
             return gradient
         return gradient.redistribute(placements=wanted)
+
+    def _warn_of_sums(self, ranks: int) -> None:
+        warnings.warn(
+            f"The gradient of parameter '{self.path}' arrived as Replicate() over {ranks} data-parallel ranks. It is "
+            "taken as what this rank computed by itself, as with to_local(). If DTensor has summed it over the ranks "
+            f"already, which it does for tanh, sigmoid, softmax and others of a parameter, it is {ranks} times too "
+            "large. Compute with parameter.to_local(grad_placements=[Partial(), ...]), Partial() in each data-parallel "
+            "dim: then nothing is summed before.",
+            stacklevel=2,
+        )
 
     def shard_of(self, whole: torch.Tensor) -> DTensor:
         """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""

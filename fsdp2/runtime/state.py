@@ -432,11 +432,16 @@ class FSDPState(CopyableState):
                         state._rest_in_place()
 
     def _reshards_now(self) -> bool:
-        """Whether the end of this forward frees the unsharded parameters.
-
-        By default the root's are kept for the backward, which needs them first; not if none can come."""
+        """Whether the end of this forward frees the unsharded parameters."""
         if self._hides_outputs or (self.root is not None and self.root.holds_graph):
             return False
+        return self._is_to_reshard()
+
+    def _is_to_reshard(self) -> bool:
+        """Whether it is set so. By default the root's are kept for the backward, which needs them first.
+
+        Not if none can come.
+        """
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward
@@ -455,6 +460,9 @@ class FSDPState(CopyableState):
         It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
         input shows that it was the last one, others may follow it until the next forward.
         """
+        if self._is_to_reshard():
+            for group in self.unit:
+                group.stay_unnoticed()
         self._hides_outputs = True
         call = self._calls[-1]() if self._calls else None
         if call is not None and call.is_awaited and not _torch.makes_tangents():  # their graphs come to no input

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, Owned, fully_shard
+from fsdp2 import MixedPrecisionPolicy, Owned, _torch, fully_shard
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -283,6 +283,8 @@ SCENARIOS: dict[str, Scenario] = {
     "owned_on_neighbours": partial(owned, reshard_after_forward=2),
     "several_reduces_in_flight": partial(reduced_late, max_pending=3),
 }
+if not _torch.can_swap_memory:  # there is no pool
+    SCENARIOS = {name: scenario for name, scenario in SCENARIOS.items() if not name.startswith("pooled")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 MESHES = ("1d_2", "1d_4", "hsdp", "tp", "dims")
@@ -243,7 +245,7 @@ class _Drawing:
             blocks=blocks,
             tied=self._tied(blocks),
             gain=self.chance(0.35),
-            strided=("sum" if self.mesh == "dims" else "conv") if self.chance(0.35) else "no",
+            strided=self._strided() if self.chance(0.35) else "no",
             codes=self.chance(0.35),
             repeated=self.chance(0.2),
             skipped=skipped,
@@ -252,6 +254,12 @@ class _Drawing:
             frozen=frozen,
             checkpoint=checkpoint,
         )
+
+    def _strided(self) -> str:
+        if self.mesh != "dims":
+            return "conv"
+        # Before, autograd's own copy of such a gradient sums it over all ranks (and a warning says so).
+        return "sum" if torch.__version__ >= "2.13" else "no"
 
     def _tied(self, blocks: int) -> str:
         if not self.chance(0.4):

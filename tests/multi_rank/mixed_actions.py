@@ -162,8 +162,8 @@ class Surgery:
         self.kind, self.world, self.evaluate = mix["surgery"], world, evaluate
         self.average: dict[str, Tensor] = {}
 
-    def before_forward(self) -> None:
-        if self.kind == "gradient given":
+    def before_forward(self, number: int) -> None:
+        if self.kind == "gradient given" and number == 0:  # later, gradients of this step may be in flight
             self.world.rest()  # a forward that raised leaves parameters unsharded
             for parameter in self.world.parameters().values():
                 if parameter.grad is None:

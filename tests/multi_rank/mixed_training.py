@@ -260,7 +260,7 @@ class Training:
 
     def _pass(self, step: int, number: int, fails: bool) -> None:
         self._say_which(number)
-        self.surgery.before_forward()
+        self.surgery.before_forward(number)
         self.events.at("before forward", step, number)
         raises = self.events.raises(step, number) if fails else None
         losses, inputs = self._forward(step, number, raises)

@@ -5,6 +5,7 @@ One model has them all, trained beside the plain one with everything that change
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +18,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, MixedPrecisionPolicy, Owned, fully_shard
+from fsdp2 import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPNotImplementedError,
+    MixedPrecisionPolicy,
+    Owned,
+    fully_shard,
+)
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
@@ -440,3 +448,37 @@ def test_complex_parameters_stay_complex(
     expected = {"turn": plain.turn.grad}
     found = {"turn": model.turn.grad}
     assert_sharded_same("gradients", found, expected, tolerance=SUM_ORDER)
+
+
+class Gated(nn.Module):
+    """``how``: the gate is computed by an operator of DTensor's, or of plain tensors."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.gate = nn.Parameter(torch.linspace(-1, 1, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "dtensor" or not isinstance(self.gate, DTensor):
+            return x * torch.sigmoid(self.gate)
+        placements = {"summed": [Partial()], "own": None}[self.how]
+        gate = self.gate.to_local(grad_placements=placements)
+        return DTensor.from_local(x.to_local() * torch.sigmoid(gate), x.device_mesh, x.placements)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["dtensor", "summed", "own"])
+def test_gradients_that_dtensor_may_have_summed(how: str, world_size: int) -> None:
+    """With ``dp_mesh_dims``: Replicate() can mean both, so it is said."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    plain, model = Gated(how), distribute_module(Gated(how), mesh)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    x = torch.randn(world_size, 3, 7, generator=torch.Generator().manual_seed(0))
+    inputs = DTensor.from_local(x[dist.get_rank()], mesh, [Shard(0)], run_check=False)
+    loss = model(inputs).to_local().square().mean()
+    warned = pytest.warns(UserWarning, match=r"'gate'.*over 2 data-parallel ranks.*2 times too large.*grad_placements")
+    with contextlib.nullcontext() if how == "summed" else warned:
+        loss.backward()
+    plain(x).square().mean().backward()
+    expected = {"gate": plain.gate.grad * (world_size if how == "dtensor" else 1)}  # as with torch's fully_shard
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)

@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -458,3 +458,40 @@ class Keeping(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         self.kept = self.inner(torch.tanh(self.first(x)))
+
+
+class KeepingAndFailing(Keeping):
+    fails = False
+
+    def forward(self, x: Tensor) -> None:
+        super().forward(x)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False, 2])
+def test_one_rank_raises_late_in_a_forward_that_hides_its_output(reshard_after_forward: Any, world_size: int) -> None:
+    """All ranks drop the batch. The others hold unsharded parameters for a backward; all gather the same next."""
+    torch.manual_seed(0)
+    model, plain = KeepingAndFailing(), Keeping()
+    plain.load_state_dict(model.state_dict())
+    fully_shard(model.inner, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, reshard_after_forward=reshard_after_forward)
+    x = torch.randn(5, world_size, 3, 4)
+    for step, dropped in enumerate((False, True, True, False, False)):
+        model.fails = dropped and dist.get_rank() == 0
+        try:
+            model(x[step, dist.get_rank()])
+        except ZeroDivisionError:
+            assert model.fails
+        model.zero_grad()
+        if dropped:
+            continue
+        model.kept.square().mean().backward()
+        plain.zero_grad()
+        for rows in x[step]:
+            plain(rows)
+            (plain.kept.square().mean() / world_size).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
