@@ -26,6 +26,8 @@ MAX_NORM = 0.1
 Evaluate = Callable[[str], None]
 
 
+ON_PARAMETERS = ("parameter", "post accumulate", "multi all", "multi any")
+
 class Hooks:
     """Those of a program, on all models of its world: they note what they see, and change it."""
 
@@ -38,7 +40,7 @@ class Hooks:
                 self._on_module(rank, self._module(model))
         if kind == "global":
             self._on_all_modules()
-        elif kind in ("parameter", "post accumulate", "multi all", "multi any"):
+        elif kind in ON_PARAMETERS:
             self._on_parameters()
 
     def remove(self) -> None:
@@ -295,7 +297,7 @@ class Events:
             "func.vmap": lambda function, x: torch.func.vmap(function)(x),
             "func.jvp": lambda function, x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1],
         }
-        self.world.is_noting = False
+        self.world.is_noting = self.mix["hooks"] in ON_PARAMETERS  # an earlier backward's gradients may arrive in it
         with warnings.catch_warnings():  # torch.func.jvp compiles by torch.jit.script, which torch calls deprecated
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
             found = self._each(bodies[event])
