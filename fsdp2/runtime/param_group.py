@@ -71,7 +71,7 @@ class FSDPParamGroup:
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
-        self._stays_unnoticed = False  # unsharded for a backward that nothing announces; else it would have resharded
+        self._left_to_do: bool | None = None  # see `leave_later`
         self._by_hand = False
         self._take_sharded()
         self._gathered_version: int | None = 0
@@ -318,8 +318,8 @@ class FSDPParamGroup:
                 self._enter(ParamPhase.UNSHARDED)
                 return
             self._free_unsharded()
-        if self._stays_unnoticed and not for_backward and self._phase is ParamPhase.UNSHARDED and not self.users:
-            self.reshard_after_forward(True)  # as on a rank where an exception came, which has not seen the outputs
+        if self._left_to_do is not None and not for_backward and not self.users:
+            self.reshard_after_forward(self._left_to_do)
         if self._phase is not ParamPhase.SHARDED:
             is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._swaps.are_toggled()
             if for_backward or not (is_toggled or self.is_stale()):
@@ -419,7 +419,7 @@ class FSDPParamGroup:
 
     def reshard_after_forward(self, awaits_backward: bool) -> None:
         """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
-        self._stays_unnoticed = False
+        self._left_to_do = None
         post_forward = self.storage.post_forward if awaits_backward else None
         if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
@@ -429,12 +429,12 @@ class FSDPParamGroup:
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
         self._free_unsharded()
 
-    def stay_unnoticed(self) -> None:
-        """Forward has ended, and would have resharded, but for a backward that begins unnoticed and reads the values.
+    def leave_later(self, awaits_backward: bool) -> None:
+        """Do what `reshard_after_forward` does when the next forward comes: a backward may begin before, unnoticed.
 
-        The next forward gathers what it gathers on a rank where an exception kept this one from its end.
+        A rank on which an exception came before the outputs were seen has done it already, and gathers then.
         """
-        self._stays_unnoticed = True
+        self._left_to_do = awaits_backward
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
@@ -448,7 +448,7 @@ class FSDPParamGroup:
             if self._rests_in_place:
                 self._free_unsharded()
             return
-        self._stays_unnoticed = False
+        self._left_to_do = None
         assert self.comm is not None, "resharding follows unsharding"
         if self._ticket is not None and not self._issuing:
             self._finish_all_gather()

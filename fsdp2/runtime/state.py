@@ -423,6 +423,9 @@ class FSDPState(CopyableState):
                 for group in self.unit:
                     if not group.users:
                         group.reshard_after_forward(awaits_backward)
+        elif self._hides_outputs and self._is_to_reshard():
+            for group in self.unit:
+                group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
             self._end_rounds()
             root.end_forward()
@@ -460,9 +463,6 @@ class FSDPState(CopyableState):
         It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
         input shows that it was the last one, others may follow it until the next forward.
         """
-        if self._is_to_reshard():
-            for group in self.unit:
-                group.stay_unnoticed()
         self._hides_outputs = True
         call = self._calls[-1]() if self._calls else None
         if call is not None and call.is_awaited and not _torch.makes_tangents():  # their graphs come to no input
