@@ -259,6 +259,7 @@ def run(*arguments: str, folder: Path, **variables: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.full  # 7 s
 def test_pipelining_imported_later(tmp_path: Path) -> None:
     done = run("-c", LATER, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
@@ -313,9 +314,9 @@ def installed(tmp_path: Path) -> tuple[Path, str]:
     ("arguments", "switch", "printed"),
     [
         (["-m", "fsdp2.compat", "program.py"], "0", OURS),
-        (["program.py"], "1", OURS),
+        pytest.param(["program.py"], "1", OURS, marks=pytest.mark.full),  # 5 s
         (["program.py", "--here"], "1", OURS),
-        (["program.py"], "0", TORCHS),
+        pytest.param(["program.py"], "0", TORCHS, marks=pytest.mark.full),  # 5 s
     ],
     ids=["the command, spawned", "switched on, spawned", "switched on", "switched off, spawned"],
 )
