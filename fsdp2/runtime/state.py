@@ -383,7 +383,7 @@ class FSDPState(CopyableState):
 
     def _leave_as_set(self) -> None:
         """The end of a forward frees the unsharded parameters, or does not."""
-        if self._reshards_now():
+        if self._reshards_now(hides=self._hides_outputs):
             for group in self.unit:
                 if not group.users:
                     group.reshard_after_forward(torch.is_grad_enabled())
@@ -410,20 +410,21 @@ class FSDPState(CopyableState):
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
         if awaits_backward:
-            is_seen = before_backward_of_outputs(self._pre_backward, outputs) and not _torch.makes_tangents()
-            if not is_seen and self._expects_backward():
+            is_seen = before_backward_of_outputs(self._pre_backward, outputs)
+            if (not is_seen or _torch.forward_ad._current_level >= 0) and self._expects_backward():
                 self._stay_for_backward(root)
         self._to_run.discard(module)
         for group in self._shared:
             group.users.discard(self)
-        if not self._to_run and self.unit and self._reshards_now() and not self._shows_parameters(outputs):
+        hides = self._hides_outputs
+        if not self._to_run and self.unit and self._reshards_now(hides=hides) and not self._shows_parameters(outputs):
             if recompute:
                 root.keep(self.unit)
             else:
                 for group in self.unit:
                     if not group.users:
                         group.reshard_after_forward(awaits_backward)
-        elif self._hides_outputs and self._is_to_reshard():
+        elif hides and self._reshards_now(hides=False):
             for group in self.unit:
                 group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
@@ -434,17 +435,13 @@ class FSDPState(CopyableState):
                     if state._hides_all:
                         state._rest_in_place()
 
-    def _reshards_now(self) -> bool:
-        """Whether the end of this forward frees the unsharded parameters."""
-        if self._hides_outputs or (self.root is not None and self.root.holds_graph):
-            return False
-        return self._is_to_reshard()
+    def _reshards_now(self, *, hides: bool) -> bool:
+        """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` what a backward begins at.
 
-    def _is_to_reshard(self) -> bool:
-        """Whether it is set so. By default the root's are kept for the backward, which needs them first.
-
-        Not if none can come.
+        By default the root's are kept for the backward, which needs them first; not if none can come.
         """
+        if hides or (self.root is not None and self.root.holds_graph):
+            return False
         if self.reshard_after_forward is None:
             return not self.is_root or not torch.is_grad_enabled()
         return self.reshard_after_forward

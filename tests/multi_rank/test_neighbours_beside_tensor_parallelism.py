@@ -108,8 +108,9 @@ def test_on_a_named_dim_of_an_spmd_mesh() -> None:
     shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), reshard_after_forward=2)
     rank = mesh.get_local_rank("dp")
     plain = build()
-    inputs = [DTensor.from_local(data(0, each), mesh, [Replicate(), Replicate()], run_check=False) for each in range(4)]
-    model(inputs[rank]).full_tensor().square().mean().backward()
+    own = [Shard(0), Replicate()]
+    x = DTensor.from_local(data(0, rank), mesh, own, run_check=False)
+    model(x).redistribute(placements=own).to_local().square().mean().backward()
     for each in range(4):
         (plain(data(0, each)).square().mean() / 4).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
@@ -151,7 +152,7 @@ def test_a_dim_flattened_from_the_whole_mesh() -> None:
     shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")), reshard_after_forward=2)
     rank = dist.get_rank()
     plain = build()
-    x = DTensor.from_local(data(0, rank), mesh, [Replicate(), Replicate()], run_check=False)
+    x = DTensor.from_local(data(0, rank), mesh, [Shard(0), Shard(0)], run_check=False)
     model(x).to_local().square().mean().backward()
     for each in range(4):
         (plain(data(0, each)).square().mean() / 4).backward()

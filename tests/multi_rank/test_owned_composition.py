@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp2
@@ -133,7 +133,7 @@ def test_replicated_in_the_other_dim_of_the_mesh() -> None:
     assert (owner_of(weight), weight.placements[1]) == (1, Replicate())
     for step in range(2):
         batch = NET.batch(0, step, mesh.get_local_rank("dp"))
-        tokens = DTensor.from_local(batch.inputs, mesh, [Replicate(), Replicate()])
+        tokens = DTensor.from_local(batch.inputs, mesh, [Shard(0), Replicate()])
         logits = model(tokens)
         loss = NET.loss_of(logits.to_local(), batch.targets)
         loss.backward()
