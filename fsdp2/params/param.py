@@ -328,10 +328,10 @@ class FSDPParam:
     def _warn_of_sums(self, ranks: int) -> None:
         warnings.warn(
             f"The gradient of parameter '{self.path}' arrived as Replicate() over {ranks} data-parallel ranks. It is "
-            "taken as what this rank computed by itself, as with to_local() or inputs that are Replicate() too. If DTensor "
-            "has summed it over the ranks already, which it does for tanh, sigmoid, softmax and others of a parameter, it "
-            f"is {ranks} times too large. Compute with parameter.to_local(grad_placements=[Partial(), ...]), Partial() in "
-            "each data-parallel dim: then nothing is summed before.",
+            "taken as what this rank computed by itself, as with to_local() or inputs that are Replicate() too. If "
+            "DTensor has summed it over the ranks already, which it does for tanh, sigmoid, softmax and others of a "
+            f"parameter, it is {ranks} times too large. Compute with parameter.to_local(grad_placements=[Partial(), "
+            "...]), Partial() in each data-parallel dim: then nothing is summed before.",
             stacklevel=2,
         )
 
