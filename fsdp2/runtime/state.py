@@ -436,7 +436,7 @@ class FSDPState(CopyableState):
                         state._rest_in_place()
 
     def _reshards_now(self, *, hides: bool) -> bool:
-        """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` what a backward begins at.
+        """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` where a backward begins.
 
         By default the root's are kept for the backward, which needs them first; not if none can come.
         """
