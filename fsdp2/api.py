@@ -335,8 +335,10 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
         if module in managed or state_of(module) is not None or _is_replicated(module):
             return
         if "fully_shard" in _torch.composed(module):
+            path = module_paths(modules)[module]
+            where = f"'{path}', a" if path else "this"
             raise FSDPValueError(
-                f"torch's own fully_shard was called on a {type(module).__name__} here, which cannot be part of what "
+                f"torch's own fully_shard was called on {where} {type(module).__name__}, which cannot be part of what "
                 "fsdp2 shards: import fully_shard from fsdp2 wherever it is called, or start the program by "
                 "python -m fsdp2.compat."
             )

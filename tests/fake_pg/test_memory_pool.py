@@ -21,12 +21,10 @@ from fsdp2.params.memory import SLACK, MemoryPool
 from tests.harness import fake_world
 from tests.harness.happens_before import EventRecord, Operation, StreamWait
 from tests.harness.internals import allocated_bytes, groups_of, unsharded_bytes
+from tests.harness.pooling import needs_pool
 from tests.harness.recording import COMPUTE, recording
 from tests.harness.recording_training import Training
 
-needs_swap = pytest.mark.skipif(
-    not fsdp2._torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on"
-)
 POLICIES = {
     "full": MixedPrecisionPolicy(),
     "half": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -128,7 +126,7 @@ def resized() -> Iterator[list[int]]:
         yield sizes
 
 
-@needs_swap
+@needs_pool
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
@@ -151,7 +149,7 @@ def test_a_steady_state_step_allocates_nothing_and_addresses_repeat(
         assert len(traces[0]) >= 2 * 5
 
 
-@needs_swap
+@needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_off_again_nothing_is_kept(width: int) -> None:
     with fake_world(4):
@@ -167,7 +165,7 @@ def test_off_again_nothing_is_kept(width: int) -> None:
         assert not any(map(allocated_bytes, groups_of(model)))
 
 
-@needs_swap
+@needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_it_keeps_what_a_step_has_in_use(width: int) -> None:
     """With blocks alike: the unsharded parameters of three groups, and staging; not of all groups."""
@@ -181,7 +179,7 @@ def test_it_keeps_what_a_step_has_in_use(width: int) -> None:
         assert root + 2 * block <= pool_of(model).idle_bytes <= 1.2 * (root + 2 * block + sharded + staging)
 
 
-@needs_swap
+@needs_pool
 def test_what_was_unsharded_by_hand_is_not_kept_for_long() -> None:
     width = WIDTHS["direct"]
     with fake_world(4):
@@ -215,7 +213,7 @@ class Widening(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=1)
 
 
-@needs_swap
+@needs_pool
 def test_many_groups_of_different_sizes_stay_within_the_limit() -> None:
     with fake_world(4):
         model = Widening()
@@ -231,7 +229,7 @@ def test_many_groups_of_different_sizes_stay_within_the_limit() -> None:
         assert pool.idle_bytes + pool.used_bytes < sum(map(unsharded_bytes, groups_of(model)))
 
 
-@needs_swap
+@needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_a_stale_tensor_never_lies_on_the_memory_of_another_layer(width: int) -> None:
     with fake_world(4):
@@ -252,7 +250,7 @@ def test_a_stale_tensor_never_lies_on_the_memory_of_another_layer(width: int) ->
         model[0].reshard()
 
 
-@needs_swap
+@needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_an_exception_costs_no_memory(width: int, when: str) -> None:
@@ -284,7 +282,7 @@ def test_an_exception_costs_no_memory(width: int, when: str) -> None:
         assert pool_of(model).allocations == before
 
 
-@needs_swap
+@needs_pool
 def test_kept_gradients_do_not_change() -> None:
     with fake_world(4):
         model = pooled(16)
@@ -301,7 +299,7 @@ def test_kept_gradients_do_not_change() -> None:
         assert all((tensor == 5).all() for tensor in kept)
 
 
-@needs_swap
+@needs_pool
 def test_figures_count_what_is_kept() -> None:
     """Peaks are those without a pool, where a step's largest needs come together; between steps it is live."""
     figures = []
@@ -318,7 +316,7 @@ def test_figures_count_what_is_kept() -> None:
     assert off.backward_over <= on.backward_over <= off.backward_over + block
 
 
-@needs_swap
+@needs_pool
 def test_in_a_captured_step_every_stream_comes_back_to_compute() -> None:
     """As capturing a graph asks for; and nothing is allocated or freed."""
     with fake_world(4), recording() as recorder:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import os
 
+import pytest
+
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import Device, FSDPCommContext
+
+needs_pool = pytest.mark.skipif(not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on")
 
 
 def pool_if_asked() -> None:

@@ -15,6 +15,9 @@ import torch
 
 T = TypeVar("T")
 
+SUMS_COPIES = torch.__version__ < "2.13"
+"""DTensor sums a gradient over all ranks when autograd copies it, as it does for parameters of other strides."""
+
 MESHES = ("1d_2", "1d_4", "hsdp", "tp", "dims")
 RANKS = {"1d_2": 2, "1d_4": 4, "hsdp": 4, "tp": 4, "dims": 4}
 STEPS = 3
@@ -258,8 +261,7 @@ class _Drawing:
     def _strided(self) -> str:
         if self.mesh != "dims":
             return "conv"
-        # Before, autograd's own copy of such a gradient sums it over all ranks (and a warning says so).
-        return "sum" if torch.__version__ >= "2.13" else "no"
+        return "no" if SUMS_COPIES else "sum"
 
     def _tied(self, blocks: int) -> str:
         if not self.chance(0.4):

@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-import torch
-
-from tests.multi_rank.drawing import MESHES, RANKS, Program, draw, sharers
+from tests.multi_rank.drawing import MESHES, RANKS, SUMS_COPIES, Program, draw, sharers
 
 Pair = tuple[str, str]
 
-OLD_DTENSOR = torch.__version__ < "2.13"
 INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
     ("refused *", "*", "nothing is trained"),
     ("accumulation: mixed", "mesh: 1d_*", "no all-reduce to put off"),
@@ -51,7 +48,7 @@ INCOMPATIBLE: tuple[tuple[str, str, str], ...] = (
     ("unwrap", "zero_grad: zeros", "the same"),
     ("unwrap", "zero_grad: module_zeros", "the same"),
     ("ignored", "mesh: dims *", "it would be no DTensor, and meet DTensors"),
-    *([("strides", "mesh: dims *", "autograd's copy of the gradient is summed over ranks")] if OLD_DTENSOR else []),
+    *([("strides", "mesh: dims *", "autograd's copy of the gradient is summed over ranks")] if SUMS_COPIES else []),
     ("mesh: tp", "tied: blocks", "`parallelize_module` unties what it cuts; their norms are tied instead"),
     ("tied: norms", "mesh: [!t]*", "see above: other meshes tie more"),
     ("tied: norms", "uneven", "of the mesh tp"),

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 MAX_NORM = 0.1
 
+ON_PARAMETERS = ("parameter", "post accumulate", "multi all", "multi any")
+"""Hooks of parameters, which no transform of `torch.func` calls."""
+
 Evaluate = Callable[[str], None]
 
-
-ON_PARAMETERS = ("parameter", "post accumulate", "multi all", "multi any")
 
 class Hooks:
     """Those of a program, on all models of its world: they note what they see, and change it."""

@@ -10,16 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, _torch, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import assert_sharded_same, gradients_of
 from tests.harness.internals import groups_of
+from tests.harness.pooling import needs_pool
 
 WIDTH = 512  # a matrix of 1 MiB in fp32, which travels by itself
-
-NEEDS_POOL = pytest.mark.skipif(
-    not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on"
-)
 
 
 class Block(nn.Module):
@@ -74,7 +71,7 @@ def expected_gradients(plain: Model, step: int, world_size: int) -> dict[str, Te
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("pooled", [False, pytest.param(True, marks=NEEDS_POOL)])
+@pytest.mark.parametrize("pooled", [False, pytest.param(True, marks=needs_pool)])
 def test_bitwise_as_the_sum_of_casts(pooled: bool, world_size: int) -> None:
     model: Any = build()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -18,18 +18,14 @@ from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, tolerance_for
 from tests.harness.internals import groups_of
 from tests.harness.models import MODEL_CASES, TRANSFORMER, Batch, ModelCase
+from tests.harness.pooling import needs_pool
 from tests.harness.training import assert_trains_like
 
 POOLED = pytest.mark.parametrize(
     "pooled",
     [
         False,
-        pytest.param(
-            True,
-            marks=pytest.mark.skipif(
-                not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on"
-            ),
-        ),
+        pytest.param(True, marks=needs_pool),
     ],
     ids=["off", "pooled"],
 )

@@ -68,9 +68,7 @@ def test_replacement_that_cannot_be_adopted(replacement: Callable[[DTensor], obj
     before = model[0].weight
     model[0].weight = replacement(before)
     expected = CANNOT_BE_ADOPTED[replacement]
-    with pytest.raises(
-        FSDPRuntimeError, match=rf"'0\.weight'.*replaced.*{expected}"
-    ):
+    with pytest.raises(FSDPRuntimeError, match=rf"'0\.weight'.*replaced.*{expected}"):
         model(INPUTS)
     model[0].weight = before
     train(model, steps=1)
