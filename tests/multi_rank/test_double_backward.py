@@ -85,7 +85,7 @@ def check(model: Any, kind: str, world_size: int, *, only: bool, steps: int = 3)
     assert_sharded_same("parameters", parameters_of(model), expected, tolerance=SUM_ORDER)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # full: 5 s
 @pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
 @pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])

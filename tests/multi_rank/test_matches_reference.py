@@ -29,7 +29,7 @@ def test_training_equals_the_reference(case: ModelCase, world_size: int) -> None
     )
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # full: 6 s
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 def test_resharding_or_not_is_bitwise_equal(case: ModelCase, reshard_after_forward: bool, world_size: int) -> None:
@@ -43,7 +43,7 @@ def test_resharding_or_not_is_bitwise_equal(case: ModelCase, reshard_after_forwa
     )
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # full: 12 s
 @pytest.mark.parametrize("accumulation", list(Accumulation), ids=lambda each: each.name)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, FROZEN, PARTLY_USED], ids=str)
 def test_three_microbatches(case: ModelCase, accumulation: Accumulation, world_size: int) -> None:
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_none_stays_none(world_size: int) -> None:
     train_custom(case, world_size, lambda model, step, rank: loss_on(case, model, step, rank), steps=3)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # full: 5 s
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, CONV, TIED], ids=str)
 def test_two_forwards_before_one_backward(case: ModelCase, world_size: int) -> None:
     train_custom(

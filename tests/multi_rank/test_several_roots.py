@@ -135,7 +135,7 @@ SETTINGS: dict[str, Callable[[int], dict[str, object]]] = {
 }
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=[4])  # full: 10 s
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_backward_is_right(program: str, settings: str, world_size: int) -> None:
