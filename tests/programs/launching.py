@@ -11,9 +11,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def command(program: str, *arguments: str, ranks: int) -> list[str]:
-    """The command line that starts ``examples/<program>`` on ``ranks`` processes."""
+    """The command line that starts ``examples/<program>``, or a module (``-m name``), on ``ranks`` processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(EXAMPLES / program), *arguments]
+    return [*launcher, *([program] if program == "-m" else [str(EXAMPLES / program)]), *arguments]
 
 
 def output_of(program: str, *arguments: str, ranks: int) -> str:
