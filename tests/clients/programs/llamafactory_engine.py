@@ -44,6 +44,17 @@ def make_sharded(options: argparse.Namespace, configuration: Any) -> Any:
     return HUB(adapted(model) if options.lora else model, configuration, bf16=options.bf16)
 
 
+def restore_frequencies(model: Any, reference: Any) -> None:
+    """Give ``model`` the buffers that no state dict has.
+
+    The engine leaves them uninitialized in its mode ``rank0``: it restores them after `to_empty` on meta only. Losses
+    then depend on what the memory held before, with any implementation.
+    """
+    for module, like in zip(model.modules(), reference.modules(), strict=True):
+        for name in module._non_persistent_buffers_set:
+            getattr(module, name).copy_(getattr(like, name))
+
+
 def adapted(model: Any) -> Any:
     """With adapters, whose second factors are not zero."""
     torch.manual_seed(1)
@@ -98,6 +109,8 @@ def main() -> None:
     if options.lora:
         reference = adapted(reference)
     model = make_sharded(options, configuration)
+    if options.mode == "rank0":
+        restore_frequencies(model, reference)
     optimizer = make_optimizer(model)
     report = Report(implementation(model))
     generator = torch.Generator().manual_seed(1)
