@@ -235,7 +235,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) -> tuple[bool | None, int | None]:
     """Whether to reshard after forward, and to how many ranks if not to all."""
-    if mesh.group is None:  # nothing is sharded: gathering again would only copy
+    if mesh.shard_group is None:  # nothing is sharded: gathering again would only copy
         return False if reshard_after_forward is None else bool(reshard_after_forward), None
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward, None
@@ -244,7 +244,7 @@ def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) ->
             "reshard_after_forward must be None, a bool, or the number of ranks to reshard to, got "
             f"{reshard_after_forward!r}."
         )
-    size = mesh.world_size
+    size = mesh.shard_size
     if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
         raise FSDPValueError(
             f"reshard_after_forward={reshard_after_forward} must divide the {size} ranks that are sharded over; a "
@@ -266,14 +266,14 @@ def _requested_sharding(
     sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
     data = local_data(parameter)
     if is_extended(data):
-        check_extension(data, sharding.cut, sharding.mesh.world_size, where)
+        check_extension(data, sharding.cut, sharding.mesh.shard_size, where)
     return sharding
 
 
 def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
-    if sharding.mesh.world_size % size:
+    if sharding.mesh.shard_size % size:
         raise FSDPValueError(
-            f"reshard_after_forward={size} must divide the {sharding.mesh.world_size} ranks that parameter '{fqn}' of "
+            f"reshard_after_forward={size} must divide the {sharding.mesh.shard_size} ranks that parameter '{fqn}' of "
             f"{name} is sharded over."
         )
 
@@ -425,7 +425,7 @@ def _shard(
         for freshness, params in by_mesh.values()
     )
     for group in unit:
-        if neighbours is not None and neighbours < group.mesh.world_size:
+        if neighbours is not None and neighbours < group.mesh.shard_size:
             group.storage.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
     return unit
 

@@ -43,19 +43,19 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
 
     Collective: all ranks of ``mesh`` must call it, with parts of the same tensors.
     """
-    if is_alone(mesh.group):
+    if is_alone(mesh.shard_group):
         return [part.local.clone() for part in parts]
-    shapes = [part.padded_shape(mesh.world_size) for part in parts]
-    offsets, end = _offsets(parts, shapes, mesh.world_size)
+    shapes = [part.padded_shape(mesh.shard_size) for part in parts]
+    offsets, end = _offsets(parts, shapes, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
     for part, shape, offset in zip(parts, shapes, offsets, strict=True):
         dim, owner = part.cut.dim, part.cut.owner
-        if owner is None or owner == mesh.rank:
+        if owner is None or owner == mesh.shard_rank:
             slot = _slot(sent, offset, shape, part.local.dtype)
             (slot if dim is None else slot.narrow(dim, 0, part.local.shape[dim])).copy_(part.local)
-    received = sent.new_empty(mesh.world_size * end)
-    collectives.all_gather([(received, sent)], mesh.group, None)
-    of_ranks = received.view(mesh.world_size, end).unbind()
+    received = sent.new_empty(mesh.shard_size * end)
+    collectives.all_gather([(received, sent)], mesh.shard_group, None)
+    of_ranks = received.view(mesh.shard_size, end).unbind()
     wholes = []
     for part, shape, offset in zip(parts, shapes, offsets, strict=True):
         cut = part.cut

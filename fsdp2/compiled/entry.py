@@ -211,7 +211,7 @@ def _spec_of(group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpe
         )
     mesh = group.mesh
     return GroupSpec(
-        Ranks.of(mesh.group),
+        Ranks.of(mesh.shard_group),
         Ranks.of(reducer.group),
         Ranks.of(mesh.replicate_group),
         gathers,

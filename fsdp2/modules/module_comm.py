@@ -128,12 +128,12 @@ class CommunicationSettings:
         """One more process group for each set of ranks."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups:
-            if not enable or group.mesh.group is None:
+            if not enable or group.mesh.shard_group is None:
                 group.reducer.scatter_group = None
             elif group.reducer.scatter_group is None:
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.group))
+                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
                 if ranks not in made:
-                    made[ranks] = new_group_like(group.mesh.group)
+                    made[ranks] = new_group_like(group.mesh.shard_group)
                 group.reducer.scatter_group = made[ranks]
             group.settings_changed()
 
@@ -141,7 +141,7 @@ class CommunicationSettings:
         """Buffers from the process group's allocator."""
         self._refuse_custom("set_allocate_memory_from_process_group_for_comm")
         for group in self._groups:
-            process_group = group.mesh.group
+            process_group = group.mesh.shard_group
             if process_group is not None:
                 scatter = group.reducer.scatter_group or process_group
                 group.set_custom_all_gather(AllGatherInMemory(GroupMemory(process_group)) if enable else None)
@@ -153,7 +153,7 @@ class CommunicationSettings:
             raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
         self._refuse_custom("set_symm_mem_for_comm")
         for group in self._groups:
-            process_group = group.mesh.group
+            process_group = group.mesh.shard_group
             if process_group is not None:
                 group.set_custom_all_gather(AllGatherInMemory(SymmetricMemory(process_group, backend)))
                 if group.reducer.only_sums:

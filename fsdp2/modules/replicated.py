@@ -62,7 +62,7 @@ def is_small(parameter: nn.Parameter, replicate_below: int) -> bool:
 def _bucket(state: FSDPState) -> FSDPParamGroup | None:
     if state.wrapping.replicate_below:
         for group in state.unit:
-            if group.mesh.group is None:
+            if group.mesh.shard_group is None:
                 return group
     return None
 
@@ -78,7 +78,7 @@ def absorb(modules: Sequence[nn.Module], unit: Unit, wrapping: Wrapping, name: s
     """
     if not wrapping.replicate_below:
         return unit, []
-    own = [group for group in unit if group.mesh.group is None]
+    own = [group for group in unit if group.mesh.shard_group is None]
     ranks = own[0].mesh.key if own else None
     below: list[tuple[FSDPState, FSDPParamGroup]] = []
     for state in states_below_all(modules):

@@ -137,7 +137,7 @@ def _refuse_group(group: FSDPParamGroup) -> None:
         for param in group.params
     ]
     text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines])
-    difference = collectives.disagreement(fingerprint(text), text, group.mesh.group, group.mesh.device)
+    difference = collectives.disagreement(fingerprint(text), text, group.mesh.shard_group, group.mesh.device)
     if difference is not None:
         raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
 

@@ -129,10 +129,10 @@ class _Staged:
             offset += nbytes
         dtypes = {tensor.dtype for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        world_size, numel = mesh.world_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
+        world_size, numel = mesh.shard_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
         if custom is not None:
             staging = custom.allocate((world_size * numel,), dtype=dtype, device=mesh.device)
-            send = staging[mesh.rank * numel : (mesh.rank + 1) * numel]
+            send = staging[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         else:
             staging = torch.empty(world_size * numel, dtype=dtype, device=mesh.device)
             send = torch.empty(numel, dtype=dtype, device=mesh.device)
@@ -177,7 +177,7 @@ class ExtensionGather:
         self._staged: _Staged | None = None
         for each in self._extended:
             where = f"parameter '{each.param.path}'"
-            check_extension(each.param.local, each.param.sharding.cut, mesh.world_size, where)
+            check_extension(each.param.local, each.param.sharding.cut, mesh.shard_size, where)
             release = getattr(each.param.local, _RELEASES, None)
             each.releases = bool(release()) if release is not None else False
 
@@ -227,7 +227,7 @@ class ExtensionGather:
         """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
         cut, dim = param.sharding.cut, _cut_dim(param)
         shape = list(param.shape)
-        shape[dim] = cut.rows(self._mesh.world_size)
+        shape[dim] = cut.rows(self._mesh.shard_size)
         values = torch.zeros(shape, dtype=param.param_dtype, device=self._mesh.device)
         if param.local.numel():
             values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
@@ -248,7 +248,7 @@ class ExtensionGather:
             each.sizes, each.dtypes = now, dtypes
 
     def _refuse_disagreement(self, inputs: list[list[torch.Tensor]]) -> None:
-        group = self._mesh.group
+        group = self._mesh.shard_group
         if group is None or group.size() == 1:
             return
         for each, tensors in zip(self._extended, inputs, strict=True):
@@ -296,10 +296,10 @@ class ExtensionGather:
 
     def _keep_rests(self, each: _Extended, neighbours: DataParallelMesh) -> None:
         if not each.rests:
-            each.rests = [Resizable(alias.new_empty(alias.numel() // neighbours.world_size)) for alias in each.aliases]
+            each.rests = [Resizable(alias.new_empty(alias.numel() // neighbours.shard_size)) for alias in each.aliases]
         for rest, alias in zip(each.rests, each.aliases, strict=True):
             rest.allocate()
-            rest.flat.copy_(alias.view(neighbours.world_size, -1)[neighbours.rank])
+            rest.flat.copy_(alias.view(neighbours.shard_size, -1)[neighbours.shard_rank])
         each.rest_metadata = each.metadata
 
     def free_rests(self) -> None:
@@ -313,7 +313,7 @@ class ExtensionGather:
         if not each.outputs:
             assert each.sizes is not None, "inputs were asked for"
             for size, dtype in zip(each.sizes, each.dtypes, strict=True):
-                numel = self._mesh.world_size * size.numel()
+                numel = self._mesh.shard_size * size.numel()
                 output = torch.empty(numel, dtype=dtype, device=self._mesh.device)
                 each.outputs.append(Resizable(output))
                 # Through an alias, whose writes do not count as changes of what lies on the output.
@@ -324,7 +324,7 @@ class ExtensionGather:
     def _make_unsharded(self, each: _Extended, metadata: Any) -> None:
         param, local = each.param, each.param.local
         assert each.sizes is not None, "inputs were asked for"
-        dim, world_size = _cut_dim(param), self._mesh.world_size
+        dim, world_size = _cut_dim(param), self._mesh.shard_size
         outputs = tuple(
             output.flat.view(*size[:dim], world_size * size[dim], *size[dim + 1 :])
             for output, size in zip(each.outputs, each.sizes, strict=True)

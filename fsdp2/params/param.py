@@ -341,7 +341,7 @@ class FSDPParam:
         if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
-        local = local_shard(whole, cut, cut.rows(mesh.world_size), mesh.rank).to(self.local.device).clone()
+        local = local_shard(whole, cut, cut.rows(mesh.shard_size), mesh.shard_rank).to(self.local.device).clone()
         return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
@@ -439,9 +439,9 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
         assert cut.dim is not None, "a subclass without dims is refused"
-        local = _padded_shard(data, cut, mesh.world_size, mesh.rank)
+        local = _padded_shard(data, cut, mesh.shard_size, mesh.shard_rank)
     else:
-        local = local_shard(data, cut, cut.rows(mesh.world_size), mesh.rank)
+        local = local_shard(data, cut, cut.rows(mesh.shard_size), mesh.shard_rank)
         stride = cut.stride(local.shape)
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)

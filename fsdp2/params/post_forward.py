@@ -43,14 +43,14 @@ class PostForward:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
-            layout = each.layout.over(self.mesh.world_size, each.param_dtype.itemsize)
+            layout = each.layout.over(self.mesh.shard_size, each.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
-                cut, shape = slot.cut, slot.local_shape(self.mesh.rank)
+                cut, shape = slot.cut, slot.local_shape(self.mesh.shard_rank)
                 local = storage_alias(part.flat, slot.shard_offset, shape, cut.stride(shape))
                 whole = storage_alias(each.unsharded.flat, slot.unsharded_offset, cut.shape, cut.stride(cut.shape))
                 if cut.dim is not None:
-                    whole = local_shard(whole, cut, slot.rows, self.mesh.rank)
+                    whole = local_shard(whole, cut, slot.rows, self.mesh.shard_rank)
                 self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
                 self._params.append(param)
                 param.rest_as(self._parameter(local, param, cut))
@@ -71,7 +71,7 @@ class PostForward:
             sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
         for part in empty:
             part.allocate()
-        self.gather = Gather(sources, self.mesh.world_size, self.mesh.rank, device, custom)
+        self.gather = Gather(sources, self.mesh.shard_size, self.mesh.shard_rank, device, custom)
         self.gather.free()
         for part in empty:
             part.free()

@@ -74,10 +74,10 @@ class GroupStorage:
                 params,
                 BufferLayout.build(
                     [param.sharding.cut for param in params],
-                    world_size=self._mesh.world_size,
+                    world_size=self._mesh.shard_size,
                     itemsize=min(dtype.itemsize for dtype in dtypes),
                 ),
-                rank=self._mesh.rank,
+                rank=self._mesh.shard_rank,
                 home=self.home,
             )
             for dtypes, params in by_dtype.items()
@@ -135,7 +135,7 @@ class GroupStorage:
             for buffers in self._buffers
         ]
         mesh = self._mesh
-        return Gather(sources, mesh.world_size, mesh.rank, mesh.device, self.custom)
+        return Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, self.custom)
 
     def set_custom(self, comm: AllGather | None) -> None:
         """Gather with ``comm`` from now on. Nothing moves, and unsharded parameters stay: none is being gathered."""

@@ -89,9 +89,9 @@ class DataParallelMesh:
     Attributes:
         device_mesh: the data-parallel dims: (shard,), (replicate, shard) or (replicate,).
         device: where this process computes.
-        group: of the ranks that hold the shards of one copy; None if there is one shard only, the whole.
-        world_size: how many shards there are.
-        rank: which of them this process holds.
+        shard_group: of the ranks that hold the shards of one copy; None if there is one shard only, the whole.
+        shard_size: how many shards there are.
+        shard_rank: which of them this process holds.
         replicate_group: of the ranks that hold the same shard; None if there is one copy.
         replicate_size: how many copies there are.
         dims: the named dims, where the mesh was taken out of a larger one.
@@ -100,9 +100,9 @@ class DataParallelMesh:
 
     device_mesh: DeviceMesh
     device: torch.device
-    group: dist.ProcessGroup | None
-    world_size: int
-    rank: int
+    shard_group: dist.ProcessGroup | None
+    shard_size: int
+    shard_rank: int
     replicate_group: dist.ProcessGroup | None
     replicate_size: int
     dims: DataParallelMeshDims | None = None
@@ -138,7 +138,7 @@ class DataParallelMesh:
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different data: those over which gradients are averaged."""
-        return self.world_size * self.replicate_size
+        return self.shard_size * self.replicate_size
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -152,10 +152,10 @@ class DataParallelMesh:
     @property
     def key(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
         """Parameters with equal keys can be communicated together."""
-        return self.group, self.replicate_group
+        return self.shard_group, self.replicate_group
 
     def __str__(self) -> str:
-        sizes = f"{self.world_size} ranks"
+        sizes = f"{self.shard_size} ranks"
         return sizes if self.replicate_group is None else f"{sizes} x {self.replicate_size} replicas"
 
 
@@ -250,8 +250,8 @@ def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
     Raises:
         FSDPNotImplementedError: ``mesh`` is a slice with flattened dims.
     """
-    assert mesh.group is not None, "something is sharded"
-    known = _SMALLER.setdefault(mesh.group, {})
+    assert mesh.shard_group is not None, "something is sharded"
+    known = _SMALLER.setdefault(mesh.shard_group, {})
     key = (mesh.replicate_size, size)
     if key not in known:
         known[key] = _neighbours(mesh.device_mesh, size)
@@ -279,11 +279,11 @@ _SCATTERING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDi
 
 def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
     """A second process group of the ranks that ``mesh`` shards over, made once: these ranks must call this."""
-    if mesh.group is None:
+    if mesh.shard_group is None:
         return None
-    if mesh.group not in _SCATTERING:
-        _SCATTERING[mesh.group] = new_group_like(mesh.group)
-    return _SCATTERING[mesh.group]
+    if mesh.shard_group not in _SCATTERING:
+        _SCATTERING[mesh.shard_group] = new_group_like(mesh.shard_group)
+    return _SCATTERING[mesh.shard_group]
 
 
 def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:

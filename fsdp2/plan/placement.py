@@ -134,11 +134,11 @@ def _checked_owner(owner: Owned, parameter: nn.Parameter, fqn: str, mesh: DataPa
         raise FSDPValueError(
             f"parameter '{fqn}' has no dims, and cannot be {owner}: every rank keeps the whole of it; return None."
         )
-    if mesh.group is None:  # nothing is sharded: every rank has the whole anyway
+    if mesh.shard_group is None:  # nothing is sharded: every rank has the whole anyway
         return 0
-    if owner.rank >= mesh.world_size:
+    if owner.rank >= mesh.shard_size:
         raise FSDPValueError(
-            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.world_size} ranks: the rank counts in "
+            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.shard_size} ranks: the rank counts in "
             "that mesh dim, from 0."
         )
     return owner
@@ -150,7 +150,7 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
             f"the mesh_info for parameter '{fqn}' must be an FSDPMeshInfo or HSDPMeshInfo, got {info!r}."
         )
     mesh = DataParallelMesh.from_info(info)
-    if mesh.group is None:
+    if mesh.shard_group is None:
         raise FSDPValueError(f"the mesh_info for parameter '{fqn}' has no dim to shard over (shard_mesh_dim is None).")
     if mesh.device != default.device:
         raise FSDPValueError(
@@ -186,10 +186,10 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     if mesh.spmd_mesh is not None:
         spmd_mesh, placements = _spmd_placements(unsharded_spec, cut, mesh, where)
     elif unsharded_spec is None:
-        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(cut, mesh.world_size)))
+        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(cut, mesh.shard_size)))
     else:
         spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
-        placement = _strided(cut, mesh.world_size, unsharded_spec.mesh, unsharded_spec.placements)
+        placement = _strided(cut, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
         placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
     stride = parameter.stride() if unsharded_spec is not None else cut.stride(cut.shape)
     spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
@@ -201,7 +201,7 @@ def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
 
 
 def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
-    return () if mesh.group is None else (placement,)
+    return () if mesh.shard_group is None else (placement,)
 
 
 def _placement(cut: Cut, world_size: int) -> Placement:
@@ -297,7 +297,7 @@ def _spmd_placements(
     for name in dims.shard_names:
         index = names.index(name)
         others = tuple(unsharded_spec.placements)
-        placements[index] = _strided(cut, mesh.world_size, spmd_mesh, others, first=index + 1)
+        placements[index] = _strided(cut, mesh.shard_size, spmd_mesh, others, first=index + 1)
     if len(dims.shard_names) < 2:
         return spmd_mesh, tuple(placements)
     return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)

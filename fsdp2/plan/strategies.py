@@ -101,7 +101,7 @@ def refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None
     Raises:
         FSDPValueError: naming the module and the remedy.
     """
-    replicates = mesh.group is None
+    replicates = mesh.shard_group is None
     if (strategy == "replicate") is not replicates:
         now = "replicated" if replicates else "sharded"
         raise FSDPValueError(

@@ -95,7 +95,7 @@ class GroupFacts(NamedTuple):
             storage.keeps_memory,
             group.gathers_on_compute,
             group.unshards_in_backward,
-            None if storage.post_forward is None else storage.post_forward.mesh.world_size,
+            None if storage.post_forward is None else storage.post_forward.mesh.shard_size,
         )
 
     def for_pickles(self) -> GroupFacts:
@@ -164,7 +164,13 @@ class _Info(NamedTuple):
 
 def _pickled_mesh(mesh: DataParallelMesh) -> Any:
     spmd = None if mesh.spmd_mesh is None else MeshRecord.of(mesh.spmd_mesh)
-    facts = (mesh.group is not None, mesh.replicate_group is not None, MeshRecord.of(mesh.device_mesh), mesh.dims, spmd)
+    facts = (
+        mesh.shard_group is not None,
+        mesh.replicate_group is not None,
+        MeshRecord.of(mesh.device_mesh),
+        mesh.dims,
+        spmd,
+    )
     return _unpickled_mesh, facts
 
 

@@ -122,7 +122,7 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
-        self._form = form_of(self.mesh.group)
+        self._form = form_of(self.mesh.shard_group)
         self.reducer.lay_out(self.params)
         buffers, extended = self.storage.plans()
         gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
@@ -368,9 +368,9 @@ class FSDPParamGroup:
     def _issue_all_gather(self) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
         device, storage = self.comm.device, self.storage
-        group, form = self.mesh.group, self._form
+        group, form = self.mesh.shard_group, self._form
         if self._resumes and storage.post_forward is not None:
-            group = storage.post_forward.mesh.group
+            group = storage.post_forward.mesh.shard_group
             form = form_of(group)
         as_works = not device.has_streams or self.gathers_on_compute
         stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream

@@ -165,12 +165,12 @@ class GradientReducer:
                 and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
                 for param in params
             ],
-            world_size=mesh.world_size,
+            world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
             region_threshold_bytes=DIRECT_THRESHOLD_BYTES if self.custom is None else math.inf,
         )
         return DtypeGradients(
-            params, layout, dtype, world_size=mesh.world_size, rank=mesh.rank, device=mesh.device, home=self._home
+            params, layout, dtype, world_size=mesh.shard_size, rank=mesh.shard_rank, device=mesh.device, home=self._home
         )
 
     def _refuse_zeros_of_any_dtype(self) -> None:
@@ -191,7 +191,7 @@ class GradientReducer:
         group = self.group
         return Scaling.choose(
             dtype,
-            mesh.world_size,
+            mesh.shard_size,
             mesh.replicate_size,
             factor=self.divide_factor,
             only_sums=self.only_sums or self.denominator is not None,
@@ -203,7 +203,7 @@ class GradientReducer:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """Who reduces: the ranks that parameters are sharded over."""
-        return self.scatter_group if self.scatter_group is not None else self._mesh.group
+        return self.scatter_group if self.scatter_group is not None else self._mesh.shard_group
 
     @property
     def is_trainable(self) -> bool:
@@ -327,7 +327,7 @@ class GradientReducer:
         ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else ticket.works
-        group = self._mesh.group if self.scatter_group is None else self.scatter_group
+        group = self._mesh.shard_group if self.scatter_group is None else self.scatter_group
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [

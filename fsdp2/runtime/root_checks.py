@@ -82,7 +82,7 @@ def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: R
         found["custom"] = None if reducer.custom is None else type(reducer.custom).__name__
         found["custom_all_gather"] = None if group.storage.custom is None else type(group.storage.custom).__name__
         found["only_sums"] = reducer.only_sums and group.mesh.device.type != "mtia"
-        found["ranks_after_forward"] = None if post_forward is None else post_forward.mesh.world_size
+        found["ranks_after_forward"] = None if post_forward is None else post_forward.mesh.shard_size
         lines.append(_line(f"group '{group.name}'", found, _GROUP))
     return tuple(line for line in lines if line)
 
@@ -129,7 +129,7 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
     for key, each in meshes.items():
         plans = (group.plan for group in groups if group.plan is not None and group.mesh.key == key)
         plan = ModelPlan(tuple(plans), settings)
-        for process_group in (each.group, each.replicate_group):
+        for process_group in (each.shard_group, each.replicate_group):
             difference = collectives.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
             if difference is not None:
                 raise FSDPRuntimeError(

@@ -277,7 +277,7 @@ def _info(mesh: DataParallelMesh) -> DataParallelMeshInfo:
     made: dict[str, Any] = {"dp_mesh_dims": mesh.dims, "spmd_mesh": mesh.spmd_mesh}
     if mesh.replicate_group is None:
         return FSDPMeshInfo(mesh.device_mesh, shard_mesh_dim=0, **made)
-    if mesh.group is None:
+    if mesh.shard_group is None:
         return DDPMeshInfo(mesh.device_mesh, replicate_mesh_dim=0, **made)
     return HSDPMeshInfo(mesh.device_mesh, shard_mesh_dim=1, replicate_mesh_dim=0, **made)
 

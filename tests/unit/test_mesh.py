@@ -33,13 +33,17 @@ def data_parallel(mesh: DeviceMesh, **dims: Any) -> DataParallelMesh:
 def test_one_dim_shards_and_two_replicate_and_shard(rank: int) -> None:
     with fake_world(8, rank):
         flat = data_parallel(mesh_of(shard=8))
-        assert (ranks_of(flat.group), flat.world_size, flat.rank) == (list(range(8)), 8, rank)
+        assert (ranks_of(flat.shard_group), flat.shard_size, flat.shard_rank) == (list(range(8)), 8, rank)
         assert (flat.replicate_group, flat.replicate_size, flat.data_parallel_size) == (None, 1, 8)
         both = data_parallel(mesh_of(replicate=2, shard=4))
         first = rank - rank % 4
-        assert (ranks_of(both.group), both.world_size, both.rank) == ([first + each for each in range(4)], 4, rank % 4)
+        assert (ranks_of(both.shard_group), both.shard_size, both.shard_rank) == (
+            [first + each for each in range(4)],
+            4,
+            rank % 4,
+        )
         assert (ranks_of(both.replicate_group), both.replicate_size) == ([rank % 4, rank % 4 + 4], 2)
-        assert both.data_parallel_size == 8 and both.shard_mesh.mesh.tolist() == ranks_of(both.group)
+        assert both.data_parallel_size == 8 and both.shard_mesh.mesh.tolist() == ranks_of(both.shard_group)
 
 
 @pytest.mark.parametrize("rank", range(8))
@@ -48,15 +52,20 @@ def test_named_dims_are_found_wherever_they_are(rank: int) -> None:
         mesh = mesh_of(a=2, tp=2, b=2)
         a, tp, b = (mesh.get_local_rank(name) for name in ("a", "tp", "b"))
         sharded = data_parallel(mesh, shard="b")
-        assert (sharded.world_size, sharded.rank, sharded.replicate_group) == (2, b, None)
+        assert (sharded.shard_size, sharded.shard_rank, sharded.replicate_group) == (2, b, None)
         replicated = data_parallel(mesh, replicate="a")
-        assert (replicated.group, replicated.world_size, replicated.rank, replicated.replicate_size) == (None, 1, 0, 2)
+        assert (replicated.shard_group, replicated.shard_size, replicated.shard_rank, replicated.replicate_size) == (
+            None,
+            1,
+            0,
+            2,
+        )
         both = data_parallel(mesh, shard="b", replicate="a")
-        assert (both.rank, both.world_size, both.replicate_size) == (b, 2, 2)
+        assert (both.shard_rank, both.shard_size, both.replicate_size) == (b, 2, 2)
         assert ranks_of(both.replicate_group) == [2 * tp + b, 4 + 2 * tp + b]
         flattened = data_parallel(mesh, shard=("a", "b"))
-        assert (flattened.world_size, flattened.rank, flattened.replicate_group) == (4, 2 * a + b, None)
-        assert ranks_of(flattened.group) == [4 * i + 2 * tp + j for i in range(2) for j in range(2)]
+        assert (flattened.shard_size, flattened.shard_rank, flattened.replicate_group) == (4, 2 * a + b, None)
+        assert ranks_of(flattened.shard_group) == [4 * i + 2 * tp + j for i in range(2) for j in range(2)]
         for found in (sharded, replicated, both, flattened):
             assert found.spmd_mesh is mesh and found.dims is not None
 
@@ -73,12 +82,12 @@ def test_neighbours_lie_within_the_ranks_that_shard(rank: int) -> None:
     with fake_world(8, rank):
         for mesh in (data_parallel(mesh_of(shard=8)), data_parallel(mesh_of(replicate=2, shard=4))):
             pairs = smaller_mesh(mesh, 2)
-            assert (ranks_of(pairs.group), pairs.world_size, pairs.rank) == (
+            assert (ranks_of(pairs.shard_group), pairs.shard_size, pairs.shard_rank) == (
                 [rank - rank % 2, rank - rank % 2 + 1],
                 2,
                 rank % 2,
             )
-            assert pairs.rank == mesh.rank % 2, "a neighbour holds the part next to this one's"
+            assert pairs.shard_rank == mesh.shard_rank % 2, "a neighbour holds the part next to this one's"
             assert smaller_mesh(mesh, 2).device_mesh is pairs.device_mesh, "process groups are made once"
 
 

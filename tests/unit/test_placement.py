@@ -245,7 +245,7 @@ def test_an_answer_may_name_a_mesh_of_either_kind_and_of_torchs_classes() -> Non
         for info in infos:
             answer = fsdp2.ShardPlacementResult(Shard(1), info)
             dim, found = requested_placement(lambda p, answer=answer: answer, parameter, "x", default)
-            assert (dim, found.world_size, found.replicate_size) == (1, 2, 2)
+            assert (dim, found.shard_size, found.replicate_size) == (1, 2, 2)
         replicated = fsdp2.ShardPlacementResult(None, fsdp2.DDPMeshInfo(mesh["a"], replicate_mesh_dim=0))
         with pytest.raises(FSDPValueError, match="no dim to shard over"):
             requested_placement(lambda p: replicated, parameter, "x", default)
