@@ -22,10 +22,10 @@ from fsdp2.modules.tying import Use, check_tied, take_tied
 from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
 from fsdp2.params.extensions import check_extension, is_extended
-from fsdp2.params.freshness import Freshness
 from fsdp2.params.param import FSDPParam, is_subclass, local_data
-from fsdp2.params.post_forward import PostForward
-from fsdp2.params.wrapping import Wrapping
+from fsdp2.params.post_forward import PostForwardShards
+from fsdp2.params.shard_arguments import ShardArguments
+from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
 from fsdp2.plan.other_words import instead_of
 from fsdp2.plan.placement import (
@@ -44,7 +44,7 @@ from fsdp2.plan.policies import (
     offload,
     policy_or_function,
 )
-from fsdp2.plan.strategies import Strategy, info_for, refuse_contradictions, residence_of
+from fsdp2.plan.strategies import Strategy, info_for, refuse_contradictions, reshard_policy_of
 from fsdp2.plan.structure import module_paths, refuse_container
 from fsdp2.runtime.misuse import explain_errors, refuse_whole_tensors
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -192,36 +192,36 @@ def fully_shard(
     ignored = ignored_below(modules, ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
     small = mesh_of_small(replicate_below, info)
-    wrapping = Wrapping(
+    arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
     )
-    if _is_repetition(modules, wrapping):
+    if _is_repetition(modules, arguments):
         return module
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
     tied = take_tied(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *((t.original, t.uses) for t in tied))]
-    policy = module_policy(wrapping.mp_policy, named, name)
+    policy = module_policy(arguments.mp_policy, named, name)
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
-        check_tied(tied, wrapping, policy.of_parameters[len(found) :], name)
-        unit = _shard(found, managed, wrapping, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
-        unit, absorbed = absorb(modules, unit, wrapping, name)
+        check_tied(tied, arguments, policy.of_parameters[len(found) :], name)
+        unit = _shard(found, managed, arguments, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
+        unit, absorbed = absorb(modules, unit, arguments, name)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
-    state = FSDPState(modules, unit, policy, wrapping, ignored)
+    state = FSDPState(modules, unit, policy, arguments, ignored)
     share(absorbed)
     if strategy is not None:
-        state.reshard_after_forward, state.reshard_after_backward = residence_of(strategy)
+        state.reshard_after_forward, state.reshard_after_backward = reshard_policy_of(strategy)
     for each_module in modules:
         mix_in(each_module)
-    state.attachment.mark(managed)
+    state.module_hooks.mark(managed)
     if unit:
-        state.attachment.handle_state_dicts(state, modules, managed)
+        state.module_hooks.handle_state_dicts(state, modules, managed)
     for each_module in modules:
-        state.attachment.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
+        state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
     GUARD.install()
     zeroing.install()
     explain_errors()
@@ -266,7 +266,7 @@ def _requested_sharding(
     sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
     data = local_data(parameter)
     if is_extended(data):
-        check_extension(data, sharding.cut, sharding.mesh.shard_size, where)
+        check_extension(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
 
 
@@ -351,7 +351,7 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return list(managed)
 
 
-def _is_repetition(modules: Sequence[nn.Module], wrapping: Wrapping) -> bool:
+def _is_repetition(modules: Sequence[nn.Module], arguments: ShardArguments) -> bool:
     """Whether `fully_shard` was called on ``modules`` before, with the same arguments.
 
     Raises:
@@ -369,13 +369,13 @@ def _is_repetition(modules: Sequence[nn.Module], wrapping: Wrapping) -> bool:
             f"fully_shard was already called on this {name}, with another argument 'module': on ({names}). The modules "
             "of one call form a group; call it once more on exactly those, or undo it with fsdp2.unwrap() first."
         )
-    argument = before.wrapping.difference(wrapping)
+    argument = before.arguments.difference(arguments)
     if argument is not None:
-        first, second = getattr(before.wrapping, argument, None), getattr(wrapping, argument, None)
+        first, second = getattr(before.arguments, argument, None), getattr(arguments, argument, None)
         if argument == "dp_mesh_dims":
-            first, second = before.wrapping.mesh.dims, wrapping.mesh.dims
+            first, second = before.arguments.mesh.dims, arguments.mesh.dims
         elif argument == "mesh":
-            first, second = before.wrapping.mesh.device_mesh, wrapping.mesh.device_mesh
+            first, second = before.arguments.mesh.device_mesh, arguments.mesh.device_mesh
         raise FSDPValueError(
             f"fully_shard was already called on this {name} with another argument '{argument}': {_shown(first)} "
             f"before, {_shown(second)} now. Repeat the call with equal arguments, which changes nothing, or undo it "
@@ -395,18 +395,18 @@ def _shown(argument: Any) -> str:
 def _shard(
     found: dict[nn.Parameter, list[Use]],
     managed: Sequence[nn.Module],
-    wrapping: Wrapping,
+    arguments: ShardArguments,
     policies: Sequence[MixedPrecisionPolicy],
     buffer_dtype: torch.dtype | None,
     name: str,
     small: DataParallelMesh | None,
 ) -> Unit:
     """Shard the parameters, each by its policy, and group them by their meshes; ``small``: that of small ones."""
-    mesh = wrapping.mesh
-    neighbours = wrapping.reshard_after_forward[1]
+    mesh = arguments.mesh
+    neighbours = arguments.reshard_after_forward[1]
     shardings = [
-        _requested_sharding(parameter, uses[0][2], name, wrapping.shard_placement_fn, mesh)
-        if small is None or not is_small(parameter, wrapping.replicate_below)
+        _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, mesh)
+        if small is None or not is_small(parameter, arguments.replicate_below)
         else _requested_sharding(parameter, uses[0][2], name, None, small)
         for parameter, uses in found.items()
     ]
@@ -414,19 +414,19 @@ def _shard(
         for sharding, uses in zip(shardings, found.values(), strict=True):
             if sharding.mesh is not small:
                 _check_neighbours(sharding, neighbours, uses[0][2], name)
-    home = wrapping.home
+    offloading = arguments.offloading
     _move_to_device(managed, found, mesh.device, buffer_dtype)
-    by_mesh: dict[Any, tuple[Freshness, list[FSDPParam]]] = {}
+    by_mesh: dict[Any, tuple[WriteCounter, list[FSDPParam]]] = {}
     for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
-        freshness, params = by_mesh.setdefault(sharding.mesh.key, (Freshness(), []))
-        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, freshness, name))
+        write_counter, params = by_mesh.setdefault(sharding.mesh.key, (WriteCounter(), []))
+        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, write_counter, name))
     unit: Unit = tuple(
-        FSDPParamGroup(params, params[0].sharding.mesh, home, freshness=freshness, name=name)
-        for freshness, params in by_mesh.values()
+        FSDPParamGroup(params, params[0].sharding.mesh, offloading, write_counter=write_counter, name=name)
+        for write_counter, params in by_mesh.values()
     )
     for group in unit:
         if neighbours is not None and neighbours < group.mesh.shard_size:
-            group.storage.post_forward = PostForward(smaller_mesh(group.mesh, neighbours))
+            group.storage.post_forward = PostForwardShards(smaller_mesh(group.mesh, neighbours))
     return unit
 
 

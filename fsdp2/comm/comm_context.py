@@ -162,7 +162,7 @@ def finish_current_stream(device: torch.device) -> None:
 
 
 @dataclass(slots=True)
-class Ticket:
+class CommHandle:
     """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""
 
     works: list[dist.Work]
@@ -186,7 +186,7 @@ class PendingReduce:
     statement, the memory that was handed over is still held.
 
     Attributes:
-        ticket: of what has been launched.
+        handle: of what has been launched.
         held: tensors handed to collectives.
         deliver: sets the sharded gradients.
         then: issues what follows, the all-reduce over replicas, and adds its works to a ticket. On devices
@@ -196,10 +196,10 @@ class PendingReduce:
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
     """
 
-    ticket: Ticket
+    handle: CommHandle
     held: object = None
     deliver: Callable[[], None] = _nothing
-    then: Callable[[Ticket], None] | None = None
+    then: Callable[[CommHandle], None] | None = None
     needs_host: Callable[[], bool] | None = None
     is_launching: bool = True
 
@@ -307,9 +307,9 @@ class FSDPCommContext:
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
 
-    def compute_follows_gather(self, ticket: Ticket) -> None:
+    def compute_follows_gather(self, handle: CommHandle) -> None:
         """Let compute see the gathered parameters. Blocks the host on CPU."""
-        self._wait_for(ticket, Wait.GATHERED)
+        self._wait_for(handle, Wait.GATHERED)
 
     def compute_follows_gathers(self) -> None:
         """Let compute free what an interrupted all-gather may still be reading or writing."""
@@ -347,7 +347,7 @@ class FSDPCommContext:
             self.compute_follows_reduces()
             self.compute_follows_gathers()
             for pending in self._pending:  # may end on a stream of the user's
-                self._wait_for(pending.ticket, Wait.REDUCED)
+                self._wait_for(pending.handle, Wait.REDUCED)
 
     @property
     def is_reducing(self) -> bool:
@@ -380,9 +380,9 @@ class FSDPCommContext:
             if pending.then is not None:
                 self._finish_all_reduces()
                 self._all_reducing.append(self._pending.popleft())
-                then, pending.then, pending.ticket = pending.then, None, Ticket([])
+                then, pending.then, pending.handle = pending.then, None, CommHandle([])
                 pending.is_launching = self.was_interrupted = True
-                then(pending.ticket)
+                then(pending.handle)
                 pending.is_launching = self.was_interrupted = False
             else:
                 self._pending.popleft().deliver()
@@ -422,14 +422,14 @@ class FSDPCommContext:
         if pending.is_launching:
             pending.is_launching, pending.deliver, pending.then = False, _nothing, None
             self._interrupted.append(pending)
-        self._wait_for(pending.ticket, Wait.REDUCED)
-        if pending.needs_host is not None and pending.ticket.event is not None:
+        self._wait_for(pending.handle, Wait.REDUCED)
+        if pending.needs_host is not None and pending.handle.event is not None:
             if pending.needs_host():
-                self.device.block_host(pending.ticket.event)
+                self.device.block_host(pending.handle.event)
             else:
-                self._to_host.append(pending.ticket.event)
+                self._to_host.append(pending.handle.event)
 
-    def _wait_for(self, ticket: Ticket, why: Wait) -> None:
-        ticket.wait_for_works()
-        if ticket.event is not None:
-            self.device.wait(self.device.current_stream(), ticket.event, why)
+    def _wait_for(self, handle: CommHandle, why: Wait) -> None:
+        handle.wait_for_works()
+        if handle.event is not None:
+            self.device.wait(self.device.current_stream(), handle.event, why)

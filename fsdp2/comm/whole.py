@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.comm.primitives import is_alone
-from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align, byte_start
+from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.ownership import Region
 from fsdp2.plan.placement import Sharding
@@ -27,15 +27,15 @@ class Part(NamedTuple):
 
     Attributes:
         local: its entries of the dim that is cut, fewer (or none) on the last ranks.
-        cut: of the whole.
+        partition: of the whole.
     """
 
     local: torch.Tensor
-    cut: Cut
+    partition: Partition
 
     def padded_shape(self, world_size: int) -> tuple[int, ...]:
         """The shape of what every rank sends: the first has most. Of an owned one, what its owner sends."""
-        return self.cut.local_shape(self.cut.rows(world_size), self.cut.owner or 0)
+        return self.partition.local_shape(self.partition.rows(world_size), self.partition.owner or 0)
 
 
 def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
     offsets, end = _offsets(parts, shapes, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
     for part, shape, offset in zip(parts, shapes, offsets, strict=True):
-        dim, owner = part.cut.dim, part.cut.owner
+        dim, owner = part.partition.dim, part.partition.owner
         if owner is None or owner == mesh.shard_rank:
             slot = _slot(sent, offset, shape, part.local.dtype)
             (slot if dim is None else slot.narrow(dim, 0, part.local.shape[dim])).copy_(part.local)
@@ -58,19 +58,21 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
     of_ranks = received.view(mesh.shard_size, end).unbind()
     wholes = []
     for part, shape, offset in zip(parts, shapes, offsets, strict=True):
-        cut = part.cut
-        senders = of_ranks if cut.owner is None else [of_ranks[cut.owner]]
+        partition = part.partition
+        senders = of_ranks if partition.owner is None else [of_ranks[partition.owner]]
         pieces = [_slot(of_rank, offset, shape, part.local.dtype) for of_rank in senders]
-        padded = pieces[0] if cut.dim is None else torch.cat(pieces, cut.dim)
-        whole = torch.empty_strided(cut.shape, cut.stride(cut.shape), dtype=part.local.dtype, device=part.local.device)
-        wholes.append(whole.copy_(padded if cut.dim is None else padded.narrow(cut.dim, 0, cut.size)))
+        padded = pieces[0] if partition.dim is None else torch.cat(pieces, partition.dim)
+        whole = torch.empty_strided(
+            partition.shape, partition.stride(partition.shape), dtype=part.local.dtype, device=part.local.device
+        )
+        wholes.append(whole.copy_(padded if partition.dim is None else padded.narrow(partition.dim, 0, partition.size)))
     return wholes
 
 
 def _offsets(parts: Sequence[Part], shapes: Sequence[tuple[int, ...]], world_size: int) -> tuple[list[int], int]:
     """Where each part begins in what its rank sends, and the length of that, in bytes; owned ones are at the end."""
     sizes = [math.prod(shape) * part.local.element_size() for part, shape in zip(parts, shapes, strict=True)]
-    owners = [part.cut.owner for part in parts]
+    owners = [part.partition.owner for part in parts]
     region = Region.build(owners, sizes, world_size=world_size, alignment=PACKED_ALIGNMENT_BYTES)
     offsets, end = [0] * len(parts), 0
     for index, (owner, size) in enumerate(zip(owners, sizes, strict=True)):
@@ -119,7 +121,7 @@ class Former(NamedTuple):
             and value.device_mesh == spec.mesh
             and tuple(value.placements) == tuple(spec.placements)
         }
-        parts = [Part(_torch.local_of(value), sharding.cut) for value in sharded.values()]
+        parts = [Part(_torch.local_of(value), sharding.partition) for value in sharded.values()]
         wholes = whole_tensors(parts, sharding.mesh) if parts else []
         made = {key: unsharded_like(whole, sharding) for key, whole in zip(sharded, wholes, strict=True)}
         return {key: made.get(key, value) for key, value in state.items()}

@@ -47,11 +47,11 @@ def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
     return fully_shard
 
 
-def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, home: str) -> Callable[..., Any]:
-    """``_get_module_fsdp_state``, for modules of both. Torch's own, at ``home``, goes on seeing its own only."""
+def both_states(ours: Any, torchs: Callable[[nn.Module], Any], ours_class: type, offloading: str) -> Callable[..., Any]:
+    """``_get_module_fsdp_state``, for modules of both. Torch's own, at ``offloading``, goes on seeing its own only."""
 
     def _get_module_fsdp_state(module: nn.Module) -> Any:
-        if not isinstance(module, ours_class) or sys._getframe(1).f_globals.get("__name__") == home:
+        if not isinstance(module, ours_class) or sys._getframe(1).f_globals.get("__name__") == offloading:
             return torchs(module)
         return ours.state(module)
 

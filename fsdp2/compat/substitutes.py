@@ -37,7 +37,7 @@ class Substitutes:
             "get_cls_to_fsdp_cls": bridges.both_mappings,
             "disable_fsdp_module_new_init": bridges.both_contexts,
         }
-        home = [
+        offloading = [
             Counterpart(name, everywhere[name].torchs, bridge(everywhere[name].ours, everywhere[name].torchs))
             for name, bridge in bridged.items()
             if name in everywhere
@@ -47,10 +47,10 @@ class Substitutes:
             look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
             states = [Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))]
         self._everywhere = dict(_by_identity(everywhere.values()))
-        self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(home)}
+        self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(offloading)}
         self._in[STATES] = _by_identity(states)
         self._torchs: dict[int, tuple[object, object]] = {}
-        for pair in (*everywhere.values(), *pipelining, *home):
+        for pair in (*everywhere.values(), *pipelining, *offloading):
             if pair.name in everywhere:
                 self._torchs[id(pair.ours)] = (pair.ours, everywhere[pair.name].torchs)
         self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in states}

@@ -128,7 +128,7 @@ def _gathers_again(state: FSDPState) -> bool:
 
 def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedGroup:
     """What was prepared before if nothing has changed since, else anew."""
-    key = Key(group.plan, group.reducer.dtypes, again, budget)
+    key = Key(group.plan, group.reducer.buckets, again, budget)
     version = group.written()
     known = group.traced
     if known is not None and known.key.is_same(key):
@@ -203,11 +203,13 @@ def _spec_of(group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpe
         for buffers in group.storage.buffers
     )
     reduces = []
-    for one, scaling in reducer.scalings():
+    for bucket, scaling in reducer.scalings():
         scatter_op, replicate_op = operations_of(scaling, group.name)
-        rows = rows_of(group.params, one.params)
+        rows = rows_of(group.params, bucket.params)
         reduces.append(
-            ReduceSpec(one.layout, one.dtype, rows, scaling.before, scatter_op, replicate_op, one.presence_scale)
+            ReduceSpec(
+                bucket.layout, bucket.dtype, rows, scaling.before, scatter_op, replicate_op, bucket.presence_scale
+            )
         )
     mesh = group.mesh
     return GroupSpec(

@@ -105,7 +105,7 @@ def _sharer_outside(group: FSDPParamGroup, inside: Collection[FSDPState]) -> str
 
 def _feature_of_group(group: FSDPParamGroup) -> str | None:
     storage, reducer = group.storage, group.reducer
-    if storage.home.is_host or storage.home.sums_on_host:
+    if storage.offloading.is_host or storage.offloading.sums_on_host:
         return "its parameters or gradients are offloaded; leave out offload_policy"
     if storage.custom is not None or reducer.custom is not None:
         return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"

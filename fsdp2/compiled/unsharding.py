@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
 from fsdp2.params.buffers import on_the_wire
-from fsdp2.params.packing import dealt_out
-from fsdp2.plan.layout import Cut, Slot
+from fsdp2.params.packing import scatter_rows
+from fsdp2.plan.layout import Partition, Slot
 
 
 def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -83,9 +83,9 @@ def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tens
             if slot.direct and slot.shard_numel:
                 mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.dtype)
                 gathered = _all_gather(mine, spec.shard)
-                whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.cut.numel), slot.cut)
+                whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.partition.numel), slot.partition)
             elif part is None or not slot.shard_numel:
-                whole[index] = shard.new_empty(slot.cut.shape, dtype=gather.dtype)
+                whole[index] = shard.new_empty(slot.partition.shape, dtype=gather.dtype)
             else:
                 whole[index] = _copied_out(part, slot, spec.shard.size)
     return tuple(whole[index] for index in range(spec.params))
@@ -111,29 +111,29 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
     return parts
 
 
-def _shaped(flat: torch.Tensor, cut: Cut) -> torch.Tensor:
+def _shaped(flat: torch.Tensor, partition: Partition) -> torch.Tensor:
     """``flat`` (numel,), in memory order, as the parameter."""
-    if not cut.order:
-        return flat.view(cut.shape)
-    inner = [cut.shape[dim] for dim in cut.order]
-    return flat.view(inner).permute([cut.order.index(dim) for dim in range(len(cut.shape))])
+    if not partition.order:
+        return flat.view(partition.shape)
+    inner = [partition.shape[dim] for dim in partition.order]
+    return flat.view(inner).permute([partition.order.index(dim) for dim in range(len(partition.shape))])
 
 
 def _copied_out(staged: torch.Tensor, slot: Slot, world_size: int) -> torch.Tensor:
     """The parameter of ``slot``, from what is staged, (world_size, ...)."""
-    cut, rows = slot.cut, slot.rows
+    partition, rows = slot.partition, slot.rows
     piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
-    if cut.dim is None:
-        return _shaped(piece[0], cut)
-    if cut.outer == 1:
-        return _shaped(piece.reshape(-1)[: cut.numel], cut)
-    full, rest = divmod(cut.size, rows)
-    width = rows * cut.row_numel
-    whole = piece[:full].reshape(full, cut.outer, width).transpose(0, 1).reshape(cut.outer, full * width)
+    if partition.dim is None:
+        return _shaped(piece[0], partition)
+    if partition.outer == 1:
+        return _shaped(piece.reshape(-1)[: partition.numel], partition)
+    full, rest = divmod(partition.size, rows)
+    width = rows * partition.row_numel
+    whole = piece[:full].reshape(full, partition.outer, width).transpose(0, 1).reshape(partition.outer, full * width)
     if rest:  # of the rank that has fewer
-        width = rest * cut.row_numel
-        whole = torch.cat([whole, piece[full, : cut.outer * width].reshape(cut.outer, width)], 1)
-    return _shaped(whole.reshape(-1), cut)
+        width = rest * partition.row_numel
+        whole = torch.cat([whole, piece[full, : partition.outer * width].reshape(partition.outer, width)], 1)
+    return _shaped(whole.reshape(-1), partition)
 
 
 # -- reducing
@@ -154,16 +154,16 @@ def _reduce(
         if not slot.shard_numel:
             continue
         if gradient is None:
-            gradient = like.new_zeros(slot.cut.shape, dtype=dtype)
-        if slot.cut.order:
-            gradient = gradient.permute(slot.cut.order)
+            gradient = like.new_zeros(slot.partition.shape, dtype=dtype)
+        if slot.partition.order:
+            gradient = gradient.permute(slot.partition.order)
         if slot.direct:
             flat = gradient.to(reduce.dtype).contiguous().view(-1)
             direct.append((slot.offset, _reduce_scatter(flat, spec, reduce)))
             continue
         if slot.offset > end:
             packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))
-        packed.append(dealt_out(gradient.to(dtype), slot, world_size).reshape(world_size, -1))
+        packed.append(scatter_rows(gradient.to(dtype), slot, world_size).reshape(world_size, -1))
         end = slot.offset + slot.shard_numel
     if layout.presence_offset > end:
         packed.append(like.new_zeros((world_size, layout.presence_offset - end), dtype=dtype))

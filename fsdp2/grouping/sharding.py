@@ -106,7 +106,7 @@ def auto_shard(
             raise
     state = state_of(model)
     if choice.groups and state is not None:
-        state.wrapping = replace(state.wrapping, grouping=grouping)
+        state.arguments = replace(state.arguments, grouping=grouping)
     return model
 
 
@@ -114,7 +114,7 @@ def _refuse_another_grouping(model: nn.Module, grouping: tuple[tuple[str, str | 
     state = state_of(model)
     if state is None:
         return
-    for (name, before), (_, now) in zip(state.wrapping.grouping, grouping, strict=False):
+    for (name, before), (_, now) in zip(state.arguments.grouping, grouping, strict=False):
         if before != now:
             raise FSDPValueError(
                 f"auto_shard was already called on this {state.class_name} with another argument '{name}': {before} "

@@ -38,13 +38,13 @@ def gather_around(module: nn.Module, name: str) -> None:
             raise
         return output if cast is None else cast
 
-    state.attachment.methods.setdefault((module, name), module.__dict__.get(name))
+    state.module_hooks.methods.setdefault((module, name), module.__dict__.get(name))
     module.__dict__[name] = types.MethodType(wrapped, module)
 
 
 def restore_methods(state: FSDPState) -> None:
     """The same for a copy, to which the original's methods were copied, or from which they were lost."""
-    for (module, name), before in state.attachment.methods.items():
+    for (module, name), before in state.module_hooks.methods.items():
         module.__dict__.pop(name, None)
         if before is not None:
             module.__dict__[name] = before

@@ -21,7 +21,7 @@ from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.modules.new_modules import NEW_MODULES
 from fsdp2.params.param import refuse_share_memory
-from fsdp2.plan.strategies import Strategy, refuse_switch, residence_of
+from fsdp2.plan.strategies import Strategy, refuse_switch, reshard_policy_of
 from fsdp2.plan.structure import own_forward_of
 from fsdp2.runtime.misuse import explanation_of, refuse_data_parallel
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -167,11 +167,11 @@ class FSDPModule:
             FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
                 `fully_shard` does.
         """
-        residence, states = residence_of(strategy), self._states(recurse)
+        reshard_policy, states = reshard_policy_of(strategy), self._states(recurse)
         for state in states:
             refuse_switch(strategy, state.mesh, state.name)
         for state in states:
-            state.reshard_after_forward, state.reshard_after_backward = residence
+            state.reshard_after_forward, state.reshard_after_backward = reshard_policy
         for group in self._groups(recurse):
             group.rest_on_all_ranks()
 
@@ -412,7 +412,7 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
-        return reduced(self, _original_class(type(self)), super().__reduce_ex__, new_sharded, int(protocol))
+        return reduced(self, _original_class(type(self)), super().__reduce_ex__, made_again, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying and unpickling."""
@@ -420,7 +420,19 @@ class FSDPModule:
         completed()
 
 
-def new_sharded(original: type, *arguments: Any) -> nn.Module:
+def new_sharded(original: type, *arguments: Any) -> NoReturn:
+    """What pickles of sharded modules begin with that were written before the package was rearranged.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    raise FSDPRuntimeError(
+        f"this sharded {original.__name__} was pickled by an earlier fsdp2, whose parts had other names. Unpickle it "
+        "with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that here."
+    )
+
+
+def made_again(original: type, *arguments: Any) -> nn.Module:
     """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
     module: nn.Module = original.__new__(original, *arguments)
     mix_in(module)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.params.freshness import Freshness
 from fsdp2.params.param import FSDPParam, is_subclass, local_data
-from fsdp2.params.wrapping import Wrapping
+from fsdp2.params.shard_arguments import ShardArguments
+from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
@@ -60,14 +60,16 @@ def is_small(parameter: nn.Parameter, replicate_below: int) -> bool:
 
 
 def _bucket(state: FSDPState) -> FSDPParamGroup | None:
-    if state.wrapping.replicate_below:
+    if state.arguments.replicate_below:
         for group in state.unit:
             if group.mesh.shard_group is None:
                 return group
     return None
 
 
-def absorb(modules: Sequence[nn.Module], unit: Unit, wrapping: Wrapping, name: str) -> tuple[Unit, list[Absorbed]]:
+def absorb(
+    modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
+) -> tuple[Unit, list[Absorbed]]:
     """Make one bucket of that in ``unit`` and those below ``modules`` on the same ranks and in the same memory.
 
     Returns:
@@ -76,14 +78,18 @@ def absorb(modules: Sequence[nn.Module], unit: Unit, wrapping: Wrapping, name: s
     Raises:
         FSDPRuntimeError: gradients in a bucket below wait for their reduction.
     """
-    if not wrapping.replicate_below:
+    if not arguments.replicate_below:
         return unit, []
     own = [group for group in unit if group.mesh.shard_group is None]
     ranks = own[0].mesh.key if own else None
     below: list[tuple[FSDPState, FSDPParamGroup]] = []
     for state in states_below_all(modules):
         group = _bucket(state)
-        if group is None or group.storage.home != wrapping.home or group.mesh.device != wrapping.mesh.device:
+        if (
+            group is None
+            or group.storage.offloading != arguments.offloading
+            or group.mesh.device != arguments.mesh.device
+        ):
             continue
         ranks = group.mesh.key if ranks is None else ranks
         if group.mesh.key == ranks:
@@ -116,11 +122,11 @@ def _release(group: FSDPParamGroup, prefix: str) -> None:
 
 
 def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str) -> FSDPParamGroup:
-    freshness = Freshness()
+    write_counter = WriteCounter()
     for param in params:
-        param.freshness = freshness
+        param.write_counter = write_counter
     FSDPParam.identity_changes += 1  # so that optimizers look for it
-    return FSDPParamGroup(params, like.mesh, like.storage.home, freshness=freshness, name=name)
+    return FSDPParamGroup(params, like.mesh, like.storage.offloading, write_counter=write_counter, name=name)
 
 
 def share(absorbed: Iterable[Absorbed]) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fsdp2.common import FSDPValueError
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
+from fsdp2.params.shard_arguments import ShardArguments
 from fsdp2.params.succession import successor_of
-from fsdp2.params.wrapping import Wrapping
 from fsdp2.plan.placement import dim_blocks_owner, requested_placement
 from fsdp2.plan.policies import MixedPrecisionPolicy
 
@@ -68,14 +68,16 @@ def take_tied(
 def _owner(parameter: nn.Parameter) -> FSDPParam | None:
     """Whose parameter it is, or of whose original."""
     successor = successor_of(parameter)
-    return owner_of(parameter if successor is None else successor)
+    return fsdp_param_of(parameter if successor is None else successor)
 
 
 def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
     return policy.param_dtype, policy.reduce_dtype
 
 
-def check_tied(tied: Sequence[Tied], wrapping: Wrapping, policies: Sequence[MixedPrecisionPolicy], name: str) -> None:
+def check_tied(
+    tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
+) -> None:
     """A tied parameter is sharded as its first `fully_shard` call said: refuse a second that says otherwise.
 
     Raises:
@@ -83,14 +85,14 @@ def check_tied(tied: Sequence[Tied], wrapping: Wrapping, policies: Sequence[Mixe
     """
     for each, policy in zip(tied, policies, strict=True):
         owner, fqn = each.owner, each.uses[0][2]
-        wanted, mesh = requested_placement(wrapping.shard_placement_fn, each.original, fqn, wrapping.mesh)
+        wanted, mesh = requested_placement(arguments.shard_placement_fn, each.original, fqn, arguments.mesh)
         communicates_otherwise = mesh.key != owner.sharding.mesh.key
         differs = {
-            "strategy": communicates_otherwise and wrapping.strategy != owner.group.sharers[0].wrapping.strategy,
+            "strategy": communicates_otherwise and arguments.strategy != owner.group.sharers[0].arguments.strategy,
             "mesh": communicates_otherwise,
-            "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.cut.dealing,
+            "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.partition.partition_key,
             "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
-            "offload_policy": wrapping.home != owner.group.storage.home,
+            "offload_policy": arguments.offloading != owner.group.storage.offloading,
         }
         for argument, does in differs.items():
             if does:

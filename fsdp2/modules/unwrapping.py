@@ -17,7 +17,7 @@ from fsdp2.comm.whole import Former, Part, unsharded_like, whole_tensors
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.modules.module import mix_out
 from fsdp2.optim.guard import rekey
-from fsdp2.params.param import FSDPParam, carry_over, disown, is_subclass, owner_of
+from fsdp2.params.param import FSDPParam, carry_over, disown, fsdp_param_of, is_subclass
 from fsdp2.plan.group_plan import fingerprint
 from fsdp2.runtime.claiming import roots_of
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -104,7 +104,7 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
                     )
     ours = {param for state in states for group in state.unit for param in group.params}
     for parameter in module.parameters():
-        owner = owner_of(parameter)
+        owner = fsdp_param_of(parameter)
         if owner is not None and owner not in ours:
             raise FSDPValueError(
                 f"parameter '{owner.path}' belongs to the group of {owner.group_name}, of which only a part is to be "
@@ -147,9 +147,9 @@ def _make_whole(group: FSDPParamGroup) -> None:
     params = [param for param in group.params if not param.local.is_meta]
     trained = [param for param in params if param.sharded.grad is not None]
     with torch.no_grad():
-        parts = [Part(param.local, param.sharding.cut) for param in params]
+        parts = [Part(param.local, param.sharding.partition) for param in params]
         wholes = dict(zip(params, whole_tensors(parts, group.mesh), strict=True))
-        parts = [Part(_torch.local_of(param.sharded.grad), param.sharding.cut) for param in trained]  # type: ignore[arg-type]
+        parts = [Part(_torch.local_of(param.sharded.grad), param.sharding.partition) for param in trained]  # type: ignore[arg-type]
         gradients = dict(zip(trained, whole_tensors(parts, group.mesh), strict=True)) if trained else {}
         for param in group.params:
             whole = wholes[param] if param in wholes else _on_meta(param)
@@ -157,7 +157,7 @@ def _make_whole(group: FSDPParamGroup) -> None:
 
 
 def _on_meta(param: FSDPParam) -> torch.Tensor:
-    stride = param.sharding.cut.stride(param.shape)
+    stride = param.sharding.partition.stride(param.shape)
     return torch.empty_strided(param.shape, stride, dtype=param.dtype, device="meta")
 
 

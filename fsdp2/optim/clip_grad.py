@@ -41,10 +41,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, at_least, checked, is_number
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.params.param import owner_of
+from fsdp2.params.param import fsdp_param_of
 from fsdp2.params.succession import successor_of
 from fsdp2.plan.mesh import device_of
-from fsdp2.plan.spread import RankGroup, Spread, spread_of
+from fsdp2.plan.spread import RankGroup, ReductionGroups, reduction_groups_of
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -166,11 +166,11 @@ def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _sharded_parameter(parameter: torch.Tensor) -> torch.Tensor:
     successor = successor_of(parameter)
-    return parameter if successor is None or owner_of(parameter) is not None else successor
+    return parameter if successor is None or fsdp_param_of(parameter) is not None else successor
 
 
 def _name_of(tensor: torch.Tensor, index: int) -> str:
-    owner = owner_of(tensor)
+    owner = fsdp_param_of(tensor)
     return f"'{owner.path}'" if owner is not None else f"number {index} of those passed, of shape {tuple(tensor.shape)}"
 
 
@@ -204,7 +204,7 @@ class _Slot:
         groups: the same by device and dtype.
     """
 
-    spread: Spread
+    spread: ReductionGroups
     of_each: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: _Groups = field(default_factory=dict)
@@ -232,7 +232,7 @@ class _Slots:
         """Sort the local tensors of ``gradients``, None where there is none, by the spread of ``tensors``.
 
         Raises:
-            FSDPValueError: a gradient is spread otherwise than its tensor, or has no norm yet; see `spread_of`.
+            FSDPValueError: a gradient is spread otherwise than its tensor (`reduction_groups_of`), or has no norm yet.
         """
         self = cls(tensors)
         if not self._take_alike(tensors, gradients):
@@ -299,7 +299,7 @@ class _Slots:
             return slot
         what = "parameter" if tensor is parameter else "the gradient of parameter"
         name = f"{what} {_name_of(parameter, index)}"
-        spread = () if spec is None else spread_of(spec.mesh, spec.placements, name)
+        spread = () if spec is None else reduction_groups_of(spec.mesh, spec.placements, name)
         slot = next((each for each in self.slots if each.spread == spread), None)
         if slot is None:
             slot = _Slot(spread)
@@ -424,7 +424,7 @@ def _found_in_each(tensors: Sequence[torch.Tensor | None], device: torch.device)
     return torch.stack([each.to(_widest_dtype(device)) for each in found])
 
 
-def _counted_once(found: torch.Tensor, spread: Spread, further: Sequence[RankGroup]) -> torch.Tensor:
+def _counted_once(found: torch.Tensor, spread: ReductionGroups, further: Sequence[RankGroup]) -> torch.Tensor:
     """(1,): how many of ``found`` (n,), which all ranks of ``spread`` know, so that ``further`` adds them up once."""
     counts = all(group.ranks[0] == dist.get_rank() for group in spread if group in further)
     return found.sum().reshape(1) if counts else found.new_zeros(1)

@@ -28,9 +28,9 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.comm.whole import Former
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.optim.offload import offload_as_policies_ask
-from fsdp2.params.freshness import Freshness
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.params.succession import former_of, is_stranded, successor_of
+from fsdp2.params.write_counter import WriteCounter
 from fsdp2.runtime.param_group import FSDPParamGroup
 
 
@@ -43,7 +43,7 @@ class _Seen:
     """
 
     signature: tuple[int, ...]
-    freshness: tuple[Freshness, ...]
+    write_counter: tuple[WriteCounter, ...]
     summing: tuple[weakref.ref[FSDPParamGroup], ...]
 
 
@@ -64,21 +64,21 @@ class OptimizerGuard:
                     register_optimizer_step_pre_hook(self._before_step),
                     register_optimizer_step_post_hook(self._after_step),
                 ]
-                Freshness.unwatched = False
+                WriteCounter.unwatched = False
 
     def remove(self) -> None:
         """Take the hooks away. Optimizers are then no longer checked, until the next `fully_shard`."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        Freshness.unwatched = True
+        WriteCounter.unwatched = True
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.look_through(optimizer)
         with self._lock:
             self._stepping.add(optimizer)
-            Freshness.unwatched = True  # a closure may run forwards between the writes of one step
+            WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
 
     def look_through(self, optimizer: Optimizer) -> None:
         """Before a step: re-key ``optimizer`` if it changed since the last time.
@@ -97,12 +97,12 @@ class OptimizerGuard:
 
     @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for freshness in self._seen[optimizer].freshness if optimizer in self._seen else ():
-            freshness.writes += 1
+        for write_counter in self._seen[optimizer].write_counter if optimizer in self._seen else ():
+            write_counter.writes += 1
         with self._lock:
-            Freshness.steps += 1
+            WriteCounter.steps += 1
             self._stepping.discard(optimizer)
-            Freshness.unwatched = bool(self._stepping) or not self._handles
+            WriteCounter.unwatched = bool(self._stepping) or not self._handles
 
 
 GUARD = OptimizerGuard()
@@ -114,15 +114,15 @@ def _signature(optimizer: Optimizer) -> tuple[int, ...]:
     return (FSDPParam.identity_changes, *(len(group["params"]) for group in optimizer.param_groups))
 
 
-def _freshness_of(optimizer: Optimizer) -> tuple[Freshness, ...]:
-    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    return tuple({id(owner.freshness): owner.freshness for owner in owners if owner is not None}.values())
+def _freshness_of(optimizer: Optimizer) -> tuple[WriteCounter, ...]:
+    owners = (fsdp_param_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return tuple({id(owner.write_counter): owner.write_counter for owner in owners if owner is not None}.values())
 
 
 def _summing(optimizer: Optimizer) -> tuple[weakref.ref[FSDPParamGroup], ...]:
-    owners = (owner_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    owners = (fsdp_param_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     groups = [owner.group for owner in owners if owner is not None and owner.group is not None]
-    return tuple(weakref.ref(group) for group in dict.fromkeys(groups) if group.storage.home.sums_on_host)
+    return tuple(weakref.ref(group) for group in dict.fromkeys(groups) if group.storage.offloading.sums_on_host)
 
 
 def _refuse_to_skip(group: FSDPParamGroup | None) -> None:
@@ -149,10 +149,10 @@ def rekey(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             successor = successor_of(parameter)
-            if successor is None or owner_of(parameter) is not None:
+            if successor is None or fsdp_param_of(parameter) is not None:
                 continue
             if successor in present:
-                owner = owner_of(successor)
+                owner = fsdp_param_of(successor)
                 raise FSDPRuntimeError(
                     f"the optimizer holds parameter '{owner.path if owner else '?'}' twice: sharded, and as it was "
                     "before sharding (or unsharded). Build the optimizer from model.parameters() after fully_shard, "
@@ -182,8 +182,12 @@ def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Par
     former: Former | None = former_of(parameter)
     if former is None:
         return state
-    owner, sharding = owner_of(successor), former.sharding
-    if owner is not None and owner.sharding.mesh.key == sharding.mesh.key and owner.sharding.cut == sharding.cut:
+    owner, sharding = fsdp_param_of(successor), former.sharding
+    if (
+        owner is not None
+        and owner.sharding.mesh.key == sharding.mesh.key
+        and owner.sharding.partition == sharding.partition
+    ):
         return state
     return former.gathered(state)
 
@@ -194,7 +198,7 @@ def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter)
     if gradient is None or successor.grad is not None:
         return
     if torch.count_nonzero(gradient):
-        owner = owner_of(successor)
+        owner = fsdp_param_of(successor)
         raise FSDPRuntimeError(
             f"the optimizer was built on parameters from before fully_shard (or on unsharded ones), and "
             f"'{owner.path if owner else '?'}' has a gradient there that was never reduced; the step would "
@@ -211,7 +215,7 @@ def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
 
 
 def _shard_value(value: Any, sharded: Any) -> Any:
-    owner = owner_of(sharded)
+    owner = fsdp_param_of(sharded)
     if owner is None or not isinstance(value, torch.Tensor) or value.shape != sharded.shape:
         return value
     if isinstance(value, DTensor):

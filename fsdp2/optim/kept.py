@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.optim.units import State
 from fsdp2.params.buffers import DtypeBuffers
-from fsdp2.params.param import owner_of
+from fsdp2.params.param import fsdp_param_of
 
 
 class KeptState:
@@ -55,7 +55,7 @@ def _buffers_below(params: Iterable[torch.Tensor]) -> set[DtypeBuffers] | None:
     for parameter in params:
         if not isinstance(parameter, DTensor):
             continue
-        owner = owner_of(parameter)
+        owner = fsdp_param_of(parameter)
         if owner is None or owner.group is None:
             return None
         if owner.group not in groups:

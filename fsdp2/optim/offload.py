@@ -26,7 +26,7 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import checked
 from fsdp2.comm.comm_context import finish_current_stream
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.params.param import owner_of
+from fsdp2.params.param import fsdp_param_of
 from fsdp2.plan.ragged import dtensor_over
 
 Chooses = Callable[[torch.Tensor], bool]
@@ -265,8 +265,8 @@ def _has_accelerator(value: torch.Tensor) -> bool:
 
 
 def _rests_on_host(parameter: torch.Tensor) -> bool:
-    owner = owner_of(parameter)
-    return owner is not None and owner.group is not None and owner.group.storage.home.is_host
+    owner = fsdp_param_of(parameter)
+    return owner is not None and owner.group is not None and owner.group.storage.offloading.is_host
 
 
 def _is_on_device(parameter: torch.Tensor) -> bool:
@@ -274,17 +274,17 @@ def _is_on_device(parameter: torch.Tensor) -> bool:
 
 
 def _is_to_rest_on_host(parameter: torch.Tensor) -> bool:
-    owner = owner_of(parameter)
-    return owner is not None and owner.group is not None and owner.group.storage.home.state_on_host
+    owner = fsdp_param_of(parameter)
+    return owner is not None and owner.group is not None and owner.group.storage.offloading.state_on_host
 
 
 def offload_as_policies_ask(optimizer: Optimizer) -> None:
     """Offload the state of those parameters whose ``offload_policy`` says so, unless ``optimizer``'s is offloaded."""
     if not is_offloaded(optimizer):
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        asking = [owner_of(parameter) for parameter in parameters if _is_to_rest_on_host(parameter)]
+        asking = [fsdp_param_of(parameter) for parameter in parameters if _is_to_rest_on_host(parameter)]
         if asking:
-            pins = all(owner is not None and owner.group.storage.home.pins for owner in asking)
+            pins = all(owner is not None and owner.group.storage.offloading.pins for owner in asking)
             OptimizerStateOffload(optimizer, _is_to_rest_on_host, pin_memory=pins)
 
 

@@ -18,7 +18,7 @@ from fsdp2.arguments import checked
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.guard import GUARD
 from fsdp2.optim.offload import is_offloaded
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.ragged import dtensor_over
 
 
@@ -49,8 +49,8 @@ def step_on_owners(optimizer: Optimizer) -> None:
     stand_ins: dict[nn.Parameter, FSDPParam] = {}
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            owner = owner_of(parameter)
-            if owner is not None and owner.sharding.cut.owner is not None:
+            owner = fsdp_param_of(parameter)
+            if owner is not None and owner.sharding.partition.owner is not None:
                 stand_in = _stand_in(owner)
                 group["params"][index] = stand_in
                 stand_ins[stand_in] = owner

@@ -22,8 +22,8 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers
-from fsdp2.params.gradients import DtypeGradients
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.gradients import GradientBucket
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.layout import GradientSlot, Slot
 from fsdp2.runtime.param_group import FSDPParamGroup
 
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     buffers: DtypeBuffers
     slot: Slot
     numel_before: int  # of all parameters ahead in the shard buffer
-    gradients: DtypeGradients
+    gradients: GradientBucket
     gradient_slot: GradientSlot
     position: int  # among the parameters of ``gradients``
 
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
         An owned parameter only on its owner: on other ranks its place is that of others, which are owned there.
         """
-        if self.slot.cut.owner is not None and self.owner.local.numel() == 0:
+        if self.slot.partition.owner is not None and self.owner.local.numel() == 0:
             return False
         delivered = self.gradients.delivered
         if delivered is None or self.owner.sharded.grad is not delivered.gradients[self.position]:
@@ -91,7 +91,7 @@ class Run:
     numel: int
     _group: weakref.ref[FSDPParamGroup]
     _buffers: weakref.ref[DtypeBuffers]
-    _gradients: weakref.ref[DtypeGradients]
+    _gradients: weakref.ref[GradientBucket]
     _pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @classmethod
@@ -116,7 +116,7 @@ class Run:
         The latter if the parameters have moved, or some of their gradients are missing or lie elsewhere.
         """
         group, buffers, gradients = self._group(), self._buffers(), self._gradients()
-        if group is None or buffers not in group.storage.buffers or gradients not in group.reducer.dtypes:
+        if group is None or buffers not in group.storage.buffers or gradients not in group.reducer.buckets:
             return None
         assert buffers is not None and gradients is not None, "the group has them"
         try:
@@ -139,7 +139,7 @@ def _places_of(parameters: Iterable[torch.Tensor]) -> Iterator[_Place]:
     """Of those of ``parameters`` that lie in buffers and have a gradient there."""
     known: dict[FSDPParamGroup, dict[FSDPParam, _Place]] = {}
     for parameter in parameters:
-        owner = owner_of(parameter)
+        owner = fsdp_param_of(parameter)
         if owner is None or owner.group is None or owner.local is not _torch.local_of(parameter):
             continue
         if owner.group not in known:
@@ -157,7 +157,7 @@ def _places_in(group: FSDPParamGroup) -> dict[FSDPParam, _Place]:
     }
     return {
         param: _Place(param, *lies[param], gradients, slot, index)
-        for gradients in group.reducer.dtypes
+        for gradients in group.reducer.buckets
         for index, (param, slot) in enumerate(zip(gradients.params, gradients.layout.slots, strict=True))
         if param in lies
     }
@@ -168,7 +168,7 @@ def _lying_on(buffers: DtypeBuffers) -> Iterator[tuple[FSDPParam, Slot, int]]:
     numel_before = 0
     pairs = zip(buffers.params, buffers.layout.slots, strict=True)
     for param, slot in sorted(pairs, key=lambda pair: pair[1].shard_offset):
-        if slot.cut.owner is None or param.local.numel():
+        if slot.partition.owner is None or param.local.numel():
             yield param, slot, numel_before
             numel_before += slot.shard_numel
 

@@ -20,7 +20,7 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.runs import Run, runs_of
 from fsdp2.params.buffers import storage_slice
-from fsdp2.params.param import owner_of
+from fsdp2.params.param import fsdp_param_of
 from fsdp2.plan.ragged import dtensor_over
 
 State = dict[Any, Any]
@@ -32,7 +32,7 @@ _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 def name_of(parameter: torch.Tensor) -> str:
     """How messages call ``parameter``."""
-    owner = owner_of(parameter)
+    owner = fsdp_param_of(parameter)
     return f"'{owner.path}'" if owner is not None else f"of shape {tuple(parameter.shape)}"
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.params.succession import successor_of
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.reducer import GradientReducer
@@ -44,10 +44,10 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
     cleared: dict[FSDPParamGroup, set[FSDPParam]] = {}
     unseen: list[torch.Tensor] = []
     for parameter in parameters:
-        owner = owner_of(parameter)
+        owner = fsdp_param_of(parameter)
         if owner is None:
             successor = successor_of(parameter)
-            owner = None if successor is None else owner_of(successor)
+            owner = None if successor is None else fsdp_param_of(successor)
             if owner is None:
                 continue
             unseen.append(owner.sharded)

@@ -20,7 +20,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
-from fsdp2.plan.layout import BufferLayout, Cut
+from fsdp2.plan.layout import BufferLayout, Partition
 
 Member = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
@@ -44,9 +44,9 @@ def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride:
     return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
 
 
-def in_memory_order(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+def in_memory_order(tensor: torch.Tensor, partition: Partition) -> torch.Tensor:
     """``tensor``, of the parameter's dims, as they follow each other in memory."""
-    return tensor.permute(cut.order) if cut.order else tensor
+    return tensor.permute(partition.order) if partition.order else tensor
 
 
 def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
@@ -113,16 +113,16 @@ class DtypeBuffers:
         keeps_memory: whether `free` leaves the unsharded buffer its memory, so that addresses repeat.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int, home: Home) -> None:
+    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int, offloading: Offloading) -> None:
         """Allocate the shard buffer and move the sharded parameters into it."""
         self.params = tuple(params)
         self.layout = layout
         self.param_dtype = params[0].param_dtype
         # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
-        self.shard = home.zeros(layout.shard_numel, params[0].local)
+        self.shard = offloading.zeros(layout.shard_numel, params[0].local)
         for param, slot in zip(self.params, layout.slots, strict=True):
             shape = slot.local_shape(rank)
-            param.lie_on(storage_slice(self.shard, slot.shard_offset, shape, slot.cut.stride(shape)))
+            param.lie_on(storage_slice(self.shard, slot.shard_offset, shape, slot.partition.stride(shape)))
         self.unsharded = Resizable(self.shard.new_empty(0))
         self.keeps_memory = False
         self._unsharded_params: list[FSDPParam] = []
@@ -144,7 +144,7 @@ class DtypeBuffers:
         start = unsharded.data_ptr()
         self._unsharded_params, self._locals = [], []
         for param, slot in zip(self.params, self.layout.slots, strict=True):
-            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape, slot.cut.stride(param.shape))
+            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape, slot.partition.stride(param.shape))
             param.take_unsharded(alias)
             if param.unsharded is not None and alias.numel():
                 self._unsharded_params.append(param)
@@ -185,7 +185,7 @@ class DtypeBuffers:
         return None
 
 
-class Home:
+class Offloading:
     """Where shards and their gradients live: on the device that computes, or (offloaded) in host memory.
 
     Attributes:
@@ -227,6 +227,6 @@ class Home:
         return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Home) and vars(self) == vars(other)
+        return isinstance(other, Offloading) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]

@@ -33,7 +33,7 @@ from fsdp2.params.buffers import Resizable, on_the_wire, storage_alias
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.gather import Member
 from fsdp2.params.param import FSDPParam, is_subclass
-from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Cut, align, byte_start, contiguous_stride
+from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
 from fsdp2.plan.mesh import DataParallelMesh
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -45,7 +45,7 @@ def is_extended(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, _PRE) or hasattr(tensor, _POST) or is_subclass(tensor)
 
 
-def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str) -> None:
+def check_extension(tensor: torch.Tensor, partition: Partition, world_size: int, where: str) -> None:
     """Refuse an extension that cannot work.
 
     Raises:
@@ -53,15 +53,19 @@ def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str)
         FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind
             dim 0.
     """
-    if cut.owner is not None:
+    if partition.owner is not None:
         raise FSDPNotImplementedError(
             f"{where} gathers itself (a tensor subclass, or one with {_PRE}), and one rank is to own it, which is not "
             "supported; shard its dim 0."
         )
-    is_uneven = bool(cut.dim) and cut.size % world_size != 0
-    if cut.dim is None or cut.order or is_uneven:
-        what = "has no dims" if cut.dim is None else "is not contiguous"
-        what = f"has {cut.size} entries in dim {cut.dim}, uneven over {world_size} ranks" if is_uneven else what
+    is_uneven = bool(partition.dim) and partition.size % world_size != 0
+    if partition.dim is None or partition.order or is_uneven:
+        what = "has no dims" if partition.dim is None else "is not contiguous"
+        what = (
+            f"has {partition.size} entries in dim {partition.dim}, uneven over {world_size} ranks"
+            if is_uneven
+            else what
+        )
         raise FSDPNotImplementedError(
             f"{where} gathers itself (a tensor subclass, or one with {_PRE}) and {what}, which is not supported; shard "
             "its dim 0, contiguous, or pass it in ignored_params."
@@ -79,7 +83,7 @@ def check_extension(tensor: torch.Tensor, cut: Cut, world_size: int, where: str)
 
 
 def _cut_dim(param: FSDPParam) -> int:
-    dim = param.sharding.cut.dim
+    dim = param.sharding.partition.dim
     assert dim is not None, "an extension without dims is refused"
     return dim
 
@@ -177,7 +181,7 @@ class ExtensionGather:
         self._staged: _Staged | None = None
         for each in self._extended:
             where = f"parameter '{each.param.path}'"
-            check_extension(each.param.local, each.param.sharding.cut, mesh.shard_size, where)
+            check_extension(each.param.local, each.param.sharding.partition, mesh.shard_size, where)
             release = getattr(each.param.local, _RELEASES, None)
             each.releases = bool(release()) if release is not None else False
 
@@ -225,9 +229,9 @@ class ExtensionGather:
 
     def _plain_values(self, param: FSDPParam) -> torch.Tensor:
         """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
-        cut, dim = param.sharding.cut, _cut_dim(param)
+        partition, dim = param.sharding.partition, _cut_dim(param)
         shape = list(param.shape)
-        shape[dim] = cut.rows(self._mesh.shard_size)
+        shape[dim] = partition.rows(self._mesh.shard_size)
         values = torch.zeros(shape, dtype=param.param_dtype, device=self._mesh.device)
         if param.local.numel():
             values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
@@ -263,7 +267,7 @@ class ExtensionGather:
                 raise FSDPRuntimeError(
                     f"{_PRE} of parameter '{each.param.path}' (shape {each.param.shape}) returned (tensors, bytes) "
                     f"{of_ranks} on the ranks; all must send the same: short ones pad their inputs to the shard of "
-                    f"rank 0, {each.param.sharding.cut.rows(group.size())} rows."
+                    f"rank 0, {each.param.sharding.partition.rows(group.size())} rows."
                 )
 
     def finish(self, neighbours: DataParallelMesh | None) -> None:

@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.memory import MemoryPool
-from fsdp2.params.pieces import seen_wide
+from fsdp2.params.pieces import view_as_wider_dtype
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 
 Member = tuple[torch.Tensor, torch.Tensor]
@@ -168,17 +168,17 @@ class Gather:
 
     def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
         """From (world_size, ...) rank-major to the slot, where ranks alternate if a dim behind the first is cut."""
-        cut, rows, world_size = slot.cut, slot.rows, self._world_size
+        partition, rows, world_size = slot.partition, slot.rows, self._world_size
         piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
-        if cut.dim is None:  # all ranks have sent the same
-            self._add_copy(piece[0], unsharded.narrow(0, slot.unsharded_offset, cut.numel))
-        elif cut.outer == 1:
+        if partition.dim is None:  # all ranks have sent the same
+            self._add_copy(piece[0], unsharded.narrow(0, slot.unsharded_offset, partition.numel))
+        elif partition.outer == 1:
             whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
             self._add_copy(piece, whole.view(world_size, slot.shard_numel))
         else:
-            outer, row_numel = cut.outer, cut.row_numel
-            full, rest = divmod(cut.size, rows)
-            whole = unsharded.narrow(0, slot.unsharded_offset, cut.numel).view(outer, cut.size * row_numel)
+            outer, row_numel = partition.outer, partition.row_numel
+            full, rest = divmod(partition.size, rows)
+            whole = unsharded.narrow(0, slot.unsharded_offset, partition.numel).view(outer, partition.size * row_numel)
             evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
             self._add_copy(piece[:full].unflatten(1, (outer, rows * row_numel)), evenly)
             if rest:  # of the rank that has fewer
@@ -196,7 +196,7 @@ class Gather:
 
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         if self._device.type == "cpu":
-            source, destination = seen_wide((source, destination))
+            source, destination = view_as_wider_dtype((source, destination))
         self._copy_out_sources.append(source)
         self._copy_out_destinations.append(destination)
 
@@ -285,7 +285,7 @@ def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:
 
 def _continues(run: Sequence[Slot], slot: Slot) -> bool:
     first, last = run[0], run[-1]
-    arrives_in_order = all(each.cut.dim is not None and each.cut.outer == 1 for each in (first, slot))
+    arrives_in_order = all(each.partition.dim is not None and each.partition.outer == 1 for each in (first, slot))
     if not arrives_in_order or slot.shard_numel != first.shard_numel:
         return False
     return len(run) == 1 or _distances(last, slot) == _distances(first, run[1])

@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.params.buffers import Home, Resizable, storage_alias
+from fsdp2.params.buffers import Offloading, Resizable, storage_alias
 from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Member
 from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
 from fsdp2.params.memory import MemoryPool
-from fsdp2.params.packing import dealt_out, packing_for
+from fsdp2.params.packing import packing_for, scatter_rows
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import GradientLayout
 from fsdp2.plan.ragged import dtensor_at_offset
@@ -49,7 +49,7 @@ class PackedGradients:
     Attributes:
         members: of the reduce-scatter.
         output: flat, where it arrives, in the reduce dtype.
-        delivered: flat, what the gradients lie on; None until `DtypeGradients.arrive`.
+        delivered: flat, what the gradients lie on; None until `GradientBucket.arrive`.
         missing: indices of parameters without a gradient on this rank.
         inputs: the gradients themselves.
         is_borrowed: ``output`` is a custom collective's, which may use it again.
@@ -75,7 +75,7 @@ class PackedGradients:
         self.inputs = []
 
 
-class DtypeGradients:
+class GradientBucket:
     """Packs the unsharded gradients of a group's trainable parameters that are reduced in one dtype, and delivers them.
 
     Attributes:
@@ -96,7 +96,7 @@ class DtypeGradients:
         world_size: int,
         rank: int,
         device: torch.device,
-        home: Home,
+        offloading: Offloading,
     ) -> None:
         self.params = tuple(params)
         self.layout = layout
@@ -106,14 +106,14 @@ class DtypeGradients:
         self.presence_scale = 1.0
         self._world_size = world_size
         self._device = device
-        self._home = home
+        self._home = offloading
         self._local_shapes = [slot.local_shape(rank) for slot in layout.slots]
         dtypes = {param.delivery_dtype(dtype) for param in self.params}
         self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
-        self._arrives_in_place = self._delivery_dtype is dtype and home.device == device
+        self._arrives_in_place = self._delivery_dtype is dtype and offloading.device == device
         self.sum: HostSum | None = None
-        if home.sums_on_host:
-            self.sum = HostSum(home, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
+        if offloading.sums_on_host:
+            self.sum = HostSum(offloading, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
@@ -162,7 +162,7 @@ class DtypeGradients:
     def take(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
         if not self._are_plain:
-            return [param.take_gradient() for param in self.params]
+            return [param.pop_grad() for param in self.params]
         gradients: list[torch.Tensor | None] = []
         for param in self.params:
             unsharded = param.unsharded
@@ -206,11 +206,13 @@ class DtypeGradients:
         for index, hole, slot in self._carriages:
             gradient = carried[index]
             if gradient is None:
-                gradient = torch.zeros(slot.cut.shape, dtype=self.dtype if slot.direct else dtype, device=self._device)
+                gradient = torch.zeros(
+                    slot.partition.shape, dtype=self.dtype if slot.direct else dtype, device=self._device
+                )
             if gradient.is_sparse:
                 self._refuse_sparse(gradient, gradients)
-            if slot.cut.order:
-                gradient = gradient.permute(slot.cut.order)
+            if slot.partition.order:
+                gradient = gradient.permute(slot.partition.order)
             if slot.direct:
                 destination = output.narrow(0, slot.offset, slot.shard_numel)
                 if gradient.dtype is not self.dtype:
@@ -223,7 +225,7 @@ class DtypeGradients:
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
             if slot.is_dealt_out:
-                gradient = dealt_out(gradient, slot, world_size)
+                gradient = scatter_rows(gradient, slot, world_size)
             packing[hole] = gradient
         if missing:
             packing[-1] = self._without(packing[-1], missing)
@@ -252,7 +254,7 @@ class DtypeGradients:
         layout = self.layout
         assert layout.region is not None, "some are owned"
         dtype = self.dtype if layout.region.direct else dtype
-        flat = torch.empty(layout.region.cut.numel, dtype=dtype, device=self._device)
+        flat = torch.empty(layout.region.partition.numel, dtype=dtype, device=self._device)
         pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
         gaps, filled, sources, start = [], [], [], 0
         for (index, numel), piece in zip(layout.filling, pieces, strict=True):
@@ -263,14 +265,17 @@ class DtypeGradients:
                 continue
             if gradient.is_sparse:
                 self._refuse_sparse(gradient, gradients)
-            cut = layout.slots[index].cut
-            filled.append(storage_alias(flat, offset, cut.shape, cut.stride(cut.shape)))
+            partition = layout.slots[index].partition
+            filled.append(storage_alias(flat, offset, partition.shape, partition.stride(partition.shape)))
             sources.append(gradient)
         if gaps:
             _torch.foreach_zero(gaps)  # padding, and what has no gradient on this rank
         if filled:
             _torch.foreach_copy(filled, sources)
-        return [*(each for each, slot in zip(gradients, layout.slots, strict=True) if slot.cut.owner is None), flat]
+        return [
+            *(each for each, slot in zip(gradients, layout.slots, strict=True) if slot.partition.owner is None),
+            flat,
+        ]
 
     def _refuse_sparse(self, gradient: torch.Tensor, gradients: list[torch.Tensor | None]) -> NoReturn:
         index = next(index for index, each in enumerate(gradients) if each is gradient)
@@ -314,12 +319,12 @@ class DtypeGradients:
             packed.missing = [index for index in packed.missing if index in self._partial_missing]
             self.partial = None
 
-    def continues(self, earlier: DtypeGradients) -> bool:
+    def continues(self, earlier: GradientBucket) -> bool:
         """Whether what waits in ``earlier`` can wait here."""
         dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
         return self.layout == earlier.layout and dtypes[0] == dtypes[1]
 
-    def take_partial(self, earlier: DtypeGradients) -> None:
+    def take_partial(self, earlier: GradientBucket) -> None:
         """Go on with what ``earlier``, which this continues, has kept."""
         self.partial, earlier.partial = earlier.partial, None
         self._partial_missing = earlier._partial_missing
@@ -337,7 +342,7 @@ class DtypeGradients:
         for flat in waiting:
             for index in indices:
                 slot, shape = self.layout.slots[index], self._local_shapes[index]
-                storage_alias(flat, slot.offset, shape, slot.cut.stride(shape)).zero_()
+                storage_alias(flat, slot.offset, shape, slot.partition.stride(shape)).zero_()
                 if set_to_none:
                     flat[self.layout.presence_offset + index].zero_()
         if set_to_none:
@@ -430,7 +435,7 @@ class DtypeGradients:
     def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
         """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
         slot, shape = self.layout.slots[index], self._local_shapes[index]
-        local = storage_alias(flat, slot.offset, shape, slot.cut.stride(shape))
+        local = storage_alias(flat, slot.offset, shape, slot.partition.stride(shape))
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         return dtensor_at_offset(local, spec)

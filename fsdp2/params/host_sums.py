@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 
 
 class HostSum:
@@ -23,11 +23,11 @@ class HostSum:
         missing: indices of parameters that had no gradient on this rank in any of these backwards.
     """
 
-    def __init__(self, home: Home, dtype: torch.dtype) -> None:
+    def __init__(self, offloading: Offloading, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.waits = False
         self.missing: frozenset[int] = frozenset()
-        self._home = home
+        self._home = offloading
         self._host: torch.Tensor | None = None
 
     @property

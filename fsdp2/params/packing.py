@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.pieces import can_be_one, seen_wide
+from fsdp2.params.pieces import can_be_one, view_as_wider_dtype
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 
 Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
@@ -35,10 +35,10 @@ def packing_for(
 def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *, casts: bool) -> bool:
     """Whether what is packed is alike, and a rank's piece of each one element, or (uncast) can be seen as one."""
     packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
-    if not packed or len({slot.cut for slot in packed}) > 1:
+    if not packed or len({slot.partition for slot in packed}) > 1:
         return False
     numel = packed[0].shard_numel
-    if any(slot.is_dealt_out or slot.pad_numel or slot.cut.size != slot.rows * world_size for slot in packed):
+    if any(slot.is_dealt_out or slot.pad_numel or slot.partition.size != slot.rows * world_size for slot in packed):
         return False
     if numel == 1:
         return True
@@ -63,20 +63,20 @@ def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Ten
     whole = torch.cat(parts).view(len(parts), world_size, width // len(parts)).transpose(0, 1)
     columns = packed[:, :width].view(whole.shape)
     if whole.dtype is packed.dtype:
-        whole, columns = seen_wide((whole, columns))
+        whole, columns = view_as_wider_dtype((whole, columns))
     columns.copy_(whole)
     packed[:, width:].copy_(last)
 
 
-def dealt_out(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+def scatter_rows(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
     """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
 
     Writes into nothing, so that it can be part of a graph.
     """
-    cut = slot.cut
-    if cut.dim is None:
+    partition = slot.partition
+    if partition.dim is None:
         return gradient.reshape(1, -1).expand(world_size, -1)
-    rows, size, outer, row_numel = slot.rows, cut.size, cut.outer, cut.row_numel
+    rows, size, outer, row_numel = slot.rows, partition.size, partition.outer, partition.row_numel
     width = rows * row_numel
     if rows * world_size == size:
         return gradient.reshape(outer, world_size, width).transpose(0, 1)

@@ -19,14 +19,43 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.freshness import Freshness
-from fsdp2.params.registrations import registration
 from fsdp2.params.succession import OWN, Link, note_former, succeed
-from fsdp2.plan.layout import Cut
+from fsdp2.params.write_counter import WriteCounter
+from fsdp2.plan.layout import Partition
 from fsdp2.plan.placement import Sharding, local_shard
 from fsdp2.plan.policies import MixedPrecisionPolicy
 from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged, parameter_at_offset
 from fsdp2.plan.whole_operators import serve
+
+
+class _SetattrSlots:
+    """Stands in for ``module._parameters`` where the module's class has a ``__setattr__`` of its own.
+
+    `nn.RNNBase` for one keeps a second list of its parameters, which only its ``__setattr__`` updates.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        setattr(self._module, name, parameter)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return self._module._parameters[name]
+
+    def get(self, name: str) -> nn.Parameter | None:
+        """The registered parameter, or None."""
+        return self._module._parameters.get(name)
+
+
+Registration = tuple[Any, str]
+"""A mapping of registered parameters (``module._parameters`` or its stand-in) and the name in it."""
+
+
+def registration(module: nn.Module, name: str) -> Registration:
+    """Where to write a parameter so that ``module`` uses it under ``name``."""
+    plain = type(module).__setattr__ is nn.Module.__setattr__
+    return (module._parameters if plain else _SetattrSlots(module), name)
 
 
 def refuse_share_memory() -> NoReturn:
@@ -64,7 +93,7 @@ class FSDPParam:
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
         arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
         group: that holds it.
-        freshness: of the group.
+        write_counter: of the group.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
 
@@ -72,7 +101,6 @@ class FSDPParam:
         "__weakref__",
         "arrived_dtype",
         "fqn",
-        "freshness",
         "grad_dtype",
         "group",
         "group_name",
@@ -87,6 +115,7 @@ class FSDPParam:
         "sharding",
         "unsharded",
         "uses",
+        "write_counter",
     )
     identity_changes: ClassVar[int] = 0
 
@@ -97,10 +126,10 @@ class FSDPParam:
         original: nn.Parameter,
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
-        freshness: Freshness,
+        write_counter: WriteCounter,
         group_name: str,
     ) -> None:
-        self._begin(fqn, uses, sharding, policy, freshness, group_name)
+        self._begin(fqn, uses, sharding, policy, write_counter, group_name)
         self.shape = tuple(local_data(original).shape)
         self.adopt(shard_parameter(original, sharding))
 
@@ -113,12 +142,12 @@ class FSDPParam:
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
         shape: tuple[int, ...],
-        freshness: Freshness,
+        write_counter: WriteCounter,
         group_name: str,
     ) -> FSDPParam:
         """Of a parameter that is sharded already."""
         param = cls.__new__(cls)
-        param._begin(fqn, uses, sharding, policy, freshness, group_name)
+        param._begin(fqn, uses, sharding, policy, write_counter, group_name)
         param.shape = shape
         param.adopt(sharded)
         return param
@@ -129,13 +158,13 @@ class FSDPParam:
         uses: Sequence[tuple[nn.Module, str]],
         sharding: Sharding,
         policy: MixedPrecisionPolicy,
-        freshness: Freshness,
+        write_counter: WriteCounter,
         group_name: str,
     ) -> None:
         self.fqn = fqn
         self.path = fqn
         self.group_name = group_name
-        self.freshness = freshness
+        self.write_counter = write_counter
         self.uses = tuple(uses)
         self.registrations = tuple(registration(module, name) for module, name in self.uses)
         self.sharding = sharding
@@ -289,7 +318,7 @@ class FSDPParam:
 
         return find
 
-    def take_gradient(self) -> torch.Tensor | None:
+    def pop_grad(self) -> torch.Tensor | None:
         """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.
 
         Under tensor parallelism it is first brought to the parameter's own placements, which may communicate.
@@ -337,11 +366,15 @@ class FSDPParam:
 
     def shard_of(self, whole: torch.Tensor) -> DTensor:
         """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
-        mesh, cut = self.sharding.mesh, self.sharding.cut
+        mesh, partition = self.sharding.mesh, self.sharding.partition
         if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
             spec = self.sharding.unsharded_spec
             whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
-        local = local_shard(whole, cut, cut.rows(mesh.shard_size), mesh.shard_rank).to(self.local.device).clone()
+        local = (
+            local_shard(whole, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+            .to(self.local.device)
+            .clone()
+        )
         return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
 
     def registered(self) -> nn.Parameter:
@@ -357,7 +390,7 @@ class FSDPParam:
                 break
         found = mapping.get(name)
         spec = _torch.spec_of(self.sharded)
-        other_owner = owner_of(found) if isinstance(found, torch.Tensor) else None
+        other_owner = fsdp_param_of(found) if isinstance(found, torch.Tensor) else None
         if other_owner is not None and other_owner is not self:
             raise FSDPRuntimeError(
                 f"parameter '{self.path}' was replaced after fully_shard by the sharded parameter '{other_owner.path}' "
@@ -399,14 +432,14 @@ def _is_a_part(found: DTensor, local: torch.Tensor) -> bool:
     return isinstance(found, RaggedDTensor) and _torch.local_of(found).shape == local.shape
 
 
-def _padded_shard(data: torch.Tensor, cut: Cut, world_size: int, rank: int) -> torch.Tensor:
+def _padded_shard(data: torch.Tensor, partition: Partition, world_size: int, rank: int) -> torch.Tensor:
     """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
 
     Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
     """
-    dim = cut.dim or 0
-    is_chunked = cut.is_chunked(world_size)
-    chunks = torch.chunk(data, world_size, dim) if is_chunked else torch.split(data, cut.rows(world_size), dim)
+    dim = partition.dim or 0
+    is_chunked = partition.is_chunked(world_size)
+    chunks = torch.chunk(data, world_size, dim) if is_chunked else torch.split(data, partition.rows(world_size), dim)
     padded = data.new_zeros(chunks[0].size())
     length = chunks[rank].size(dim) if rank < len(chunks) else 0
     part = padded.narrow(dim, 0, length)
@@ -433,16 +466,16 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
     into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
     rank cuts its own part.
     """
-    data, mesh, cut = local_data(original), sharding.mesh, sharding.cut
+    data, mesh, partition = local_data(original), sharding.mesh, sharding.partition
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
     placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
     sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
-        assert cut.dim is not None, "a subclass without dims is refused"
-        local = _padded_shard(data, cut, mesh.shard_size, mesh.shard_rank)
+        assert partition.dim is not None, "a subclass without dims is refused"
+        local = _padded_shard(data, partition, mesh.shard_size, mesh.shard_rank)
     else:
-        local = local_shard(data, cut, cut.rows(mesh.shard_size), mesh.shard_rank)
-        stride = cut.stride(local.shape)
+        local = local_shard(data, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+        stride = partition.stride(local.shape)
         if local.stride() != stride:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
     _torch.set_local(sharded, local)
@@ -470,7 +503,7 @@ def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     successor.requires_grad_(requires_grad)
 
 
-def owner_of(parameter: torch.Tensor) -> FSDPParam | None:
+def fsdp_param_of(parameter: torch.Tensor) -> FSDPParam | None:
     """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
     link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
     return link.target if link is not None and link.target.sharded is parameter else None

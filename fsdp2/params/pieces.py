@@ -21,7 +21,7 @@ def can_be_one(nbytes: int) -> bool:
     return nbytes in _DTYPES
 
 
-def seen_wide(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def view_as_wider_dtype(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """``tensors`` (..., n) of one shape and dtype as fewer, wider elements, if all of them lie so that they can be."""
     first = tensors[0]
     itemsize = first.element_size()

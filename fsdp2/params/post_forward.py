@@ -1,4 +1,4 @@
-"""`PostForward`: where a group's parameters rest between forward and backward if they are resharded to fewer ranks.
+"""`PostForwardShards`: where parameters rest between forward and backward if they are resharded to fewer ranks.
 
 Each of them keeps a larger part of every parameter, so that the all-gather in backward stays among neighbours: more
 memory for less communication over slow links.
@@ -16,13 +16,13 @@ from fsdp2.params.buffers import DtypeBuffers, Resizable, in_memory_order, stora
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.gather import Gather, Source
 from fsdp2.params.param import FSDPParam
-from fsdp2.plan.layout import Cut
+from fsdp2.plan.layout import Partition
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.placement import local_shard, post_forward_placement
 from fsdp2.plan.ragged import parameter_at_offset
 
 
-class PostForward:
+class PostForwardShards:
     """The parts of a group's parameters that this rank keeps between forward and backward.
 
     Attributes:
@@ -46,14 +46,16 @@ class PostForward:
             layout = each.layout.over(self.mesh.shard_size, each.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
-                cut, shape = slot.cut, slot.local_shape(self.mesh.shard_rank)
-                local = storage_alias(part.flat, slot.shard_offset, shape, cut.stride(shape))
-                whole = storage_alias(each.unsharded.flat, slot.unsharded_offset, cut.shape, cut.stride(cut.shape))
-                if cut.dim is not None:
-                    whole = local_shard(whole, cut, slot.rows, self.mesh.shard_rank)
-                self._copies.append((in_memory_order(local, cut), in_memory_order(whole, cut)))
+                partition, shape = slot.partition, slot.local_shape(self.mesh.shard_rank)
+                local = storage_alias(part.flat, slot.shard_offset, shape, partition.stride(shape))
+                whole = storage_alias(
+                    each.unsharded.flat, slot.unsharded_offset, partition.shape, partition.stride(partition.shape)
+                )
+                if partition.dim is not None:
+                    whole = local_shard(whole, partition, slot.rows, self.mesh.shard_rank)
+                self._copies.append((in_memory_order(local, partition), in_memory_order(whole, partition)))
                 self._params.append(param)
-                param.rest_as(self._parameter(local, param, cut))
+                param.rest_as(self._parameter(local, param, partition))
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
         self.set_custom(custom, device)
@@ -76,9 +78,9 @@ class PostForward:
         for part in empty:
             part.free()
 
-    def _parameter(self, local: torch.Tensor, param: FSDPParam, cut: Cut) -> nn.Parameter:
+    def _parameter(self, local: torch.Tensor, param: FSDPParam, partition: Partition) -> nn.Parameter:
         sharded = param.sharded
-        mesh, placements = post_forward_placement(param.sharding, cut, self.mesh.device_mesh)
+        mesh, placements = post_forward_placement(param.sharding, partition, self.mesh.device_mesh)
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         return parameter_at_offset(local, spec, requires_grad=sharded.requires_grad)
 

@@ -12,12 +12,12 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.buffers import DtypeBuffers, Home
+from fsdp2.params.buffers import DtypeBuffers, Offloading
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.extensions import ExtensionGather, is_extended
 from fsdp2.params.gather import Gather, Member, Source
 from fsdp2.params.param import FSDPParam
-from fsdp2.params.post_forward import PostForward
+from fsdp2.params.post_forward import PostForwardShards
 from fsdp2.plan.group_plan import BuffersPlan, ParamPlan
 from fsdp2.plan.layout import BufferLayout
 from fsdp2.plan.mesh import DataParallelMesh
@@ -27,16 +27,16 @@ class GroupStorage:
     """Where the parameters of one group lie.
 
     Attributes:
-        home: where shards live.
+        offloading: where shards live.
         custom: takes the place of the all-gather, and allocates its buffers; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home) -> None:
-        self.home = home
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, offloading: Offloading) -> None:
+        self.offloading = offloading
         self.custom: AllGather | None = None
-        self.post_forward: PostForward | None = None
+        self.post_forward: PostForwardShards | None = None
         self.caches_shards = any(param.policy.cache_shards for param in params)
         self._params = tuple(params)
         self._mesh = mesh
@@ -67,18 +67,18 @@ class GroupStorage:
         for param in self._params:
             if param not in self._extended:
                 by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
-            elif self.home.is_host:
-                param.move(self.home.device)
+            elif self.offloading.is_host:
+                param.move(self.offloading.device)
         self._buffers = tuple(
             DtypeBuffers(
                 params,
                 BufferLayout.build(
-                    [param.sharding.cut for param in params],
+                    [param.sharding.partition for param in params],
                     world_size=self._mesh.shard_size,
                     itemsize=min(dtype.itemsize for dtype in dtypes),
                 ),
                 rank=self._mesh.shard_rank,
-                home=self.home,
+                offloading=self.offloading,
             )
             for dtypes, params in by_dtype.items()
         )
@@ -98,13 +98,13 @@ class GroupStorage:
                 f"parameters of '{name}' are still on the meta device: {', '.join(meta)}. Materialize the model "
                 "before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
             )
-        home = self.home.device
+        device = self.offloading.device
         for param in self._params:
-            if param.local.device != home:
-                why = "with CPU offload it must be on" if self.home.is_host else "its mesh is on"
+            if param.local.device != device:
+                why = "with CPU offload it must be on" if self.offloading.is_host else "its mesh is on"
                 raise FSDPRuntimeError(
-                    f"parameter '{param.path}' is on {param.local.device}, but {why} {home}: move the model back with "
-                    f"model.to('{home}')."
+                    f"parameter '{param.path}' is on {param.local.device}, but {why} {device}: move the model back "
+                    f"with model.to('{device}')."
                 )
 
     def prepare(self) -> None:

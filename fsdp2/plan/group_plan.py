@@ -34,14 +34,14 @@ class BuffersPlan:
 
 
 def _part(slot: Slot) -> str:
-    cut = slot.cut
-    memory = f" (in memory {list(cut.order)})" if cut.order else ""
-    if cut.owner is not None:
-        return f"the whole on rank {cut.owner}{memory}"
-    if cut.dim is None:
+    partition = slot.partition
+    memory = f" (in memory {list(partition.order)})" if partition.order else ""
+    if partition.owner is not None:
+        return f"the whole on rank {partition.owner}{memory}"
+    if partition.dim is None:
         return f"the whole{memory}"
-    blocks = f" in blocks of {cut.block_rows}" if cut.block_rows > 1 else ""
-    return f"{slot.rows} rows{f' of dim {cut.dim}' if cut.dim else ''}{blocks}{memory}"
+    blocks = f" in blocks of {partition.block_rows}" if partition.block_rows > 1 else ""
+    return f"{slot.rows} rows{f' of dim {partition.dim}' if partition.dim else ''}{blocks}{memory}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,12 @@ class GroupPlan:
             lines.append(f"  {buffers.dtype}{cast}: {buffers.values.shard_numel} elements per rank")
             region = buffers.values.region
             if region is not None:
-                numel = sum(slot.cut.numel for slot in buffers.values.slots if slot.cut.owner is not None)
-                lines.append(f"    owned: {numel} elements in {region.cut.numel}, {region.rows} for each rank")
+                numel = sum(slot.partition.numel for slot in buffers.values.slots if slot.partition.owner is not None)
+                lines.append(f"    owned: {numel} elements in {region.partition.numel}, {region.rows} for each rank")
             for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
                 way = "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"
-                each = "" if slot.cut.owner is not None else " per rank"
+                each = "" if slot.partition.owner is not None else " per rank"
                 lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)}{each}, {way}{training}")
         for param in self.extended:
             lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")

@@ -87,7 +87,7 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
 
     Attributes:
@@ -105,7 +105,7 @@ class Cut:
     owner: int | None = None
 
     @property
-    def dealing(self) -> tuple[int | None, int, int | None]:
+    def partition_key(self) -> tuple[int | None, int, int | None]:
         """What tells apart ways of dealing out: dim, block_rows and owner."""
         return self.dim, self.block_rows, self.owner
 
@@ -188,14 +188,14 @@ class Slot:
     """One parameter's place in the shard buffer and in the unsharded buffer of its group.
 
     Attributes:
-        cut: how it is dealt out.
+        partition: how it is dealt out.
         rows: that every rank keeps room for.
         shard_offset: first element in the shard buffer.
         unsharded_offset: first element in the unsharded buffer.
         direct: gathered straight into the unsharded buffer; else through the staging buffer.
     """
 
-    cut: Cut
+    partition: Partition
     rows: int
     shard_offset: int
     unsharded_offset: int
@@ -204,27 +204,32 @@ class Slot:
     @property
     def shard_numel(self) -> int:
         """Elements that every rank keeps room for."""
-        return self.cut.outer * self.rows * self.cut.row_numel
+        return self.partition.outer * self.rows * self.partition.row_numel
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the sharded parameter's local tensor on ``rank``."""
-        return self.cut.local_shape(self.rows, rank)
+        return self.partition.local_shape(self.rows, rank)
 
 
-def largest_first(cuts: Sequence[Cut], world_size: int) -> list[int]:
-    """The indices of ``cuts`` in the order in which they lie, without those that are owned.
+def largest_first(partitions: Sequence[Partition], world_size: int) -> list[int]:
+    """The indices of ``partitions`` in the order in which they lie, without those that are owned.
 
     Equal ones follow each other, so that one copy moves all of them, and optimizers step on them as one.
     """
-    sizes = [(-cut.outer * cut.rows(world_size) * cut.row_numel, -cut.numel) for cut in cuts]
-    return sorted((index for index, cut in enumerate(cuts) if cut.owner is None), key=sizes.__getitem__)
+    sizes = [
+        (-partition.outer * partition.rows(world_size) * partition.row_numel, -partition.numel)
+        for partition in partitions
+    ]
+    return sorted(
+        (index for index, partition in enumerate(partitions) if partition.owner is None), key=sizes.__getitem__
+    )
 
 
-def unsharded_room(cut: Cut, world_size: int) -> int:
+def unsharded_room(partition: Partition, world_size: int) -> int:
     """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
-    if cut.dim is None or cut.outer > 1:
-        return cut.numel
-    return world_size * cut.rows(world_size) * cut.row_numel
+    if partition.dim is None or partition.outer > 1:
+        return partition.numel
+    return world_size * partition.rows(world_size) * partition.row_numel
 
 
 def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
@@ -259,45 +264,45 @@ class BufferLayout:
         """What a gather moves: the slots, but the region in the place of those that lie in it."""
         if self.region is None:
             return self.slots
-        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
+        return (*(slot for slot in self.slots if slot.partition.owner is None), self.region)
 
     @classmethod
     def build(
         cls,
-        cuts: Sequence[Cut],
+        partitions: Sequence[Partition],
         *,
         world_size: int,
         itemsize: int,
         direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
     ) -> BufferLayout:
-        """Lay out one parameter for each of ``cuts``."""
-        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
-        carried = [*cuts, Cut((world_size * region.capacity,))] if region else list(cuts)
+        """Lay out one parameter for each of ``partitions``."""
+        region = region_of(partitions, world_size=world_size, itemsize=itemsize)
+        carried = [*partitions, Partition((world_size * region.capacity,))] if region else list(partitions)
         slots: dict[int, Slot] = {}
         shard_offset = unsharded_offset = packed_numel = 0
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
             for index in largest_first(carried, world_size):
-                cut = carried[index]
-                rows, room = cut.rows(world_size), unsharded_room(cut, world_size)
+                partition = carried[index]
+                rows, room = partition.rows(world_size), unsharded_room(partition, world_size)
                 # Only where one piece of memory is cut is rank order the order of the parameter.
-                may = cut.dim is not None and cut.outer == 1
+                may = partition.dim is not None and partition.outer == 1
                 if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
                 unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
-                numel = cut.outer * rows * cut.row_numel
+                numel = partition.outer * rows * partition.row_numel
                 shard_offset = shard_start(shard_offset, numel, direct=wanted, itemsize=itemsize)
-                slots[index] = Slot(cut, rows, shard_offset, unsharded_offset, wanted)
+                slots[index] = Slot(partition, rows, shard_offset, unsharded_offset, wanted)
                 shard_offset += numel
                 unsharded_offset += room
             if not wanted:
                 packed_numel = shard_offset
-        shared = slots[len(cuts)] if region else None
+        shared = slots[len(partitions)] if region else None
         if region and shared:
             for index, place in enumerate(region.offsets):
                 if place is not None:
-                    slots[index] = _in_region(cuts[index], shared, shared.unsharded_offset + place)
-        placed = tuple(slots[index] for index in range(len(cuts)))
+                    slots[index] = _in_region(partitions[index], shared, shared.unsharded_offset + place)
+        placed = tuple(slots[index] for index in range(len(partitions)))
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
 
     def all_packed(self) -> BufferLayout:
@@ -316,7 +321,7 @@ class BufferLayout:
         for wanted in (False, True):
             for index, slot in sorted(enumerate(self.carried), key=lambda pair: pair[1].unsharded_offset):
                 if slot.direct is wanted:
-                    shard = replace(slot, rows=slot.cut.rows(world_size))
+                    shard = replace(slot, rows=slot.partition.rows(world_size))
                     offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
                     moved[index] = replace(shard, shard_offset=offset)
                     offset += shard.shard_numel
@@ -326,27 +331,29 @@ class BufferLayout:
         region = None if self.region is None else moved[len(moved) - 1]
         placed = []
         for slot in self.slots:
-            if region is not None and slot.cut.owner is not None:
-                cut = replace(slot.cut, owner=slot.cut.owner * world_size // self.world_size)
-                placed.append(_in_region(cut, region, slot.unsharded_offset))
+            if region is not None and slot.partition.owner is not None:
+                partition = replace(slot.partition, owner=slot.partition.owner * world_size // self.world_size)
+                placed.append(_in_region(partition, region, slot.unsharded_offset))
             else:
                 placed.append(next(carried))
         return BufferLayout(world_size, tuple(placed), packed_numel, offset, self.unsharded_numel, region)
 
 
-def region_of(cuts: Sequence[Cut], *, world_size: int, itemsize: int) -> Region | None:
-    """Where the owned ones of ``cuts`` lie in the region that they share; None if there are none."""
-    owners = [cut.owner for cut in cuts]
+def region_of(partitions: Sequence[Partition], *, world_size: int, itemsize: int) -> Region | None:
+    """Where the owned ones of ``partitions`` lie in the region that they share; None if there are none."""
+    owners = [partition.owner for partition in partitions]
     if all(owner is None for owner in owners):
         return None
     alignment = alignment_numel(direct=True, itemsize=itemsize)
-    return Region.build(owners, [cut.numel for cut in cuts], world_size=world_size, alignment=alignment)
+    return Region.build(
+        owners, [partition.numel for partition in partitions], world_size=world_size, alignment=alignment
+    )
 
 
-def _in_region(cut: Cut, region: Slot, unsharded_offset: int) -> Slot:
+def _in_region(partition: Partition, region: Slot, unsharded_offset: int) -> Slot:
     """The slot of an owned parameter. (Its place in the shard buffer is the owner's; others keep nothing.)"""
     place = (unsharded_offset - region.unsharded_offset) % region.shard_numel if region.shard_numel else 0
-    return Slot(cut, cut.size, region.shard_offset + place, unsharded_offset, region.direct)
+    return Slot(partition, partition.size, region.shard_offset + place, unsharded_offset, region.direct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +361,7 @@ class GradientSlot:
     """One trainable parameter's place in the output of a reduce-scatter.
 
     Attributes:
-        cut: of the parameter.
+        partition: of the parameter.
         rows: that every rank receives.
         shard_numel: elements that every rank receives, padding of short ranks included.
         offset: first element in the output.
@@ -363,7 +370,7 @@ class GradientSlot:
         pad_numel: alignment before a packed slot.
     """
 
-    cut: Cut
+    partition: Partition
     rows: int
     shard_numel: int
     offset: int
@@ -373,7 +380,7 @@ class GradientSlot:
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part that ``rank`` receives."""
-        return self.cut.local_shape(self.rows, rank)
+        return self.partition.local_shape(self.rows, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,29 +411,32 @@ class GradientLayout:
         """What the reduce-scatter carries: the slots, but the region in the place of those that lie in it."""
         if self.region is None:
             return self.slots
-        return (*(slot for slot in self.slots if slot.cut.owner is None), self.region)
+        return (*(slot for slot in self.slots if slot.partition.owner is None), self.region)
 
     @classmethod
     def build(
         cls,
-        cuts: Sequence[Cut],
+        partitions: Sequence[Partition],
         direct: Sequence[bool],
         *,
         world_size: int,
         itemsize: int,
         region_threshold_bytes: float = math.inf,
     ) -> GradientLayout:
-        """Lay out one gradient for each of ``cuts``.
+        """Lay out one gradient for each of ``partitions``.
 
         ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
         padding all the same. So does the region if it has ``region_threshold_bytes``.
         """
-        region = region_of(cuts, world_size=world_size, itemsize=itemsize)
-        carried = list(cuts)
-        alone = [may and cut.rows(world_size) * world_size == cut.size for may, cut in zip(direct, cuts, strict=True)]
+        region = region_of(partitions, world_size=world_size, itemsize=itemsize)
+        carried = list(partitions)
+        alone = [
+            may and partition.rows(world_size) * world_size == partition.size
+            for may, partition in zip(direct, partitions, strict=True)
+        ]
         if region:
-            carried.append(Cut((world_size * region.capacity,)))
-            alone = [may and cut.owner is None for may, cut in zip(alone, cuts, strict=True)]
+            carried.append(Partition((world_size * region.capacity,)))
+            alone = [may and partition.owner is None for may, partition in zip(alone, partitions, strict=True)]
             alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
         placed: dict[int, GradientSlot] = {}
         offset = 0
@@ -435,22 +445,24 @@ class GradientLayout:
             for index in largest_first(carried, world_size):
                 if alone[index] is not wanted:
                     continue
-                cut = carried[index]
-                rows = cut.rows(world_size)
-                numel = cut.outer * rows * cut.row_numel
+                partition = carried[index]
+                rows = partition.rows(world_size)
+                numel = partition.outer * rows * partition.row_numel
                 start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
-                is_dealt_out = cut.dim is None or cut.memory_dim > 0 or rows != ceil_div(cut.size, world_size)
+                is_dealt_out = (
+                    partition.dim is None or partition.memory_dim > 0 or rows != ceil_div(partition.size, world_size)
+                )
                 pad_numel = 0 if wanted else start - offset
-                placed[index] = GradientSlot(cut, rows, numel, start, wanted, is_dealt_out, pad_numel)
+                placed[index] = GradientSlot(partition, rows, numel, start, wanted, is_dealt_out, pad_numel)
                 offset = start + numel
             if not wanted:
                 presence_offset = offset
-                offset = packed_numel = presence_offset + len(cuts)
-        shared = placed.get(len(cuts))
+                offset = packed_numel = presence_offset + len(partitions)
+        shared = placed.get(len(partitions))
         for index, place in enumerate(region.offsets if region else ()):
             if place is not None and region and shared:
                 start = shared.offset + (place % region.capacity if region.capacity else 0)
                 pad_numel = shared.pad_numel if start == shared.offset else 0
-                placed[index] = replace(shared, cut=cuts[index], offset=start, pad_numel=pad_numel)
-        ordered = tuple(placed[index] for index in range(len(cuts)))
+                placed[index] = replace(shared, partition=partitions[index], offset=start, pad_numel=pad_numel)
+        ordered = tuple(placed[index] for index in range(len(partitions)))
         return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import ANYTHING, checked, checked_class
 from fsdp2.common import FSDPTypeError, FSDPValueError
-from fsdp2.plan.ownership import deal
+from fsdp2.plan.ownership import assign_ranks
 
 Cost = Callable[[nn.Parameter], float]
 Select = Callable[[str, nn.Parameter], bool]
@@ -115,7 +115,7 @@ def balanced_owners(
         parameter.__dict__.pop(_MARK, None)
     groups = _grouped(chosen, units)
     costs = [[_checked_cost(cost, parameter, chosen[parameter]) for parameter in group] for group in groups]
-    for group, ranks in zip(groups, deal(costs, world_size), strict=True):
+    for group, ranks in zip(groups, assign_ranks(costs, world_size), strict=True):
         for parameter, rank in zip(group, ranks, strict=True):
             setattr(parameter, _MARK, Owned(rank))
     return noted_owner

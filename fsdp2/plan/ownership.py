@@ -58,7 +58,7 @@ class Region:
         return cls(capacity, offsets, tuple(filling))
 
 
-def deal(groups: Sequence[Sequence[float]], world_size: int) -> list[list[int]]:
+def assign_ranks(groups: Sequence[Sequence[float]], world_size: int) -> list[list[int]]:
     """A rank for each item of each group, given what the items cost.
 
     Within a group, longest first, to the hand that has least (Graham, 1969: at most 4/3 of the best). Then the heaviest

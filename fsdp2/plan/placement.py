@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.common import FSDPTypeError, FSDPValueError
-from fsdp2.plan.layout import Cut, memory_order
+from fsdp2.plan.layout import Partition, memory_order
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.owners import Owned
 from fsdp2.plan.ragged import RaggedShard
@@ -78,13 +78,13 @@ class Sharding:
 
     Attributes:
         mesh: over which ranks.
-        cut: which dim of the local tensor is cut, and how it lies in memory.
+        partition: which dim of the local tensor is cut, and how it lies in memory.
         spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
         unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
     """
 
     mesh: DataParallelMesh
-    cut: Cut
+    partition: Partition
     spec: Any
     unsharded_spec: Any
 
@@ -160,7 +160,7 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
 
 
 def dim_blocks_owner(wanted: Wanted) -> tuple[int | None, int, int | None]:
-    """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Cut`."""
+    """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Partition`."""
     if isinstance(wanted, Owned):
         return 0, 1, wanted.rank
     return (0, wanted.rows, None) if isinstance(wanted, RowBlocks) else (wanted, 1, None)
@@ -175,7 +175,7 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
     dim, block_rows, owner = dim_blocks_owner(wanted)
-    cut = Cut(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
+    partition = Partition(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
     if isinstance(wanted, Owned) and unsharded_spec is not None and local.shape != parameter.shape:
         raise FSDPValueError(
             f"{where} is to be {wanted}, but is cut by tensor parallelism ({list(unsharded_spec.placements)} on "
@@ -184,16 +184,19 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     if isinstance(wanted, RowBlocks) and unsharded_spec is not None:
         _refuse_cut_blocks(wanted, unsharded_spec, where)
     if mesh.spmd_mesh is not None:
-        spmd_mesh, placements = _spmd_placements(unsharded_spec, cut, mesh, where)
+        spmd_mesh, placements = _spmd_placements(unsharded_spec, partition, mesh, where)
     elif unsharded_spec is None:
-        spmd_mesh, placements = mesh.device_mesh, (*_replicated(mesh), *_cut(mesh, _placement(cut, mesh.shard_size)))
+        spmd_mesh, placements = (
+            mesh.device_mesh,
+            (*_replicated(mesh), *_cut(mesh, _placement(partition, mesh.shard_size))),
+        )
     else:
         spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
-        placement = _strided(cut, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
+        placement = _strided(partition, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
         placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
-    stride = parameter.stride() if unsharded_spec is not None else cut.stride(cut.shape)
+    stride = parameter.stride() if unsharded_spec is not None else partition.stride(partition.shape)
     spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
-    return Sharding(mesh, cut, spec, unsharded_spec)
+    return Sharding(mesh, partition, spec, unsharded_spec)
 
 
 def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
@@ -204,10 +207,12 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
     return () if mesh.shard_group is None else (placement,)
 
 
-def _placement(cut: Cut, world_size: int) -> Placement:
-    if cut.dim is None:
+def _placement(partition: Partition, world_size: int) -> Placement:
+    if partition.dim is None:
         return Replicate()
-    return Shard(cut.dim) if cut.is_chunked(world_size) else RaggedShard(cut.rows_of_ranks(world_size))
+    return (
+        Shard(partition.dim) if partition.is_chunked(world_size) else RaggedShard(partition.rows_of_ranks(world_size))
+    )
 
 
 def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
@@ -220,15 +225,15 @@ def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
 
 
 def _strided(
-    cut: Cut, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
+    partition: Partition, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
 ) -> Placement:
     """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
 
     They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
     """
-    dim = cut.dim
-    if dim is None or not cut.is_chunked(world_size):
-        return _placement(cut, world_size)
+    dim = partition.dim
+    if dim is None or not partition.is_chunked(world_size):
+        return _placement(partition, world_size)
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
@@ -238,14 +243,14 @@ def _cuts(placement: Placement, dim: int) -> bool:
 
 
 def post_forward_placement(
-    sharding: Sharding, cut: Cut, neighbours: DeviceMesh
+    sharding: Sharding, partition: Partition, neighbours: DeviceMesh
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
 
-    ``cut``: how it is dealt out over the neighbours.
+    ``partition``: how it is dealt out over the neighbours.
     """
     spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
-    alone = (Replicate(), _placement(cut, size))
+    alone = (Replicate(), _placement(partition, size))
     if spec is None:
         return neighbours, alone
     whole = _torch.root_mesh(neighbours)
@@ -255,7 +260,7 @@ def post_forward_placement(
     if not others:
         return neighbours, alone
     mesh = whole[tuple([*names, *others])]
-    return mesh, (Replicate(), _strided(cut, size, mesh[tuple(others)], kept), *kept)
+    return mesh, (Replicate(), _strided(partition, size, mesh[tuple(others)], kept), *kept)
 
 
 def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
@@ -272,7 +277,7 @@ def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: 
 
 
 def _spmd_placements(
-    unsharded_spec: Any, cut: Cut, mesh: DataParallelMesh, where: str
+    unsharded_spec: Any, partition: Partition, mesh: DataParallelMesh, where: str
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
     spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
@@ -297,7 +302,7 @@ def _spmd_placements(
     for name in dims.shard_names:
         index = names.index(name)
         others = tuple(unsharded_spec.placements)
-        placements[index] = _strided(cut, mesh.shard_size, spmd_mesh, others, first=index + 1)
+        placements[index] = _strided(partition, mesh.shard_size, spmd_mesh, others, first=index + 1)
     if len(dims.shard_names) < 2:
         return spmd_mesh, tuple(placements)
     return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)
@@ -321,12 +326,12 @@ def _with_flattened_shards(
     return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
 
 
-def local_shard(whole: torch.Tensor, cut: Cut, rows: int, rank: int) -> torch.Tensor:
+def local_shard(whole: torch.Tensor, partition: Partition, rows: int, rank: int) -> torch.Tensor:
     """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
-    if cut.dim is None:
+    if partition.dim is None:
         return whole
-    start, stop = cut.part(rows, rank)
-    return whole.narrow(cut.dim, start, stop - start)
+    start, stop = partition.part(rows, rank)
+    return whole.narrow(partition.dim, start, stop - start)
 
 
 def check_policy_callable(shard_placement_fn: object) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
-from fsdp2.plan.spread import spread_of
+from fsdp2.plan.spread import reduction_groups_of
 from fsdp2.plan.whole_operators import run_on_whole, tensors_in
 
 _LOCAL = frozenset(
@@ -66,11 +66,11 @@ _RANDOM_FILLS = frozenset(
 )
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[[torch.Tensor, Any], Any]) -> Any:
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], partition: Callable[[torch.Tensor, Any], Any]) -> Any:
     """Run the ``OpOverload`` ``func`` on tensors some of which are `_torch.OwnOperators`.
 
     Args:
-        cut: this rank's part of a whole tensor, for a spec.
+        partition: this rank's part of a whole tensor, for a spec.
 
     Raises:
         FSDPNotImplementedError: an operator that needs more than the local tensors.
@@ -90,7 +90,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[
     if name in _NEW:
         return _run_new(func, name, args, kwargs)
     if name in _RANDOM_FILLS:
-        return _fill_randomly(func, args, kwargs, cut)
+        return _fill_randomly(func, args, kwargs, partition)
     if name in ("sum", "linalg_vector_norm") and _is_of_everything(func, args, kwargs):
         return _reduce(func, name, args, kwargs)
     if name in ("any", "all") and _is_of_everything(func, args, kwargs):
@@ -196,12 +196,12 @@ def _run_new(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return wrapped(func(local, local.shape, *rest, **kwargs), tensor)
 
 
-def _fill_randomly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[..., Any]) -> Any:
+def _fill_randomly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], partition: Callable[..., Any]) -> Any:
     """Random numbers for the whole tensor, of which this rank keeps its rows: what an unsharded tensor would get."""
     tensors = _tensors(args, kwargs)
     if not isinstance(args[0], _torch.OwnOperators) or len(tensors) > 1:
         raise FSDPNotImplementedError(f"{func} {_IS_NOT_LOCAL} Got {_described(tensors)}.")
-    return run_on_whole(func, args, kwargs, cut)
+    return run_on_whole(func, args, kwargs, partition)
 
 
 # ---- sums and norms ------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             spec = _torch.spec_of(tensor)
-            for group in spread_of(spec.mesh, spec.placements, "a gradient"):
+            for group in reduction_groups_of(spec.mesh, spec.placements, "a gradient"):
                 groups[group] = group
     func(_locals(tensors), _local(found), *map(_local, rest), **kwargs)
     for group in groups:

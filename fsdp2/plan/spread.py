@@ -38,11 +38,11 @@ class RankGroup:
         return cls(tuple(sorted(dist.get_process_group_ranks(group))), group, device_of(mesh))
 
 
-Spread = tuple[RankGroup, ...]
+ReductionGroups = tuple[RankGroup, ...]
 """The process groups over which the elements of a tensor are shared out; () if every rank has the whole."""
 
 
-def spread_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) -> Spread:
+def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) -> ReductionGroups:
     """Over which process groups the data of a DTensor is spread, mesh dims left to right.
 
     Any placement but Replicate says that the ranks of its mesh dim together hold the tensor once: what a new kind of

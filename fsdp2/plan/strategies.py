@@ -15,7 +15,7 @@ from fsdp2.plan.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_
 Strategy = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
-class Residence(NamedTuple):
+class ReshardPolicy(NamedTuple):
     """How long unsharded parameters stay.
 
     Attributes:
@@ -28,14 +28,14 @@ class Residence(NamedTuple):
 
 
 _RESIDENCES = {
-    "replicate": Residence(False, None),
-    "zero1": Residence(False, None),
-    "zero2": Residence(False, True),
-    "zero3": Residence(True, True),
+    "replicate": ReshardPolicy(False, None),
+    "zero1": ReshardPolicy(False, None),
+    "zero2": ReshardPolicy(False, True),
+    "zero3": ReshardPolicy(True, True),
 }
 
 
-def residence_of(strategy: Any) -> Residence:
+def reshard_policy_of(strategy: Any) -> ReshardPolicy:
     """How long parameters stay unsharded under ``strategy``.
 
     Raises:
@@ -80,7 +80,7 @@ def refuse_contradictions(strategy: Strategy | None, reshard_after_forward: Any,
     """
     if strategy is None:
         return
-    reshards = residence_of(strategy).reshard_after_forward
+    reshards = reshard_policy_of(strategy).reshard_after_forward
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     asked = reshard_after_forward != 1 if is_int else reshard_after_forward
     if asked is not None and asked is not reshards:

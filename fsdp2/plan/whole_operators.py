@@ -93,8 +93,8 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def is_ours(tensor: DTensor) -> bool:
     """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
     spec = _torch.spec_of(tensor)
-    cut = any(map(_torch.is_shard, spec.placements))
-    return cut and spec.mesh in _MESHES and not _torch.local_of(tensor).is_meta
+    partition = any(map(_torch.is_shard, spec.placements))
+    return partition and spec.mesh in _MESHES and not _torch.local_of(tensor).is_meta
 
 
 def _is_on_host(tensor: DTensor) -> bool:

@@ -23,18 +23,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, Identity
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from fsdp2.params.custom_comm import OURS
-from fsdp2.params.freshness import Freshness
-from fsdp2.params.param import FSDPParam, owner_of
-from fsdp2.params.post_forward import PostForward
-from fsdp2.params.wrapping import Wrapping
-from fsdp2.plan.layout import Cut
+from fsdp2.params.param import FSDPParam, fsdp_param_of
+from fsdp2.params.post_forward import PostForwardShards
+from fsdp2.params.shard_arguments import ShardArguments
+from fsdp2.params.write_counter import WriteCounter
+from fsdp2.plan.layout import Partition
 from fsdp2.plan.mesh import DataParallelMesh, own_reduce_scatter_group, smaller_mesh
 from fsdp2.plan.mesh_records import MeshRecord
 from fsdp2.plan.placement import Sharding
 from fsdp2.plan.policies import MixedPrecisionPolicy, ModulePolicy
-from fsdp2.runtime.attachment import STATE, Attachment
+from fsdp2.runtime.module_hooks import STATE, ModuleHooks
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import FSDPRoot, RootSettings, Unit
 
@@ -68,7 +68,7 @@ class GroupFacts(NamedTuple):
 
     params: tuple[ParamFacts, ...]
     mesh: DataParallelMesh
-    home: Home
+    offloading: Offloading
     reducer: dict[str, Any]
     scatter_group: Any  # True in pickles: there is one
     custom_all_gather: Any
@@ -88,7 +88,7 @@ class GroupFacts(NamedTuple):
         return cls(
             params,
             group.mesh,
-            storage.home,
+            storage.offloading,
             {name: getattr(reducer, name) for name in _REDUCER_SETTINGS},
             reducer.scatter_group,
             storage.custom,
@@ -117,7 +117,7 @@ class Facts:
     """Everything about a state that does not refer to modules. Copies share it; in pickles, meshes are written down."""
 
     class_name: str
-    wrapping: Wrapping
+    arguments: ShardArguments
     policy: ModulePolicy
     settings: dict[str, Any]
     groups: tuple[GroupFacts, ...]
@@ -130,7 +130,7 @@ class Facts:
         """With the rank, as every rank has shards of its own."""
         groups = tuple(group.for_pickles() for group in self.groups)
         place = (dist.get_rank(), dist.get_world_size())
-        return _unpickled_facts, (place, self.class_name, self.wrapping, self.policy, self.settings, groups)
+        return _unpickled_facts, (place, self.class_name, self.arguments, self.policy, self.settings, groups)
 
 
 def _unpickled_facts(place: tuple[int, int], *facts: Any) -> Facts:
@@ -174,9 +174,9 @@ def _pickled_mesh(mesh: DataParallelMesh) -> Any:
     return _unpickled_mesh, facts
 
 
-def _unpickled_sharding(mesh: DataParallelMesh, cut: Cut, specs: Sequence[Any]) -> Sharding:
+def _unpickled_sharding(mesh: DataParallelMesh, partition: Partition, specs: Sequence[Any]) -> Sharding:
     made = [None if spec is None else _torch.make_spec(spec[0].find(), *spec[1:]) for spec in specs]
-    return Sharding(mesh, cut, *made)
+    return Sharding(mesh, partition, *made)
 
 
 def _pickled_sharding(sharding: Sharding) -> Any:
@@ -192,7 +192,7 @@ def _pickled_sharding(sharding: Sharding) -> Any:
         )
         for spec in (sharding.spec, sharding.unsharded_spec)
     ]
-    return _unpickled_sharding, (sharding.mesh, sharding.cut, specs)
+    return _unpickled_sharding, (sharding.mesh, sharding.partition, specs)
 
 
 copyreg.pickle(DataParallelMesh, _pickled_mesh)  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ class Recipe:
     Attributes:
         modules: of the state.
         uses: per group and parameter, the modules that hold it, and under which names.
-        attachment: what hangs on the modules.
+        module_hooks: what hangs on the modules.
         ignored: ignored parameters below the modules.
         identities: of the groups.
         owns: whether the state's own `fully_shard` call made the group; else its weights are tied to those of another.
@@ -258,7 +258,7 @@ class Recipe:
         modules: tuple[nn.Module, ...],
         unit: Unit,
         owns: list[bool],
-        attachment: Attachment,
+        module_hooks: ModuleHooks,
         ignored: Iterable[nn.Parameter],
         prefetch: tuple[Prefetch, Prefetch],
         facts: Facts,
@@ -266,7 +266,7 @@ class Recipe:
         below = {parameter for module in modules for parameter in module.parameters()}
         self.modules = modules
         self.uses = [[param.uses for param in group.params] for group in unit]
-        self.attachment = attachment
+        self.module_hooks = module_hooks
         self.ignored = [parameter for parameter in ignored if parameter in below]
         self.identities = [group.identity for group in unit]
         self.owns = owns
@@ -295,26 +295,28 @@ class Recipe:
     def _make_group(self, facts: GroupFacts, uses: Sequence[Any], identity: Identity) -> FSDPParamGroup:
         name = self.facts.class_name
         module, attribute = uses[0][0]
-        owner = owner_of(module._parameters[attribute])
+        owner = fsdp_param_of(module._parameters[attribute])
         if owner is not None and owner.group.identity is identity:  # tied: another state was completed before
             return owner.group  # type: ignore[no-any-return]
-        freshness = Freshness()
-        params = [self._make_param(*each, freshness) for each in zip(facts.params, uses, strict=True)]
-        group = FSDPParamGroup(params, facts.mesh, facts.home, freshness=freshness, name=name)
+        write_counter = WriteCounter()
+        params = [self._make_param(*each, write_counter) for each in zip(facts.params, uses, strict=True)]
+        group = FSDPParamGroup(params, facts.mesh, facts.offloading, write_counter=write_counter, name=name)
         group.identity = identity
         group.gathers_on_compute = facts.gathers_on_compute
         group.unshards_in_backward = facts.unshards_in_backward
         group.storage.custom = facts.custom_all_gather
         group.storage.keep_memory(facts.keeps_memory)
         if facts.neighbours is not None:
-            group.storage.post_forward = PostForward(smaller_mesh(facts.mesh, facts.neighbours))
+            group.storage.post_forward = PostForwardShards(smaller_mesh(facts.mesh, facts.neighbours))
         for setting, value in facts.reducer.items():
             setattr(group.reducer, setting, value)
         scatter = facts.scatter_group
         group.reducer.scatter_group = own_reduce_scatter_group(facts.mesh) if scatter is True else scatter
         return group
 
-    def _make_param(self, facts: ParamFacts, uses: Sequence[tuple[nn.Module, str]], freshness: Freshness) -> FSDPParam:
+    def _make_param(
+        self, facts: ParamFacts, uses: Sequence[tuple[nn.Module, str]], write_counter: WriteCounter
+    ) -> FSDPParam:
         module, name = uses[0]
         found = module._parameters[name]
         spec = facts.sharding.spec
@@ -330,7 +332,7 @@ class Recipe:
         if found.device_mesh is not spec.mesh:  # pickled along, without its process groups; shared with other tensors
             _torch.revive_mesh(found.device_mesh, spec.mesh)
         param = FSDPParam.of_sharded(
-            facts.fqn, uses, found, facts.sharding, facts.policy, facts.shape, freshness, self.facts.class_name
+            facts.fqn, uses, found, facts.sharding, facts.policy, facts.shape, write_counter, self.facts.class_name
         )
         param.arrived_dtype = facts.arrived_dtype
         return param
@@ -386,9 +388,9 @@ class CopyableState(ABC):
     forward_prefetch: Prefetch
     backward_prefetch: Prefetch
     ignored_params: frozenset[nn.Parameter]
-    wrapping: Wrapping
+    arguments: ShardArguments
     policy: ModulePolicy
-    attachment: Attachment
+    module_hooks: ModuleHooks
     _recipe: Recipe | None = None
 
     @property
@@ -410,7 +412,7 @@ class CopyableState(ABC):
         modules: Sequence[nn.Module],
         unit: Unit,
         policy: ModulePolicy,
-        wrapping: Wrapping,
+        arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
         """Set all attributes."""
@@ -440,7 +442,7 @@ class CopyableState(ABC):
             return self._recipe
         facts = Facts(
             self.class_name,
-            dataclasses.replace(self.wrapping, ignored_params=frozenset()),
+            dataclasses.replace(self.arguments, ignored_params=frozenset()),
             self.policy,
             {name: getattr(self, name) for name in _COPIED}
             | {name: getattr(self.settings, name) for name in _COPIED_OF_ROOTS},
@@ -448,11 +450,11 @@ class CopyableState(ABC):
         )
         prefetch = (self.forward_prefetch, self.backward_prefetch)
         owns = [group.sharers[0] is self for group in self.unit]
-        return Recipe(self.modules, self.unit, owns, self.attachment, self.ignored_params, prefetch, facts)
+        return Recipe(self.modules, self.unit, owns, self.module_hooks, self.ignored_params, prefetch, facts)
 
     def __setstate__(self, recipe: Recipe) -> None:
         """A copy, to be completed when its modules have been copied."""
-        self._begin(recipe.modules, (), recipe.facts.policy, recipe.facts.wrapping, frozenset())
+        self._begin(recipe.modules, (), recipe.facts.policy, recipe.facts.arguments, frozenset())
         self._recipe = recipe
         _INCOMPLETE.states.add(self)
 
@@ -462,10 +464,10 @@ class CopyableState(ABC):
         if recipe is None or not recipe.is_ready(STATE, self):
             return False
         _INCOMPLETE.states.discard(self)
-        self._recipe, self.attachment = None, recipe.attachment
+        self._recipe, self.module_hooks = None, recipe.module_hooks
         self.unit, self.class_name = recipe.make_unit(), recipe.facts.class_name
         self.ignored_params = frozenset(recipe.ignored)
-        self.wrapping = dataclasses.replace(recipe.facts.wrapping, ignored_params=self.ignored_params)
+        self.arguments = dataclasses.replace(recipe.facts.arguments, ignored_params=self.ignored_params)
         self.forward_prefetch, self.backward_prefetch = recipe.forward_prefetch, recipe.backward_prefetch
         for name in _COPIED:
             setattr(self, name, recipe.facts.settings[name])
@@ -473,5 +475,5 @@ class CopyableState(ABC):
             setattr(self.settings, name, recipe.facts.settings[name])
         for group, owns in zip(self.unit, recipe.owns, strict=True):
             group.sharers.insert(0 if owns else len(group.sharers), self)  # whose settings count comes first
-        self.attachment.attach(self)
+        self.module_hooks.attach(self)
         return True

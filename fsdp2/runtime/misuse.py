@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.structure import module_paths
 from fsdp2.plan.whole_operators import is_ours, tensors_in
-from fsdp2.runtime.attachment import STATE
+from fsdp2.runtime.module_hooks import STATE
 
 _CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
@@ -136,13 +136,13 @@ def _cause(param: FSDPParam, calls: Running) -> str:
 def _parameters_at(frame: FrameType | None, calls: Running) -> list[FSDPParam]:
     """The sharded parameters that the innermost ``frame`` holds; else those of the innermost modules that have any."""
     values = [] if frame is None else list(frame.f_locals.values())
-    found = [owner_of(each) for each in values if isinstance(each, DTensor)]
+    found = [fsdp_param_of(each) for each in values if isinstance(each, DTensor)]
     held = list(dict.fromkeys(each for each in found if each is not None))
     if held:
         return held
     for module, _ in calls:
         for each in (module, *module.modules()):
-            own = [owner_of(parameter) for parameter in each._parameters.values() if parameter is not None]
+            own = [fsdp_param_of(parameter) for parameter in each._parameters.values() if parameter is not None]
             if any(own):
                 return [param for param in own if param is not None]
     return []
@@ -154,7 +154,7 @@ def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         if not isinstance(each, DTensor):
             continue
         refuse_data_parallel()
-        param = owner_of(each)
+        param = fsdp_param_of(each)
         if param is not None or is_ours(each):
             what = f"a tensor of shape {tuple(each.shape)}" if param is None else f"parameter '{param.path}'"
             raise FSDPTypeError(

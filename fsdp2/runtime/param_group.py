@@ -13,16 +13,16 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.comm import collectives
-from fsdp2.comm.comm_context import FSDPCommContext, Ticket
+from fsdp2.comm.comm_context import CommHandle, FSDPCommContext
 from fsdp2.comm.primitives import Form, form_of
 from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
-from fsdp2.params.freshness import Freshness
 from fsdp2.params.param import FSDPParam
+from fsdp2.params.registrations import Registrations
 from fsdp2.params.storage import GroupStorage
 from fsdp2.params.succession import succeed
-from fsdp2.params.swaps import Swaps
+from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.group_plan import GradientsPlan, GroupPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.reducer import GradientReducer
@@ -48,13 +48,19 @@ class FSDPParamGroup:
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], mesh: DataParallelMesh, home: Home, *, freshness: Freshness, name: str
+        self,
+        params: Sequence[FSDPParam],
+        mesh: DataParallelMesh,
+        offloading: Offloading,
+        *,
+        write_counter: WriteCounter,
+        name: str,
     ) -> None:
         self.name = name
         self.params = tuple(params)
         self.mesh = mesh
-        self.storage = GroupStorage(params, mesh, home)
-        self.reducer = GradientReducer(mesh, home)
+        self.storage = GroupStorage(params, mesh, offloading)
+        self.reducer = GradientReducer(mesh, offloading)
         self.gathers_on_compute = False
         self.unshards_in_backward = True
         self.sharers: list[Any] = []
@@ -64,9 +70,9 @@ class FSDPParamGroup:
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
         self.traced: Any = None
-        self._freshness = freshness
+        self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
-        self._ticket: Ticket | None = None
+        self._handle: CommHandle | None = None
         self._issuing = False
         self._resumes = False  # the gather under way is from where the parameters rest after forward
         self._awaits_copy_out = False
@@ -77,7 +83,7 @@ class FSDPParamGroup:
         self._gathered_version: int | None = 0
         self._gathered_writes = 0
         self._reuses = False  # the gather under way may send what was cast for an earlier one
-        self._swaps = Swaps(self.params)
+        self._registrations = Registrations(self.params)
         self._form = Form.NATIVE
         for param in self.params:
             param.group = self
@@ -97,7 +103,7 @@ class FSDPParamGroup:
         """Let modules outside of this group's own hold ``param`` as well."""
         self.reshard()
         param.tie(uses)
-        self._swaps = Swaps(self.params)
+        self._registrations = Registrations(self.params)
         self.unshards_in_backward = True
 
     @property
@@ -125,7 +131,7 @@ class FSDPParamGroup:
         self._form = form_of(self.mesh.shard_group)
         self.reducer.lay_out(self.params)
         buffers, extended = self.storage.plans()
-        gradients = tuple(GradientsPlan(one.dtype, one.layout) for one in self.reducer.dtypes)
+        gradients = tuple(GradientsPlan(bucket.dtype, bucket.layout) for bucket in self.reducer.buckets)
         ranks = f"{self.mesh}, peer to peer" if self._form is Form.PEERS else str(self.mesh)
         self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
 
@@ -193,20 +199,20 @@ class FSDPParamGroup:
 
     def written(self) -> tuple[int, int]:
         """Changes with writes to the sharded parameters, as far as they can be seen."""
-        return self._freshness.writes, _torch.sum_of_versions(self._sharded)
+        return self._write_counter.writes, _torch.sum_of_versions(self._sharded)
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
-        if self._gathered_writes != self._freshness.writes:
+        if self._gathered_writes != self._write_counter.writes:
             return True
         return self._gathered_version != _torch.sum_of_versions(self._sharded)
 
     def _sent_version(self) -> object:
         """Changes with writes to this rank's shards; None if they may be written unseen."""
-        if Freshness.unwatched:
+        if WriteCounter.unwatched:
             return None
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return _torch.sum_of_versions(self._sharded), of_locals, self._freshness.writes, Freshness.steps
+        return _torch.sum_of_versions(self._sharded), of_locals, self._write_counter.writes, WriteCounter.steps
 
     def settle(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
@@ -228,7 +234,7 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._phase is not ParamPhase.SHARDED or self._swaps.hold_sharded() or self._adopt_in_place():
+        if self._phase is not ParamPhase.SHARDED or self._registrations.hold_sharded() or self._adopt_in_place():
             return
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
@@ -238,7 +244,7 @@ class FSDPParamGroup:
             self._lay_out()
         if self.comm is not None:
             self.comm.gathers_follow_compute()  # which has just written the new shard buffers
-        if self.comm is not None and all(param.local.device == self.storage.home.device for param in self.params):
+        if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
     def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
@@ -312,16 +318,16 @@ class FSDPParamGroup:
             return
         if self._rests_in_place:
             # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
-            if for_backward and self._swaps.hold_sharded() and not self.is_stale():
+            if for_backward and self._registrations.hold_sharded() and not self.is_stale():
                 self._rests_in_place = False
-                self._swaps.register_unsharded()
+                self._registrations.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
                 return
             self._free_unsharded()
         if self._left_to_do is not None and not for_backward and not self.users:
             self.reshard_after_forward(self._left_to_do)
         if self._phase is not ParamPhase.SHARDED:
-            is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._swaps.are_toggled()
+            is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
             if for_backward or not (is_toggled or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
                     return
@@ -331,7 +337,7 @@ class FSDPParamGroup:
             self.reshard()
         if for_backward and not ahead and self.is_stale():
             self.refuse_backward()
-        if not self._swaps.hold_sharded():
+        if not self._registrations.hold_sharded():
             if for_backward and not self._adopt_in_place():
                 self.refuse_backward()
             self.adopt_replaced()
@@ -343,7 +349,7 @@ class FSDPParamGroup:
         """Whether what is registered after forward is what was, neither written nor frozen."""
         post_forward = self.storage.post_forward
         assert post_forward is not None, "the parameters rest there"
-        return post_forward.changed() is None and self._swaps.hold_post_forward()
+        return post_forward.changed() is None and self._registrations.hold_post_forward()
 
     def refuse_backward(self) -> NoReturn:
         """Raise `FSDPRuntimeError`: parameters that the running backward needs were written since its forward."""
@@ -357,7 +363,7 @@ class FSDPParamGroup:
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._enter(ParamPhase.UNSHARDING)
         if not (self._resumes or is_as_gathered):
-            self._gathered_writes = self._freshness.writes
+            self._gathered_writes = self._write_counter.writes
             self._gathered_version = _torch.sum_of_versions(self._sharded)
         if _torch.profiler_is_running():
             with _torch.in_range(f"FSDP::all_gather ({self.name})"):
@@ -377,19 +383,19 @@ class FSDPParamGroup:
         with device.use(stream):
             gather = storage.gather_from(resumes=self._resumes)
             gather.allocate(None if self.gathers_on_compute else self.comm.gather_memory)
-            self._ticket = Ticket([])
+            self._handle = CommHandle([])
             self._issuing = self._awaits_copy_out = True
             version = self._sent_version() if self._reuses and not self._resumes else None
             members = storage.copy_in(gather, resumes=self._resumes, version=version)
-            if storage.home.is_host and device.has_streams:
+            if storage.offloading.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
-            works = self._ticket.works if as_works else None
+            works = self._handle.works if as_works else None
             is_async = self._by_hand or self.gathers_on_compute
             collectives.all_gather(members, group, works, storage.custom, is_async, form)
             self._issuing = False
             if not as_works:
                 self._copy_out()
-                self._ticket.event = device.record(stream)
+                self._handle.event = device.record(stream)
 
     def _copy_out(self) -> None:
         self.storage.copy_out(resumes=self._resumes)
@@ -403,15 +409,15 @@ class FSDPParamGroup:
         if self._phase is not ParamPhase.UNSHARDING:
             return
         self._finish_all_gather()
-        self._swaps.register_unsharded()
+        self._registrations.register_unsharded()
         if self.storage.post_forward is not None:
             self.storage.post_forward.free()
         self._enter(ParamPhase.UNSHARDED)
 
     def _finish_all_gather(self) -> None:
-        assert self.comm is not None and self._ticket is not None, "an all-gather is under way"
-        self.comm.compute_follows_gather(self._ticket)
-        self._ticket = None
+        assert self.comm is not None and self._handle is not None, "an all-gather is under way"
+        self.comm.compute_follows_gather(self._handle)
+        self._handle = None
         if self._awaits_copy_out:
             self._copy_out()
 
@@ -425,7 +431,7 @@ class FSDPParamGroup:
             self.reshard()
             return
         post_forward.take()
-        self._swaps.register_post_forward()
+        self._registrations.register_post_forward()
         self._enter(ParamPhase.SHARDED_POST_FORWARD)
         self._free_unsharded()
 
@@ -450,20 +456,20 @@ class FSDPParamGroup:
             return
         self._left_to_do = None
         assert self.comm is not None, "resharding follows unsharding"
-        if self._ticket is not None and not self._issuing:
+        if self._handle is not None and not self._issuing:
             self._finish_all_gather()
-        elif self._ticket is not None:
-            self._ticket.wait_for_works()
-        self._ticket = None
+        elif self._handle is not None:
+            self._handle.wait_for_works()
+        self._handle = None
         replaced: FSDPParam | None = None
         if self._phase is ParamPhase.UNSHARDED:
             replaced = self.storage.changed()
         elif self._phase is ParamPhase.SHARDED_POST_FORWARD and self.storage.post_forward is not None:
             replaced = self.storage.post_forward.changed()
-        if self._swaps.hold_unsharded():
-            self._swaps.register_sharded()
+        if self._registrations.hold_unsharded():
+            self._registrations.register_sharded()
         else:
-            replaced = self._swaps.restore_sharded() or replaced
+            replaced = self._registrations.restore_sharded() or replaced
         if self._issuing:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()
@@ -484,8 +490,8 @@ class FSDPParamGroup:
         """
         if self._phase is not ParamPhase.UNSHARDED or self.users:
             return
-        if self.storage.changed() is None and self._swaps.hold_unsharded():
-            self._swaps.register_sharded()
+        if self.storage.changed() is None and self._registrations.hold_unsharded():
+            self._registrations.register_sharded()
             self._enter(ParamPhase.SHARDED)
             self._rests_in_place = True
 

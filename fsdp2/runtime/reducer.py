@@ -18,13 +18,13 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.comm.collectives import Scaling
-from fsdp2.comm.comm_context import FSDPCommContext, PendingReduce, Ticket
+from fsdp2.comm.comm_context import CommHandle, FSDPCommContext, PendingReduce
 from fsdp2.comm.primitives import Form, form_of, must_be_ordered
 from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, FSDPValueError, GradPhase
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Member
-from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.gradients import GradientBucket, PackedGradients
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
@@ -37,7 +37,7 @@ AllReduceHook = Callable[[torch.Tensor], None]
 class _Sent(NamedTuple):
     """One dtype's part of a reduction under way."""
 
-    gradients: DtypeGradients
+    gradients: GradientBucket
     packed: PackedGradients
     scaling: Scaling
 
@@ -74,7 +74,7 @@ class GradientReducer:
         all_reduce_hook_stream: where; None: on the all-reduce stream.
         custom: takes the place of the reduce-scatter.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
-        dtypes: how gradients are laid out, one for each dtype they are reduced in.
+        buckets: how gradients are laid out, one for each dtype they are reduced in.
         large: the trainable parameters of some size, if their gradients are at least half of the bytes.
         is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
         owing: (of the class) those that may hold gradients which are not in any ``.grad`` yet, after a backward.
@@ -82,7 +82,7 @@ class GradientReducer:
 
     owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
-    def __init__(self, mesh: DataParallelMesh, home: Home) -> None:
+    def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.is_last = True
@@ -100,11 +100,11 @@ class GradientReducer:
         self.all_reduce_hook_stream: Any = None
         self.custom: ReduceScatter | None = None
         self.scatter_group: dist.ProcessGroup | None = None
-        self.dtypes: tuple[DtypeGradients, ...] = ()
+        self.buckets: tuple[GradientBucket, ...] = ()
         self.large: tuple[FSDPParam, ...] = ()
         self.is_ordered = True
         self._mesh = mesh
-        self._home = home
+        self._home = offloading
         self._phase = GradPhase.IDLE
         self._to_widen: tuple[FSDPParam, ...] = ()
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
@@ -119,25 +119,25 @@ class GradientReducer:
         self._params = tuple(params)
         # Gradients that were accumulated before a parameter was frozen are still due.
         is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
-        due = {param for one in self.dtypes for param in one.params} if is_due else set()
+        due = {param for bucket in self.buckets for param in bucket.params} if is_due else set()
         trainable = [param for param in params if param.requires_grad or param in due]
         by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
         for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
             by_dtype.setdefault(dtype, []).append(param)
-        before = {one.dtype: one for one in self.dtypes if one.waits()}
-        dtypes = tuple(self._gradients(params, dtype) for dtype, params in by_dtype.items())
-        kept = {one.dtype for one in dtypes if one.dtype in before and one.continues(before[one.dtype])}
-        lost = [one for dtype, one in before.items() if dtype not in kept]
+        before = {bucket.dtype: bucket for bucket in self.buckets if bucket.waits()}
+        buckets = tuple(self._bucket(params, dtype) for dtype, params in by_dtype.items())
+        kept = {bucket.dtype for bucket in buckets if bucket.dtype in before and bucket.continues(before[bucket.dtype])}
+        lost = [bucket for dtype, bucket in before.items() if dtype not in kept]
         if lost:
             raise FSDPRuntimeError(
                 f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
                 "for their all-reduce over replicas, or on the host for the last backward; change them after a "
                 "backward with set_requires_all_reduce(True) and set_is_last_backward(True)."
             )
-        for one in dtypes:
-            if one.dtype in kept:
-                one.take_partial(before[one.dtype])
-        self.dtypes = dtypes
+        for bucket in buckets:
+            if bucket.dtype in kept:
+                bucket.take_partial(before[bucket.dtype])
+        self.buckets = buckets
         self.large = _large_ones(trainable)
         self.is_ordered = must_be_ordered(self.group)
         self._to_widen = tuple(
@@ -145,23 +145,25 @@ class GradientReducer:
         )
         self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
         self._refuse_zeros_of_any_dtype()
-        self._scalings = [self._scaling(one.dtype) for one in self.dtypes]
+        self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
         self._form = form_of(self.group)
-        for one, scaling in zip(self.dtypes, self._scalings, strict=True):
-            one.expect_divisor(_LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after)
+        for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
+            bucket.expect_divisor(
+                _LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after
+            )
 
-    def _gradients(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> DtypeGradients:
+    def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
         may_travel_alone = self.custom is None and self._scaling(dtype).before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
         layout = GradientLayout.build(
-            [param.sharding.cut for param in params],
+            [param.sharding.partition for param in params],
             [
                 may_travel_alone
                 and (param.param_dtype == dtype or casts_alone)
-                and param.sharding.cut.dim is not None
-                and param.sharding.cut.outer == 1
+                and param.sharding.partition.dim is not None
+                and param.sharding.partition.outer == 1
                 and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
                 for param in params
             ],
@@ -169,8 +171,14 @@ class GradientReducer:
             itemsize=dtype.itemsize,
             region_threshold_bytes=DIRECT_THRESHOLD_BYTES if self.custom is None else math.inf,
         )
-        return DtypeGradients(
-            params, layout, dtype, world_size=mesh.shard_size, rank=mesh.shard_rank, device=mesh.device, home=self._home
+        return GradientBucket(
+            params,
+            layout,
+            dtype,
+            world_size=mesh.shard_size,
+            rank=mesh.shard_rank,
+            device=mesh.device,
+            offloading=self._home,
         )
 
     def _refuse_zeros_of_any_dtype(self) -> None:
@@ -208,7 +216,7 @@ class GradientReducer:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter is reduced."""
-        return bool(self.dtypes)
+        return bool(self.buckets)
 
     @property
     def is_reducing(self) -> bool:
@@ -217,8 +225,8 @@ class GradientReducer:
 
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""
-        for one in self.dtypes:
-            for param in one.params:
+        for bucket in self.buckets:
+            for param in bucket.params:
                 if param.unsharded is not None and param.unsharded.grad is not None:
                     return True
         return False
@@ -246,21 +254,21 @@ class GradientReducer:
         """Whether some gradients are reduced in the dtype in which they arrive."""
         return bool(self._follow_arrivals)
 
-    def scalings(self) -> list[tuple[DtypeGradients, Scaling]]:
+    def scalings(self) -> list[tuple[GradientBucket, Scaling]]:
         """How what is reduced in each dtype is scaled, by operations that every backend has."""
         common = [scaling.of_any_backend() for scaling in self._scalings]
-        return list(zip(self.dtypes, common, strict=True))
+        return list(zip(self.buckets, common, strict=True))
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
         if self._phase is GradPhase.REDUCING:
             return
-        for one in self.dtypes:
-            one.release()
+        for bucket in self.buckets:
+            bucket.release()
 
     # -- the end of a backward
 
-    def keep(self) -> None:
+    def keep_unsharded(self) -> None:
         """Leave the gradients of this backward unsharded, for a later one to reduce the sum.
 
         They add up in `FSDPParam.accumulation_dtype`: autograd adds to what is there in place, in its dtype.
@@ -280,16 +288,16 @@ class GradientReducer:
 
         Stream: packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
         """
-        if not self.dtypes:
+        if not self.buckets:
             return
         comm.retire_reduces(comm.max_pending_reduces - 1)
         if self._phase is GradPhase.REDUCING:
             comm.retire_reduces(0)
         if self._follow_arrivals:
             self._follow()
-        taken = [one.take() for one in self.dtypes]
+        taken = [bucket.take() for bucket in self.buckets]
         comm.reduces_follow_compute()
-        pending = PendingReduce(Ticket([]))
+        pending = PendingReduce(CommHandle([]))
         comm.add_pending(pending)
         try:
             self._issue(taken, comm, pending)
@@ -323,17 +331,17 @@ class GradientReducer:
         self._phase = phase
 
     def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce) -> None:
-        device, ticket = comm.device, pending.ticket
+        device, handle = comm.device, pending.handle
         ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
-        works = None if device.has_streams else ticket.works
+        works = None if device.has_streams else handle.works
         group = self._mesh.shard_group if self.scatter_group is None else self.scatter_group
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
                 _Sent(
-                    one,
-                    one.pack(
+                    bucket,
+                    bucket.pack(
                         gradients,
                         in_place=in_place,
                         custom=self.custom,
@@ -342,7 +350,7 @@ class GradientReducer:
                     ),
                     scaling,
                 )
-                for one, gradients, scaling in zip(self.dtypes, taken, self._scalings, strict=True)
+                for bucket, gradients, scaling in zip(self.buckets, taken, self._scalings, strict=True)
             ]
             pending.held = sent
             for op, members in _launches(sent):
@@ -352,14 +360,14 @@ class GradientReducer:
             else:  # what was packed has been read
                 for each in sent:
                     each.packed.inputs = []
-            ticket.event = device.record(comm.reduce_scatter_stream)
+            handle.event = device.record(comm.reduce_scatter_stream)
         if ends_here:
             pending.deliver = functools.partial(self._end_partial, sent, device.has_streams)
             return
         pending.deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
         pending.needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
         if device.has_streams:
-            ticket.event = self._finish_on_stream(sent, comm, keeps)
+            handle.event = self._finish_on_stream(sent, comm, keeps)
         elif self._mesh.replicate_group is not None:
             pending.then = functools.partial(self._all_reduce_on_host, sent)
 
@@ -385,12 +393,12 @@ class GradientReducer:
             if each.packed.pooled:
                 each.packed.give_back()
 
-    def _all_reduce_on_host(self, sent: list[_Sent], ticket: Ticket) -> None:
+    def _all_reduce_on_host(self, sent: list[_Sent], handle: CommHandle) -> None:
         for each in sent:
             each.packed.release_inputs()
         with _torch.without_grad():
             self._settle_partial(sent, ends_here=False)
-            self._all_reduce(sent, ticket.works)
+            self._all_reduce(sent, handle.works)
 
     def _all_reduce(self, sent: list[_Sent], works: list[dist.Work] | None) -> None:
         group = self._mesh.replicate_group
@@ -438,10 +446,10 @@ class GradientReducer:
         A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
         """
         sent = []
-        for (one, scaling), (flat, some_missing) in zip(self.scalings(), arrived, strict=True):
+        for (bucket, scaling), (flat, some_missing) in zip(self.scalings(), arrived, strict=True):
             if flat is not None:
-                missing = list(range(len(one.params))) if some_missing else []
-                sent.append(_Sent(one, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
+                missing = list(range(len(bucket.params))) if some_missing else []
+                sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
         self._arrive(sent, keeps=False)
         for each in sent:
             each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
@@ -459,20 +467,20 @@ class GradientReducer:
                 unsharded.grad = None
             else:
                 unsharded.grad = torch.zeros_like(unsharded.grad)
-        for one in self.dtypes:
-            one.clear([index for index, param in enumerate(one.params) if param in params], set_to_none)
+        for bucket in self.buckets:
+            bucket.clear([index for index, param in enumerate(bucket.params) if param in params], set_to_none)
         self._cleared = self._cleared.union(params)
         # What is still due may be of other parameters. That must not depend on which gradients this rank has.
         if set_to_none and self._are_cleared():
             self.accumulated = self._adds_up = self._awaits_all_reduce = False
-            for one in self.dtypes:
-                one.drop()
+            for bucket in self.buckets:
+                bucket.drop()
         if not self.owes_gradients():
             self.owing.discard(self)
 
     def _are_cleared(self) -> bool:
         """Whether `clear` has been told every parameter since a backward left gradients that wait."""
-        return all(param in self._cleared for one in self.dtypes for param in one.params)
+        return all(param in self._cleared for bucket in self.buckets for param in bucket.params)
 
     # -- after an exception
 
@@ -485,9 +493,9 @@ class GradientReducer:
         lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
         self.accumulated = self._adds_up = self._awaits_all_reduce = False
         self._phase = GradPhase.IDLE  # whatever the interrupted one was
-        for one in self.dtypes:
-            one.drop()
-            for param in one.params:
+        for bucket in self.buckets:
+            bucket.drop()
+            for param in bucket.params:
                 if param.unsharded is not None:
                     param.unsharded.grad = None
         return lost

@@ -327,7 +327,7 @@ class FSDPRoot:
         if self.iteration.recomputed is unit:
             self.iteration.recomputed = None
         else:
-            self.keep(None)
+            self.keep_for_backward(None)
         self._gather(unit, for_backward=True)
 
     def gather_for_second_backward(self, unit: Unit) -> None:
@@ -335,7 +335,7 @@ class FSDPRoot:
         self.gather_postponed()
         self._gather(unit, for_backward=True)
 
-    def keep(self, unit: Unit | None) -> None:
+    def keep_for_backward(self, unit: Unit | None) -> None:
         """Leave ``unit`` unsharded after its recompute, instead of the one before.
 
         The last unit that is recomputed is the first whose backward follows; the others are resharded.
@@ -360,7 +360,7 @@ class FSDPRoot:
                 group.reduce()
                 self.iteration.reduced = True
             else:
-                group.reducer.keep()
+                group.reducer.keep_unsharded()
 
     def reduce_shared(self, *, only_keeps: bool = False) -> None:
         """`reduce_or_keep` the shared groups that the backward, which is over, has come to. Collective."""
@@ -379,7 +379,7 @@ class FSDPRoot:
             GradientReducer.owing.update(group.reducer for group in self.groups)
             self.iteration.in_backward = False
             self.iteration.unfinalized = True
-            self.keep(None)
+            self.keep_for_backward(None)
             self._drop_ahead()
             self._backward_order.end()
             return
@@ -390,7 +390,7 @@ class FSDPRoot:
         self._end_iteration()
 
     def _end_iteration(self) -> None:
-        self.keep(None)
+        self.keep_for_backward(None)
         self._drop_ahead()
         self._backward_order.end()
         if self.iteration.reduced:

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.param import FSDPParam, owner_of
+from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.group_plan import ModelPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.param_group import FSDPParamGroup
@@ -51,7 +51,7 @@ def refuse_meta(modules: Sequence[nn.Module], class_name: str) -> None:
     Raises:
         FSDPRuntimeError: some are, and have no values.
     """
-    parameters = [name for each in modules for name, p in each.named_parameters() if p.is_meta and owner_of(p)]
+    parameters = [name for each in modules for name, p in each.named_parameters() if p.is_meta and fsdp_param_of(p)]
     buffers = [name for each in modules for name, buffer in each.named_buffers() if buffer.is_meta]
     if parameters or buffers:
         kinds = " and ".join(["parameters"] * bool(parameters) + ["buffers"] * bool(buffers))

@@ -12,10 +12,9 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import FSDPCommContext, device_for
 from fsdp2.common import FSDPRuntimeError, ParamPhase
-from fsdp2.params.wrapping import Wrapping
+from fsdp2.params.shard_arguments import ShardArguments
 from fsdp2.plan.policies import ModulePolicy
 from fsdp2.plan.structure import Structure, module_paths
-from fsdp2.runtime.attachment import STATE, Attachment
 from fsdp2.runtime.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.runtime.copying import CopyableState, Prefetch, resolve_prefetch
 from fsdp2.runtime.hooks import (
@@ -25,6 +24,7 @@ from fsdp2.runtime.hooks import (
     on_real_parameters,
 )
 from fsdp2.runtime.misuse import refuse_inside_of_a_pass
+from fsdp2.runtime.module_hooks import STATE, ModuleHooks
 from fsdp2.runtime.root import FSDPRoot, RootSettings, SharedComm, Unit
 from fsdp2.runtime.root_checks import (
     refuse_disagreement,
@@ -46,7 +46,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 def forget_state(state: FSDPState) -> None:
     """Take ``state``, and all that it has hung on them, off its modules."""
-    state.attachment.detach()
+    state.module_hooks.detach()
     for module in state.modules:
         del module.__dict__[STATE]
 
@@ -78,8 +78,8 @@ class FSDPState(CopyableState):
         reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
-        wrapping: the arguments of the call.
-        attachment: what hangs on the modules.
+        arguments: the arguments of the call.
+        module_hooks: what hangs on the modules.
         traced: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
     """
@@ -89,13 +89,13 @@ class FSDPState(CopyableState):
         modules: Sequence[nn.Module],
         unit: Unit,
         policy: ModulePolicy,
-        wrapping: Wrapping,
+        arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
-        self._begin(modules, unit, policy, wrapping, ignored_params)
+        self._begin(modules, unit, policy, arguments, ignored_params)
         for module in self.modules:
             module.__dict__[STATE] = self
-            self.attachment.handles += [
+            self.module_hooks.handles += [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.post_forward, prepend=False),
             ]
@@ -105,26 +105,26 @@ class FSDPState(CopyableState):
         modules: Sequence[nn.Module],
         unit: Unit,
         policy: ModulePolicy,
-        wrapping: Wrapping,
+        arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
-        self.mesh = wrapping.mesh
+        self.mesh = arguments.mesh
         self.policy = policy
         self.root: FSDPRoot | None = None
         self.roots: list[FSDPRoot] = []
         self.own_root: FSDPRoot | None = None
         self.is_root = False
         self.settings = RootSettings()
-        self.reshard_after_forward = wrapping.reshard_after_forward[0]
+        self.reshard_after_forward = arguments.reshard_after_forward[0]
         self.reshard_after_backward: bool | None = True
         self.forward_prefetch: Prefetch = None
         self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
-        self.wrapping = wrapping
-        self.attachment = Attachment()
+        self.arguments = arguments
+        self.module_hooks = ModuleHooks()
         self.traced: Any = UNTRACED
         self.is_captured = True
         self._calls: list[weakref.ref[ForwardCall]] = []
@@ -419,7 +419,7 @@ class FSDPState(CopyableState):
         hides = self._hides_outputs
         if not self._to_run and self.unit and self._reshards_now(hides=hides) and not self._shows_parameters(outputs):
             if recompute:
-                root.keep(self.unit)
+                root.keep_for_backward(self.unit)
             else:
                 for group in self.unit:
                     if not group.users:

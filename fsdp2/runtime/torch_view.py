@@ -314,7 +314,7 @@ _OFFERED: dict[str, Callable[[Any], Any]] = {
     "_modules": lambda state: state.modules,
     "_is_root": lambda state: None if state.root is None else state.is_root,
     "_device": lambda state: state.mesh.device,
-    "_mp_policy": lambda state: state.wrapping.mp_policy,
+    "_mp_policy": lambda state: state.arguments.mp_policy,
 }
 
 

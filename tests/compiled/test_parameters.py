@@ -16,7 +16,7 @@ from tests.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, sh
 from tests.compiled.twins import assert_trains_alike, compiling, one_backward
 
 
-class Cut(nn.Module):
+class Partition(nn.Module):
     """Weights whose second dim is uneven, or has fewer rows than there are ranks."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Cut(nn.Module):
 
 def build_cut() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Cut(), nn.Linear(3, 3))
+    return nn.Sequential(Partition(), nn.Linear(3, 3))
 
 
 def second_dim(parameter: nn.Parameter) -> Shard:

@@ -212,7 +212,7 @@ def test_all_arguments_reach_every_group() -> None:
     model, policy = Towers(), MixedPrecisionPolicy(torch.bfloat16)
     auto_shard(model, blocks=GPTBlock, mp_policy=policy, strategy="zero2")
     for state in states_below(model):
-        assert state.wrapping.mp_policy == policy and state.wrapping.strategy == "zero2"
+        assert state.arguments.mp_policy == policy and state.arguments.strategy == "zero2"
     with pytest.raises(TypeError, match="takes no argument 'mp_polic'"):
         auto_shard(Towers(), mp_polic=policy)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPValueError, clip_grad_norm_, fully_shard, get_total_norm
-from fsdp2.plan.spread import spread_of
+from fsdp2.plan.spread import reduction_groups_of
 from tests.harness import FakeWorlds, fake_world
 
 AXES = {"replicate": (1, 5), "shard": (1, 3), "tp": (0, 1)}
@@ -36,7 +36,7 @@ AXES = {"replicate": (1, 5), "shard": (1, 3), "tp": (0, 1)}
 @fake_world(8, rank=1)
 def test_what_is_cut_is_spread(placements: tuple[Placement, ...], axes: list[str]) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=tuple(AXES))
-    assert [group.ranks for group in spread_of(mesh, placements, "it")] == [AXES[name] for name in axes]
+    assert [group.ranks for group in reduction_groups_of(mesh, placements, "it")] == [AXES[name] for name in axes]
 
 
 @fake_world(8, rank=1)
@@ -45,7 +45,7 @@ def test_unknown_placements_are_spread_and_axes_of_one_rank_are_not() -> None:
         """As of a parameter that lies whole on one rank, its owner."""
 
     mesh = init_device_mesh("cpu", (8, 1))
-    (group,) = spread_of(mesh, (OnOneRank(), Shard(0)), "it")
+    (group,) = reduction_groups_of(mesh, (OnOneRank(), Shard(0)), "it")
     assert group.ranks == tuple(range(8)) and group.device == torch.device("cpu")
 
 

@@ -17,7 +17,7 @@ import torch
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.comm.comm_context import Wait
 from fsdp2.params.gather import Gather
-from fsdp2.params.gradients import DtypeGradients, PackedGradients
+from fsdp2.params.gradients import GradientBucket, PackedGradients
 from fsdp2.params.storage import GroupStorage
 from tests.harness import fake_world
 from tests.harness.happens_before import (
@@ -243,14 +243,14 @@ def test_streams_are_reached_through_the_device_only() -> None:
 
 
 def test_gradients_must_be_held_until_compute_has_waited() -> None:
-    pack = DtypeGradients.pack
+    pack = GradientBucket.pack
 
-    def forgetful(self: DtypeGradients, gradients: list, **options: Any) -> PackedGradients:  # type: ignore[type-arg]
+    def forgetful(self: GradientBucket, gradients: list, **options: Any) -> PackedGradients:  # type: ignore[type-arg]
         packed = pack(self, gradients, **options)
         packed.inputs = []
         return packed
 
-    with mock.patch.object(DtypeGradients, "pack", forgetful), fake_world(4, 1), recording() as recorder:
+    with mock.patch.object(GradientBucket, "pack", forgetful), fake_world(4, 1), recording() as recorder:
         Training.of_stack(recorder).steps(3)
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 
@@ -285,15 +285,15 @@ def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> Non
 
 
 def test_gradients_between_reduce_scatter_and_all_reduce_are_added_on_their_stream() -> None:
-    add = DtypeGradients.add_partial
+    add = GradientBucket.add_partial
 
     with fake_world(4, 1), recording() as recorder:
 
-        def misplaced(self: DtypeGradients, packed: PackedGradients) -> None:
+        def misplaced(self: GradientBucket, packed: PackedGradients) -> None:
             reducing, recorder.stream = recorder.stream, COMPUTE
             add(self, packed)
             recorder.stream = reducing
 
-        with mock.patch.object(DtypeGradients, "add_partial", misplaced):
+        with mock.patch.object(GradientBucket, "add_partial", misplaced):
             SCENARIOS["replicated_accumulating"](recorder)
     assert Kind.RACE in {violation.kind for violation in find_violations(recorder.trace)}

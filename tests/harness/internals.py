@@ -23,7 +23,7 @@ def shard_buffers(group: FSDPParamGroup) -> list[Tensor]:
 
 def gradient_buffers(group: FSDPParamGroup) -> list[Tensor]:
     """The flat buffers that the sharded gradients lie on."""
-    found = [one._buffer for one in group.reducer.dtypes]
+    found = [one._buffer for one in group.reducer.buckets]
     return [buffer.flat for buffer in found if buffer is not None]
 
 

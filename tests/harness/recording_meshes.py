@@ -29,7 +29,7 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.comm import collectives
-from fsdp2.params.gradients import DtypeGradients
+from fsdp2.params.gradients import GradientBucket
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import STEPS, Expected, Stack, Training
 
@@ -157,7 +157,7 @@ def all_reduce_fails(recorder: Recorder) -> None:
 
 def arrival_fails(recorder: Recorder) -> None:
     """The same, after what follows the all-reduce."""
-    _replicated_reduce_fails(recorder, DtypeGradients, "arrive", mp_policy=HALF)
+    _replicated_reduce_fails(recorder, GradientBucket, "arrive", mp_policy=HALF)
 
 
 def replicated_deleted_in_flight(recorder: Recorder) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fsdp2.plan.mesh
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from fsdp2.params.gather import Source
 from tests.harness.recording import Recorder
 from tests.harness.recording_meshes import HALF, replicate_and_shard
@@ -29,11 +29,11 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
     """Inside, `fully_shard` and its first iteration take the mesh's device for another than the host.
 
     Of all devices only the CPU can be had here; with an index it equals no tensor's, so the engine takes them for two,
-    and copies. Which memory is the host's is known from `Home`.
+    and copies. Which memory is the host's is known from `Offloading`.
     """
 
     def on_host(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocated(self: Home, *args: Any) -> Tensor:
+        def allocated(self: Offloading, *args: Any) -> Tensor:
             with recorder.on_host() if self.is_host else nullcontext():
                 return allocate(self, *args)
 
@@ -44,8 +44,8 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
 
     with (
         mock.patch.object(fsdp2.plan.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
-        mock.patch.object(Home, "zeros", on_host(Home.zeros)),
-        mock.patch.object(Home, "empty", on_host(Home.empty)),
+        mock.patch.object(Offloading, "zeros", on_host(Offloading.zeros)),
+        mock.patch.object(Offloading, "empty", on_host(Offloading.empty)),
         mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),
     ):
         yield
@@ -95,13 +95,13 @@ def offloaded_cached(recorder: Recorder) -> None:
 def offloaded_sums(recorder: Recorder, **options: Any) -> None:
     """Shards and gradients on the device; the sum of backwards that are not the last waits on the host."""
     policy = CPUOffloadPolicy(parameters=False, gradients=True)
-    empty_on_host = Home.empty_on_host
+    empty_on_host = Offloading.empty_on_host
 
-    def allocated(self: Home, *args: Any) -> Tensor:
+    def allocated(self: Offloading, *args: Any) -> Tensor:
         with recorder.on_host():
             return empty_on_host(self, *args)
 
-    with mock.patch.object(Home, "empty_on_host", allocated):
+    with mock.patch.object(Offloading, "empty_on_host", allocated):
         training = train(recorder, offload_policy=policy, **options)
         for _ in range(STEPS):
             for last in (False, False, True):

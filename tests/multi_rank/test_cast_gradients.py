@@ -82,7 +82,7 @@ def test_bitwise_as_the_sum_of_casts(pooled: bool, world_size: int) -> None:
         model.set_communication_memory_pool(True)
     for step in range(3):
         model(*arguments(dist.get_rank(), step)).backward()
-        ways = [slot.direct for group in groups_of(model) for one in group.reducer.dtypes for slot in one.layout.slots]
+        ways = [slot.direct for group in groups_of(model) for one in group.reducer.buckets for slot in one.layout.slots]
         assert ways == [True, False, True, False] * 3 or ways == [True, True, True, False] * 3
         assert_sharded_same(f"step {step}", gradients_of(model), expected_gradients(build(), step, world_size))
         model.zero_grad()

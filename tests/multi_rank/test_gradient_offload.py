@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, offload_optimizer_state
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from tests.harness import Accumulation, Reference, Tolerance, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.internals import groups_of
@@ -173,14 +173,14 @@ def test_hooks_see_the_sum_once() -> None:
 def host_memory() -> Iterator[set[int]]:
     """The storages that were allocated on the host as such."""
     storages: set[int] = set()
-    allocate = Home.empty_on_host
+    allocate = Offloading.empty_on_host
 
-    def allocated(self: Home, *args: Any) -> Tensor:
+    def allocated(self: Offloading, *args: Any) -> Tensor:
         tensor = allocate(self, *args)
         storages.add(tensor.untyped_storage()._cdata)
         return tensor
 
-    with mock.patch.object(Home, "empty_on_host", allocated):
+    with mock.patch.object(Offloading, "empty_on_host", allocated):
         yield storages
 
 

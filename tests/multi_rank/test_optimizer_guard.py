@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fsdp2 import HSDPMeshInfo, ShardPlacementResult, fully_shard
 from fsdp2.optim.guard import GUARD
-from fsdp2.params.freshness import Freshness
+from fsdp2.params.write_counter import WriteCounter
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MLP
@@ -65,10 +65,10 @@ def test_the_end_of_a_step_within_another_is_not_the_end_of_that() -> None:
 
         def closure() -> None:
             inner.step()
-            seen.append(Freshness.unwatched)
+            seen.append(WriteCounter.unwatched)
 
         outer.step(closure)
-    assert seen == [True] and not Freshness.unwatched
+    assert seen == [True] and not WriteCounter.unwatched
 
 
 def test_the_guard_costs_nothing_per_parameter() -> None:

@@ -64,7 +64,7 @@ def train(
     )
 
 
-def owner_of(parameter: nn.Parameter) -> int | None:
+def fsdp_param_of(parameter: nn.Parameter) -> int | None:
     """The rank that has all rows, if one has."""
     rows = next((each.rows for each in parameter.placements if hasattr(each, "rows")), ())
     whole = [rank for rank, number in enumerate(rows) if number]
@@ -89,11 +89,11 @@ def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> Non
     plain, model = NET.build(), sharded()
     whole = dict(plain.named_parameters())
     owned = {name: parameter for name, parameter in model.named_parameters() if is_matrix(name, parameter)}
-    assert {owner_of(parameter) for parameter in owned.values()} == set(range(world_size))
+    assert {fsdp_param_of(parameter) for parameter in owned.values()} == set(range(world_size))
     for name, parameter in owned.items():
         local = parameter.to_local()
         assert parameter.shape == whole[name].shape
-        if owner_of(parameter) == dist.get_rank():
+        if fsdp_param_of(parameter) == dist.get_rank():
             assert torch.equal(local, whole[name]) and local.stride() == whole[name].stride()
         else:
             assert local.shape == (0, *whole[name].shape[1:])
@@ -213,7 +213,7 @@ def test_parameters_of_several_dtypes(world_size: int) -> None:
 def test_with_replicas(make: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh)
-    assert {owner_of(p) for name, p in model.named_parameters() if is_matrix(name, p)} == {0, 1}
+    assert {fsdp_param_of(p) for name, p in model.named_parameters() if is_matrix(name, p)} == {0, 1}
     train(model, make=make)
 
 
@@ -240,7 +240,7 @@ def test_microbatches(accumulation: Accumulation, world_size: int) -> None:
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 def test_frozen_ones(world_size: int) -> None:
     model = sharded(FROZEN_NET)
-    assert owner_of(model.blocks[0].up.weight) is not None, "a choice of the caller's own is followed"
+    assert fsdp_param_of(model.blocks[0].up.weight) is not None, "a choice of the caller's own is followed"
     train(model, FROZEN_NET)
 
 
@@ -320,7 +320,7 @@ def test_materialized_from_meta(world_size: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = state[name]
-            owner = owner_of(parameter)
+            owner = fsdp_param_of(parameter)
             if owner is None:
                 parameter.copy_(
                     torch.distributed.tensor.distribute_tensor(
@@ -358,7 +358,7 @@ def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for unit in NET.units(model):
         fully_shard(unit, mesh=mesh, shard_placement_fn=fsdp2.plan.owners.noted_owner)
-    assert owner_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
+    assert fsdp_param_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores

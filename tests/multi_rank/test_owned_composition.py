@@ -31,7 +31,7 @@ from tests.harness.reference import adamw
 from tests.harness.training import assert_trains_like
 from tests.multi_rank.optimizers import local_like
 from tests.multi_rank.owned import NET, OneOwner, sharded
-from tests.multi_rank.test_owned import owner_of, train
+from tests.multi_rank.test_owned import fsdp_param_of, train
 from tests.multi_rank.training import loss_on, trainable
 
 
@@ -130,7 +130,7 @@ def test_replicated_in_the_other_dim_of_the_mesh() -> None:
         fully_shard(unit, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"), shard_placement_fn=OneOwner(1))
     optimizers = [adamw(trainable(model)), adamw(trainable(plain))]
     weight = model.blocks[0].up.weight
-    assert (owner_of(weight), weight.placements[1]) == (1, Replicate())
+    assert (fsdp_param_of(weight), weight.placements[1]) == (1, Replicate())
     for step in range(2):
         batch = NET.batch(0, step, mesh.get_local_rank("dp"))
         tokens = DTensor.from_local(batch.inputs, mesh, [Shard(0), Replicate()])
@@ -157,7 +157,7 @@ def test_another_mesh_for_what_is_owned() -> None:
         return Owned(1) if parameter.dim() == 2 else None
 
     model = sharded(mesh=mesh, owners=place)
-    assert (owner_of(model.blocks[0].experts), owner_of(model.blocks[0].up.weight)) == (3, 1)
+    assert (fsdp_param_of(model.blocks[0].experts), fsdp_param_of(model.blocks[0].up.weight)) == (3, 1)
     train(model, tolerance=tolerance_for(4))
 
 
@@ -199,7 +199,7 @@ def test_a_copy_of_the_model_and_its_optimizer(world_size: int) -> None:
     model, optimizer = copy.deepcopy((model, optimizer))
     loss_on(NET, model, 0, dist.get_rank()).backward()
     optimizer.step()
-    assert owner_of(model.blocks[0].up.weight) is not None
+    assert fsdp_param_of(model.blocks[0].up.weight) is not None
     for state in optimizer.state.values():
         assert isinstance(state["exp_avg"], DTensor)
 

@@ -1,7 +1,7 @@
 """Parameters that stay unsharded are gathered again after a step, group by group, where no version counts the writes.
 
-Foreach, fused and flat steps leave the version counters of DTensors as they are, so it is the groups' `Freshness` that
-tells. A gather of one group says nothing of another.
+Foreach, fused and flat steps leave the version counters of DTensors as they are, so it is the groups' `WriteCounter`
+that tells. A gather of one group says nothing of another.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor
 from fsdp2.params.buffers import Resizable, in_memory_order
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.gather import Gather, Source
-from fsdp2.plan.layout import BufferLayout, Cut
+from fsdp2.plan.layout import BufferLayout, Partition
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -50,14 +50,14 @@ def exchange(gathers: Sequence[Gather]) -> None:
             output.copy_(everything)
 
 
-def cuts_of(whole: Sequence[Sequence[Tensor]]) -> list[list[Cut]]:
+def cuts_of(whole: Sequence[Sequence[Tensor]]) -> list[list[Partition]]:
     """In dim 0, contiguous."""
-    return [[Cut(tuple(param.shape)) for param in params] for params in whole]
+    return [[Partition(tuple(param.shape)) for param in params] for params in whole]
 
 
 def sources_of(
     whole: Sequence[Sequence[Tensor]],
-    cuts: Sequence[Sequence[Cut]],
+    cuts: Sequence[Sequence[Partition]],
     dtypes: Sequence[Dtypes],
     *,
     world_size: int,
@@ -76,9 +76,9 @@ def sources_of(
             )
             shard = torch.zeros(layout.shard_numel, dtype=dtype)
             for param, slot in zip(params, layout.slots, strict=True):
-                start, stop = slot.cut.part(slot.rows, rank)
-                local = param if slot.cut.dim is None else param.narrow(slot.cut.dim, start, stop - start)
-                flat = in_memory_order(local, slot.cut).flatten()
+                start, stop = slot.partition.part(slot.rows, rank)
+                local = param if slot.partition.dim is None else param.narrow(slot.partition.dim, start, stop - start)
+                flat = in_memory_order(local, slot.partition).flatten()
                 shard[slot.shard_offset : slot.shard_offset + local.numel()] = flat
             unsharded = Resizable(torch.empty(layout.unsharded_numel, dtype=unsharded_dtype))
             sources.append(Source(SimpleNamespace(unsharded=unsharded), shard, layout))  # type: ignore[arg-type]
@@ -89,7 +89,9 @@ def sources_of(
 def assert_gathered(sources: Sequence[Source], whole: Sequence[Sequence[Tensor]]) -> None:
     for source, params in zip(sources, whole, strict=True):
         for param, slot in zip(params, source.layout.slots, strict=True):
-            found = source.unsharded[slot.unsharded_offset :].as_strided(param.shape, slot.cut.stride(param.shape))
+            found = source.unsharded[slot.unsharded_offset :].as_strided(
+                param.shape, slot.partition.stride(param.shape)
+            )
             assert torch.equal(found, param.to(found.dtype))
 
 
@@ -116,7 +118,7 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
             shape = tuple(generator.choice([0, 1, 3, 8, 21]) for _ in range(3))
             order = tuple(generator.sample(range(3), 3)) if generator.random() < 0.3 else ()
             dim = generator.choice([0, 0, 1, 2, None])
-            of_dtype.append(Cut(shape, dim, order, 1 if dim is None else generator.choice([1, 1, 2, 5])))
+            of_dtype.append(Partition(shape, dim, order, 1 if dim is None else generator.choice([1, 1, 2, 5])))
         whole.append([torch.randint(-99, 99, cut.shape).to(dtype) for cut in of_dtype])
         cuts.append(of_dtype)
     threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])
@@ -224,7 +226,7 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
     shapes = generator.sample([(1,), (5,), (6, 7), (40, 3), (64, 16)], 3)
     params = [torch.randn(shape) for shape in shapes for _ in range(generator.randint(1, 4))]
     generator.shuffle(params)
-    cuts = [Cut(tuple(param.shape)) for param in params]
+    cuts = [Partition(tuple(param.shape)) for param in params]
     layout = BufferLayout.build(cuts, world_size=world_size * (2 if fewer else 1), itemsize=4)
     if fewer:
         layout = layout.over(world_size, 4)
@@ -232,7 +234,7 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
     for rank in range(world_size):
         shard = torch.zeros(layout.shard_numel)
         for param, slot in zip(params, layout.slots, strict=True):
-            start, stop = slot.cut.part(slot.rows, rank)
+            start, stop = slot.partition.part(slot.rows, rank)
             flat = param[start:stop].flatten()
             shard[slot.shard_offset : slot.shard_offset + flat.numel()] = flat
         unsharded = Resizable(torch.full((layout.unsharded_numel,), float("nan")))

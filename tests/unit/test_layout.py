@@ -8,21 +8,21 @@ import random
 import pytest
 import torch
 
-from fsdp2.params.packing import dealt_out
+from fsdp2.params.packing import scatter_rows
 from fsdp2.plan.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
     SMALLEST_ALIGNED_BYTES,
     BufferLayout,
-    Cut,
     GradientLayout,
+    Partition,
     align,
     ceil_div,
     memory_order,
 )
 
 
-def random_cuts(generator: random.Random) -> list[Cut]:
+def random_cuts(generator: random.Random) -> list[Partition]:
     """Any sizes, any dim or none, dims in any order in memory, some in blocks of rows."""
     cuts = []
     for _ in range(generator.randint(1, 7)):
@@ -30,16 +30,16 @@ def random_cuts(generator: random.Random) -> list[Cut]:
         dim = generator.randrange(len(shape)) if shape and generator.random() < 0.9 else None
         order = tuple(generator.sample(range(len(shape)), len(shape))) if generator.random() < 0.3 else ()
         block_rows = generator.choice([1, 1, 1, 2, 3, 7, 100]) if dim is not None else 1
-        cuts.append(Cut(shape, dim, order, block_rows))
+        cuts.append(Partition(shape, dim, order, block_rows))
     return cuts
 
 
-def in_memory(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+def in_memory(tensor: torch.Tensor, cut: Partition) -> torch.Tensor:
     """Flat, as the elements follow each other in memory."""
     return tensor.permute(cut.order or tuple(range(tensor.dim()))).flatten()
 
 
-def chunk_of(whole: torch.Tensor, cut: Cut, world_size: int, rank: int) -> torch.Tensor:
+def chunk_of(whole: torch.Tensor, cut: Partition, world_size: int, rank: int) -> torch.Tensor:
     """What torch says ``rank`` holds: its chunk, empty if there are fewer than ranks; all of it if nothing is cut.
 
     Of blocks of rows: the blocks of torch's chunk of their numbers.
@@ -58,7 +58,7 @@ def gathered(layout: BufferLayout, shards: list[torch.Tensor]) -> torch.Tensor:
     """The unsharded buffer, from every rank's shard buffer: chunks of the ranks side by side in the dim."""
     unsharded = torch.full((layout.unsharded_numel,), float("nan"))
     for slot in layout.slots:
-        cut, parts = slot.cut, []
+        cut, parts = slot.partition, []
         for rank, shard in enumerate(shards):
             shape = slot.local_shape(rank)
             flat = shard[slot.shard_offset : slot.shard_offset + math.prod(shape)]
@@ -73,19 +73,19 @@ def scattered(layout: BufferLayout, params: list[torch.Tensor], rank: int) -> to
     """The shard buffer of ``rank``."""
     shard = torch.zeros(layout.shard_numel)
     for param, slot in zip(params, layout.slots, strict=True):
-        chunk = chunk_of(param, slot.cut, layout.world_size, rank)
+        chunk = chunk_of(param, slot.partition, layout.world_size, rank)
         assert tuple(chunk.shape) == slot.local_shape(rank)
-        start, stop = slot.cut.part(slot.rows, rank)
-        assert slot.cut.dim is None or torch.equal(param.narrow(slot.cut.dim, start, stop - start), chunk)
+        start, stop = slot.partition.part(slot.rows, rank)
+        assert slot.partition.dim is None or torch.equal(param.narrow(slot.partition.dim, start, stop - start), chunk)
         assert chunk.numel() <= slot.shard_numel
-        shard[slot.shard_offset : slot.shard_offset + chunk.numel()] = in_memory(chunk, slot.cut)
+        shard[slot.shard_offset : slot.shard_offset + chunk.numel()] = in_memory(chunk, slot.partition)
     return shard
 
 
 def assert_reads(layout: BufferLayout, unsharded: torch.Tensor, params: list[torch.Tensor]) -> None:
     for param, slot in zip(params, layout.slots, strict=True):
-        stride = slot.cut.stride(slot.cut.shape)
-        assert torch.equal(unsharded[slot.unsharded_offset :].as_strided(slot.cut.shape, stride), param)
+        stride = slot.partition.stride(slot.partition.shape)
+        assert torch.equal(unsharded[slot.unsharded_offset :].as_strided(slot.partition.shape, stride), param)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -98,7 +98,7 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
         random_cuts(generator), world_size=world_size, itemsize=itemsize, direct_threshold_bytes=threshold
     )
     shards = [(s.shard_offset, s.shard_numel, s.direct) for s in layout.slots]
-    wholes = [(s.unsharded_offset, s.cut.numel, s.direct) for s in layout.slots]
+    wholes = [(s.unsharded_offset, s.partition.numel, s.direct) for s in layout.slots]
     for length, intervals in ((layout.shard_numel, shards), (layout.unsharded_numel, wholes)):
         end = 0
         for offset, numel, direct in sorted(intervals):
@@ -110,7 +110,7 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
             end = offset + numel
         assert end <= length
     for slot in layout.slots:
-        arrives_in_order = slot.cut.dim is not None and slot.cut.outer == 1
+        arrives_in_order = slot.partition.dim is not None and slot.partition.outer == 1
         assert slot.direct == (arrives_in_order and world_size * slot.shard_numel * itemsize >= threshold)
         assert slot.direct == (slot.shard_offset >= layout.packed_numel) or slot.shard_numel == 0
     packed = sum(slot.shard_numel for slot in layout.slots if not slot.direct)
@@ -128,7 +128,7 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
         random_cuts(generator), world_size=world_size, itemsize=4, direct_threshold_bytes=threshold
     )
     layout = GradientLayout.build(
-        [slot.cut for slot in values.slots],
+        [slot.partition for slot in values.slots],
         [slot.direct for slot in values.slots],
         world_size=world_size,
         itemsize=4,
@@ -142,7 +142,7 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
         assert slot.offset >= end
         end = slot.offset + slot.shard_numel
         if slot.direct:
-            assert slot.cut.size % world_size == 0 and slot.offset >= layout.packed_numel
+            assert slot.partition.size % world_size == 0 and slot.offset >= layout.packed_numel
     assert end <= layout.numel
 
 
@@ -208,10 +208,10 @@ def test_gradients_of_any_dim_are_reduced_to_their_chunks(seed: int) -> None:
         presence = output[layout.presence_offset : layout.presence_offset + len(cuts)]
         assert torch.equal(presence, torch.full_like(presence, world_size))
         for index, slot in enumerate(layout.slots):
-            chunks = [chunk_of(of_rank[index], slot.cut, world_size, rank) for of_rank in gradients]
+            chunks = [chunk_of(of_rank[index], slot.partition, world_size, rank) for of_rank in gradients]
             expected = torch.stack(chunks).sum(0)
             assert tuple(expected.shape) == slot.local_shape(rank)
-            found = output[slot.offset :].as_strided(expected.shape, slot.cut.stride(expected.shape))
+            found = output[slot.offset :].as_strided(expected.shape, slot.partition.stride(expected.shape))
             assert torch.equal(found, expected)
 
 
@@ -222,14 +222,14 @@ def sent_by(
     packed, alone = torch.full((world_size, layout.packed_numel), float("nan")), {}
     for index, (slot, gradient) in enumerate(zip(layout.slots, gradients, strict=True)):
         if slot.direct:
-            flat = in_memory(gradient, slot.cut)
+            flat = in_memory(gradient, slot.partition)
             alone[index] = flat.view(world_size, -1) if gradient.numel() else flat
             continue
-        dealt = gradient.permute(slot.cut.order or tuple(range(gradient.dim())))
+        dealt = gradient.permute(slot.partition.order or tuple(range(gradient.dim())))
         if slot.is_dealt_out and slot.shard_numel:
-            pieces = dealt_out(dealt, slot, world_size).reshape(world_size, -1)
+            pieces = scatter_rows(dealt, slot, world_size).reshape(world_size, -1)
         for rank in range(world_size):
-            chunk = in_memory(chunk_of(gradient, slot.cut, world_size, rank), slot.cut)
+            chunk = in_memory(chunk_of(gradient, slot.partition, world_size, rank), slot.partition)
             packed[rank, slot.offset - slot.pad_numel : slot.offset + slot.shard_numel] = 0
             part = packed[rank, slot.offset : slot.offset + slot.shard_numel]
             part[: chunk.numel()] = chunk
@@ -245,7 +245,7 @@ def test_the_order_in_memory_is_that_of_the_strides(seed: int) -> None:
     generator = random.Random(seed)
     shape = tuple(generator.choice([1, 2, 3, 5]) for _ in range(generator.randint(0, 4)))
     order = tuple(generator.sample(range(len(shape)), len(shape)))
-    stride = Cut(shape, 0 if shape else None, order).stride(shape)
+    stride = Partition(shape, 0 if shape else None, order).stride(shape)
     tensor = torch.empty_strided(shape, stride)
     assert tensor.permute(order).is_contiguous()
     found = memory_order(tensor.shape, tensor.stride())
@@ -269,12 +269,14 @@ def test_what_is_not_dense_has_no_order(tensor: torch.Tensor) -> None:
 
 
 def test_the_worked_example() -> None:
-    layout = BufferLayout.build([Cut((3, 2)), Cut((2,))], world_size=2, itemsize=4, direct_threshold_bytes=1 << 30)
+    layout = BufferLayout.build(
+        [Partition((3, 2)), Partition((2,))], world_size=2, itemsize=4, direct_threshold_bytes=1 << 30
+    )
     a, b = layout.slots
     assert (a.rows, a.shard_offset, b.rows, b.shard_offset) == (2, 0, 1, 4)
     assert (a.unsharded_offset, b.unsharded_offset) == (0, 8)
     assert (layout.packed_numel, layout.unsharded_numel) == (5, 10)
-    assert [a.cut.part(a.rows, rank) for rank in range(2)] == [(0, 2), (2, 3)]
+    assert [a.partition.part(a.rows, rank) for rank in range(2)] == [(0, 2), (2, 3)]
 
 
 def test_arithmetic() -> None:
@@ -285,7 +287,7 @@ def test_arithmetic() -> None:
 @pytest.mark.parametrize("world_size", [8, 512, 4096])
 def test_a_row_for_each_of_many_ranks_is_not_mostly_alignment(world_size: int) -> None:
     """What is gathered is the parameters; what is reduced, them and one element of presence for each."""
-    cuts = [Cut((4096,))] * 12
+    cuts = [Partition((4096,))] * 12
     layout = BufferLayout.build(cuts, world_size=world_size, itemsize=4)
     assert layout.packed_numel * world_size == 12 * 4096
     gradients = GradientLayout.build(cuts, [False] * 12, world_size=world_size, itemsize=4)

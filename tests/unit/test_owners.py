@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPTypeError, FSDPValueError, Owned, balanced_owners
 from fsdp2.plan.owners import newton_schulz_flops
-from fsdp2.plan.ownership import deal
+from fsdp2.plan.ownership import assign_ranks
 from tests.harness import fake_world
 
 
@@ -58,9 +58,9 @@ def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
 
 def test_a_hand_dealt_example() -> None:
     """Hands 5 | 4 | 3 + 2: the heaviest to ranks 0 and 1. Of the next group, 7 goes to rank 2, which has least, 4."""
-    assert deal([[2, 3, 4, 5], [7, 1]], 3) == [[1, 1, 2, 0], [2, 0]]
-    assert deal([[1, 1, 1]], 2) == [[0, 1, 0]]
-    assert deal([[], [3]], 2) == [[], [0]]
+    assert assign_ranks([[2, 3, 4, 5], [7, 1]], 3) == [[1, 1, 2, 0], [2, 0]]
+    assert assign_ranks([[1, 1, 1]], 2) == [[0, 1, 0]]
+    assert assign_ranks([[], [3]], 2) == [[], [0]]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -68,7 +68,7 @@ def test_groups_and_the_whole_are_balanced(seed: int) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
     groups = [[generator.choice([1, 2, 3, 5, 8]) for _ in range(generator.randint(0, 6))] for _ in range(5)]
-    dealt = deal(groups, world_size)
+    dealt = assign_ranks(groups, world_size)
     for costs, ranks in zip(groups, dealt, strict=True):
         loads = [sum(c for c, r in zip(costs, ranks, strict=True) if r == rank) for rank in range(world_size)]
         best = min(

@@ -11,16 +11,16 @@ import torch
 
 from fsdp2.params.gather import Gather
 from fsdp2.plan.group_plan import BuffersPlan, GroupPlan, ParamPlan
-from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, Cut, GradientLayout
+from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition
 from fsdp2.plan.ownership import Region
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 
-def owned(shape: Sequence[int], owner: int, order: tuple[int, ...] = ()) -> Cut:
-    return Cut(tuple(shape), 0, order, owner=owner)
+def owned(shape: Sequence[int], owner: int, order: tuple[int, ...] = ()) -> Partition:
+    return Partition(tuple(shape), 0, order, owner=owner)
 
 
-def drawn_cuts(generator: random.Random, world_size: int) -> list[Cut]:
+def drawn_cuts(generator: random.Random, world_size: int) -> list[Partition]:
     """Owned and others, of any sizes, among them none, in any order in memory."""
     cuts = []
     for _ in range(generator.randint(1, 9)):
@@ -29,7 +29,7 @@ def drawn_cuts(generator: random.Random, world_size: int) -> list[Cut]:
         if generator.random() < 0.7:
             cuts.append(owned(shape, generator.randrange(world_size), order))
         else:
-            cuts.append(Cut(shape, generator.randrange(len(shape)), order))
+            cuts.append(Partition(shape, generator.randrange(len(shape)), order))
     return cuts
 
 
@@ -88,7 +88,9 @@ def test_gathering_brings_every_parameter_to_its_place(seed: int, custom: bool, 
     for gather, (source,) in zip(gathers, ranks, strict=True):
         gather.copy_out()
         for param, slot in zip(params, layout.slots, strict=True):
-            found = source.unsharded[slot.unsharded_offset :].as_strided(param.shape, slot.cut.stride(param.shape))
+            found = source.unsharded[slot.unsharded_offset :].as_strided(
+                param.shape, slot.partition.stride(param.shape)
+            )
             assert torch.equal(found, param.to(found.dtype))
 
 
@@ -115,14 +117,16 @@ def test_on_fewer_ranks_a_neighbour_owns_what_several_did(seed: int) -> None:
     assert (parts.region is None) == (layout.region is None)
     for slot, before in zip(parts.slots, layout.slots, strict=True):
         assert slot.unsharded_offset == before.unsharded_offset
-        if parts.region is None or before.cut.owner is None:
+        if parts.region is None or before.partition.owner is None:
             continue
-        assert slot.cut.owner == before.cut.owner * fewer // world_size
-        start = parts.region.unsharded_offset + slot.cut.owner * parts.region.shard_numel
-        assert slot.shard_offset - parts.region.shard_offset == slot.unsharded_offset - start or not slot.cut.numel
-        assert slot.shard_offset + slot.cut.numel <= parts.shard_numel
+        assert slot.partition.owner == before.partition.owner * fewer // world_size
+        start = parts.region.unsharded_offset + slot.partition.owner * parts.region.shard_numel
+        assert (
+            slot.shard_offset - parts.region.shard_offset == slot.unsharded_offset - start or not slot.partition.numel
+        )
+        assert slot.shard_offset + slot.partition.numel <= parts.shard_numel
         numels = [math.prod(slot.local_shape(rank)) for rank in range(fewer)]
-        assert numels == [slot.cut.numel if rank == slot.cut.owner else 0 for rank in range(fewer)]
+        assert numels == [slot.partition.numel if rank == slot.partition.owner else 0 for rank in range(fewer)]
 
 
 @pytest.mark.parametrize("threshold", [0, math.inf], ids=["direct", "packed"])
@@ -136,29 +140,29 @@ def test_gradient_slots_lie_apart(seed: int, threshold: float) -> None:
     assert layout.packed_numel == layout.presence_offset + len(cuts)
     for rank in range(world_size):
         end = 0
-        mine = [slot for slot in layout.slots if slot.cut.owner in (None, rank)]
-        places = [(s.offset, s.cut.numel if s.cut.owner == rank else s.shard_numel) for s in mine]
+        mine = [slot for slot in layout.slots if slot.partition.owner in (None, rank)]
+        places = [(s.offset, s.partition.numel if s.partition.owner == rank else s.shard_numel) for s in mine]
         for offset, numel in sorted([*places, (layout.presence_offset, len(cuts))]):
             assert offset >= end or not numel
             end = max(end, offset + numel)
         assert end <= layout.numel
     if layout.region is not None:
         assert layout.region.direct == (threshold == 0)
-        assert sum(numel for _, numel in layout.filling) == layout.region.cut.numel
+        assert sum(numel for _, numel in layout.filling) == layout.region.partition.numel
         if layout.region.direct:
             assert layout.region.offset * 4 % DIRECT_ALIGNMENT_BYTES == 0
 
 
 def test_without_owners_nothing_changes() -> None:
-    layout = BufferLayout.build([Cut((3, 2)), Cut((2,))], world_size=2, itemsize=4)
+    layout = BufferLayout.build([Partition((3, 2)), Partition((2,))], world_size=2, itemsize=4)
     assert layout.region is None and layout.carried is layout.slots
-    gradients = GradientLayout.build([Cut((3, 2)), Cut((2,))], [False, False], world_size=2, itemsize=4)
+    gradients = GradientLayout.build([Partition((3, 2)), Partition((2,))], [False, False], world_size=2, itemsize=4)
     assert gradients.region is None and gradients.carried is gradients.slots and gradients.filling == ()
 
 
 def test_a_plan_names_owners_and_what_their_balance_costs() -> None:
-    layout = BufferLayout.build([owned((64, 8), 1), Cut((3, 2))], world_size=4, itemsize=4)
-    params = tuple(ParamPlan(name, slot.cut.shape, True) for name, slot in zip("ab", layout.slots, strict=True))
+    layout = BufferLayout.build([owned((64, 8), 1), Partition((3, 2))], world_size=4, itemsize=4)
+    params = tuple(ParamPlan(name, slot.partition.shape, True) for name, slot in zip("ab", layout.slots, strict=True))
     text = str(GroupPlan("block", "mesh", (BuffersPlan(FULL, FULL, params, layout),), ()))
     assert "owned: 512 elements in 2048, 512 for each rank" in text
     assert "a [64, 8]: the whole on rank 1, packed" in text

@@ -8,34 +8,34 @@ import torch
 from fsdp2 import _torch
 from fsdp2.params import packing
 from fsdp2.params.packing import packing_for
-from fsdp2.params.pieces import seen_wide
-from fsdp2.plan.layout import Cut, GradientLayout
+from fsdp2.params.pieces import view_as_wider_dtype
+from fsdp2.plan.layout import GradientLayout, Partition
 
 HOST = torch.device("cpu")
 
 
-def layout_of(world_size: int, *cuts: Cut, itemsize: int = 4) -> GradientLayout:
+def layout_of(world_size: int, *cuts: Partition, itemsize: int = 4) -> GradientLayout:
     return GradientLayout.build(cuts, [False] * len(cuts), world_size=world_size, itemsize=itemsize)
 
 
 @pytest.mark.parametrize(
     ("world_size", "cuts", "expected"),
     [
-        (8, [Cut((8,))] * 3, _torch.chunk_cat),
-        (1024, [Cut((1024,))] * 3, packing._columns),
-        (1024, [Cut((1024,)), Cut((0,))], packing._columns),
-        (1024, [Cut((1024, 1)), Cut((1024, 1))], packing._columns),
-        (1024, [Cut((1024,)), Cut((1024, 1))], _torch.chunk_cat),
-        (1024, [Cut((1024,)), Cut((2048,))], _torch.chunk_cat),
-        (1024, [Cut((1024,)), Cut((1000,))], _torch.chunk_cat),  # padded
-        (1024, [Cut((1024,), block_rows=2)], _torch.chunk_cat),
-        (1024, [Cut((1024,), dim=None)], _torch.chunk_cat),
-        (1024, [Cut((1, 1024), dim=1)], _torch.chunk_cat),
+        (8, [Partition((8,))] * 3, _torch.chunk_cat),
+        (1024, [Partition((1024,))] * 3, packing._columns),
+        (1024, [Partition((1024,)), Partition((0,))], packing._columns),
+        (1024, [Partition((1024, 1)), Partition((1024, 1))], packing._columns),
+        (1024, [Partition((1024,)), Partition((1024, 1))], _torch.chunk_cat),
+        (1024, [Partition((1024,)), Partition((2048,))], _torch.chunk_cat),
+        (1024, [Partition((1024,)), Partition((1000,))], _torch.chunk_cat),  # padded
+        (1024, [Partition((1024,), block_rows=2)], _torch.chunk_cat),
+        (1024, [Partition((1024,), dim=None)], _torch.chunk_cat),
+        (1024, [Partition((1, 1024), dim=1)], _torch.chunk_cat),
         (1024, [], _torch.chunk_cat),
     ],
 )
 def test_columns_are_for_single_elements_of_many_ranks(
-    world_size: int, cuts: list[Cut], expected: packing.Pack
+    world_size: int, cuts: list[Partition], expected: packing.Pack
 ) -> None:
     layout = layout_of(world_size, *cuts)
     assert packing_for(layout, world_size, HOST, torch.float32, casts=False) is expected
@@ -63,7 +63,7 @@ def test_columns_are_for_a_few_bytes_of_many_ranks(
     trailing: bool, dtype: torch.dtype, numel: int, count: int, are_columns: bool
 ) -> None:
     shape = (1024, numel) if trailing else (1024 * numel,)
-    layout = layout_of(1024, *[Cut(shape)] * count, itemsize=dtype.itemsize)
+    layout = layout_of(1024, *[Partition(shape)] * count, itemsize=dtype.itemsize)
     found = packing_for(layout, 1024, HOST, dtype, casts=False)
     assert found is (packing._columns if are_columns else _torch.chunk_cat)
     assert packing_for(layout, 1024, HOST, dtype, casts=True) is packing._cast_chunks
@@ -72,7 +72,7 @@ def test_columns_are_for_a_few_bytes_of_many_ranks(
 @pytest.mark.parametrize("order", [(), (0, 2, 3, 1)])
 def test_columns_lie_alike_in_memory(order: tuple[int, ...]) -> None:
     """Gradients are packed in memory order, in which those of one shape may have several."""
-    plain, other = Cut((1024, 2, 1, 2)), Cut((1024, 2, 1, 2), order=order)
+    plain, other = Partition((1024, 2, 1, 2)), Partition((1024, 2, 1, 2), order=order)
     layout = layout_of(1024, plain, plain, other, other)
     found = packing_for(layout, 1024, HOST, torch.float32, casts=False)
     assert found is (_torch.chunk_cat if order else packing._columns)
@@ -138,7 +138,7 @@ def test_pieces_are_seen_where_they_lie_on_multiples_of_wider_elements(
 ) -> None:
     other = torch.zeros(shape)
     one = torch.zeros(64).as_strided(shape, strides, offset)
-    views = seen_wide((one, other))
+    views = view_as_wider_dtype((one, other))
     assert all(each.element_size() == itemsize for each in views)
     assert all(each.data_ptr() == tensor.data_ptr() for each, tensor in zip(views, (one, other), strict=True))
 

@@ -1,11 +1,11 @@
-"""`Freshness`: what the optimizer guard tells groups of writes to their parameters, which version counters may miss."""
+"""`WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 
-class Freshness:
+class WriteCounter:
     """What is seen of writes to the sharded parameters of a `fully_shard` call, beside their version counters.
 
     Attributes:

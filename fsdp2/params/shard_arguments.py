@@ -1,4 +1,4 @@
-"""`Wrapping`: the arguments of a `fully_shard` call on a module, and what differs in those of another call."""
+"""`ShardArguments`: the arguments of a `fully_shard` call on a module, and what differs in those of another call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.params.buffers import Home
+from fsdp2.params.buffers import Offloading
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PolicyFunction
 from fsdp2.plan.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wrapping:
+class ShardArguments:
     """The validated arguments of one `fully_shard` call.
 
     Attributes:
@@ -41,12 +41,12 @@ class Wrapping:
     grouping: tuple[tuple[str, str | int], ...] = ()
 
     @property
-    def home(self) -> Home:
+    def offloading(self) -> Offloading:
         """Where shards live."""
         offloading = self.offload_policy
         if not isinstance(offloading, CPUOffloadPolicy):
-            return Home(self.mesh.device)
-        return Home(
+            return Offloading(self.mesh.device)
+        return Offloading(
             self.mesh.device,
             offloaded=offloading.parameters,
             pinned=offloading.pin_memory,
@@ -54,7 +54,7 @@ class Wrapping:
             state_on_host=bool(offloading.optimizer_state),
         )
 
-    def difference(self, other: Wrapping) -> str | None:
+    def difference(self, other: ShardArguments) -> str | None:
         """The name of the first argument that is not the same in ``other``; None if all are.
 
         Meshes are the same if they are equal or communicate over the same process groups; functions if they are equal.

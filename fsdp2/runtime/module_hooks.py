@@ -54,7 +54,7 @@ class StateDictHook:
         return StateDictHook, (None, self.adopts)
 
 
-class Attachment:
+class ModuleHooks:
     """The hooks of one state on modules.
 
     Attributes:
