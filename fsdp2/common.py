@@ -1,4 +1,4 @@
-"""Words shared by every layer: errors and phases.
+"""Words shared by every layer: errors, and the phases of parameters.
 
 Owns no tensor and knows nothing of groups; imports nothing from the package.
 """
@@ -57,19 +57,7 @@ class ParamPhase(enum.Enum):
     SHARDED_POST_FORWARD = "sharded post forward"
 
 
-class GradPhase(enum.Enum):
-    """Where the gradients of a group stand; independent of `ParamPhase`.
-
-    A group can be unsharded again while its gradients are still being reduced.
-    """
-
-    __hash__ = object.__hash__
-
-    IDLE = "idle"
-    REDUCING = "reducing"
-
-
-# The only transitions there are; `FSDPParamGroup` asserts each one against these tables.
+# The only transitions there are; `FSDPParamGroup` asserts each one against this table.
 PARAM_TRANSITIONS = frozenset(
     {
         (ParamPhase.SHARDED, ParamPhase.UNSHARDING),
@@ -80,11 +68,5 @@ PARAM_TRANSITIONS = frozenset(
         (ParamPhase.UNSHARDED, ParamPhase.SHARDED_POST_FORWARD),
         (ParamPhase.SHARDED_POST_FORWARD, ParamPhase.UNSHARDING),
         (ParamPhase.SHARDED_POST_FORWARD, ParamPhase.SHARDED),
-    }
-)
-GRAD_TRANSITIONS = frozenset(
-    {
-        (GradPhase.IDLE, GradPhase.REDUCING),
-        (GradPhase.REDUCING, GradPhase.IDLE),
     }
 )

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.params.gather import Member
+from fsdp2.params.gather import Transfer
 
 _SHOWN: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def all_gather(members: Sequence[Member], group: dist.ProcessGroup) -> None:
+def all_gather(members: Sequence[Transfer], group: dist.ProcessGroup) -> None:
     """Show one all-gather of ``members`` to whoever looks."""
     sent, received = _buffers([input for _, input in members], [output for output, _ in members])
     _torch.all_gather_batched(received, sent, _shown(group))
 
 
-def reduce_scatter(members: Sequence[Member], op: Any, group: dist.ProcessGroup) -> None:
+def reduce_scatter(members: Sequence[Transfer], op: Any, group: dist.ProcessGroup) -> None:
     """Show one reduce-scatter of ``members`` to whoever looks."""
     sent, received = _buffers([input for _, input in members], [output for output, _ in members])
     _torch.reduce_scatter_batched(received, sent, op, _shown(group))

@@ -19,7 +19,7 @@ from fsdp2 import _torch
 from fsdp2.comm import announce, peers
 from fsdp2.comm.primitives import Form, form_of, is_alone
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
-from fsdp2.params.gather import Member
+from fsdp2.params.gather import Transfer
 from fsdp2.params.memory import MemoryPool
 
 Works = list[Any] | None
@@ -30,7 +30,7 @@ Group = dist.ProcessGroup | None
 
 
 def all_gather(
-    members: Sequence[Member],
+    members: Sequence[Transfer],
     group: Group,
     works: Works,
     custom: AllGather | None = None,
@@ -70,7 +70,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    members: Sequence[Member],
+    members: Sequence[Transfer],
     group: Group,
     op: Any,
     works: Works,

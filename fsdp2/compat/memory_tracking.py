@@ -30,6 +30,12 @@ def for_our_modules(torchs: Any) -> type:
     return type(NAME, (_OfOurModules, torchs), names)
 
 
+def groups_of(module: fsdp2.FSDPModule) -> Any:
+    """The groups of ``module`` as torch's tools see them."""
+    state: Any = module._get_fsdp_state()
+    return state._fsdp_param_groups
+
+
 class _OfOurModules:
     """What takes the place of methods of torch's class, which follows in the order of resolution.
 
@@ -67,12 +73,12 @@ class _OfOurModules:
     def _groups(self) -> Iterator[Any]:
         for module in self._root_mod.modules():
             if isinstance(module, fsdp2.FSDPModule):
-                yield from module._get_fsdp_state()._fsdp_param_groups
+                yield from groups_of(module)
 
     def _instrument_fsdp_module(self) -> None:
         torchs: Any = super()
         for module in self._root_mod.modules():
-            if isinstance(module, fsdp2.FSDPModule) and module._get_fsdp_state()._fsdp_param_groups:
+            if isinstance(module, fsdp2.FSDPModule) and groups_of(module):
                 self._instrument(module)
         for group in self._groups():
             torchs._instrument_fsdp_sharded_params_grads(group)

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2 import _torch_compiler
 from fsdp2.arguments import checked
 from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
-from fsdp2.compiled.arrivals import carriers_of
+from fsdp2.compiled.grad_sinks import grad_sinks_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
 from fsdp2.compiled.support import reason_against
@@ -55,7 +55,7 @@ def prepare_compile(model: nn.Module) -> None:
     if state_of(model) is None:
         raise FSDPTypeError(f"fully_shard was not called on this {type(model).__name__}.")
     if not prepare_call(model):
-        traced = state_of(model).traced  # type: ignore[union-attr]
+        traced = state_of(model).graph_hooks  # type: ignore[union-attr]
         raise FSDPNotImplementedError(traced.reason)
 
 
@@ -85,8 +85,8 @@ def prepare_call(module: nn.Module) -> bool:
     for each in below:
         reason = reasons[each]
         if reason is not None:
-            if not isinstance(each.traced, RefusedState) or each.traced.reason != reason:
-                each.traced = RefusedState(reason)
+            if not isinstance(each.graph_hooks, RefusedState) or each.graph_hooks.reason != reason:
+                each.graph_hooks = RefusedState(reason)
         elif each is state:
             _prepare_state(each, tuple(dict.fromkeys((*each.unit, *held))))
         else:
@@ -114,11 +114,11 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
             assert group.comm is not None, "a root has prepared it"
             group.prepare(group.comm)
         ready.append(_prepared(group, again, budget))
-    before = state.traced
+    before = state.graph_hooks
     if isinstance(before, TracedState) and before.groups == tuple(ready):
         before.escapes = 0
     else:
-        state.traced = TracedState(tuple(ready), state.policy, state.modules[0])
+        state.graph_hooks = TracedState(tuple(ready), state.policy, state.modules[0])
 
 
 def _gathers_again(state: FSDPState) -> bool:
@@ -130,7 +130,7 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     """What was prepared before if nothing has changed since, else anew."""
     key = Key(group.plan, group.reducer.buckets, again, budget)
     version = group.written()
-    known = group.traced
+    known = group.graph_inputs
     if known is not None and known.key.is_same(key):
         if known.version != version:
             known.version = version
@@ -143,16 +143,16 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
         shards = tuple(
             storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
         )
-        carriers = carriers_of(group, spec.reduces)
+        grad_sinks = grad_sinks_of(group, spec.reduces)
     uses = tuple(
         TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
         for index, param in enumerate(group.params)
         for module, name in param.uses
     )
     sharded = [param.sharded for param in group.params]
-    _torch_compiler.keep_static([*shards, *carriers, *sharded, *(param.local for param in group.params)])
-    prepared = TracedGroup(text_of(spec), shards, carriers, uses)
-    group.traced = Prepared(key, version, prepared)
+    _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
+    prepared = TracedGroup(text_of(spec), shards, grad_sinks, uses)
+    group.graph_inputs = Prepared(key, version, prepared)
     return prepared
 
 

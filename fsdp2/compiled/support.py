@@ -123,7 +123,7 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "gradients are reduced in the dtype in which they arrive (grad_dtype=None); set reduce_dtype"
     if any(buffers.layout.region is not None for buffers in storage.buffers):
         return "it has owned parameters (Owned)"
-    if group.traced is not None:  # its modules were looked at before
+    if group.graph_inputs is not None:  # its modules were looked at before
         return None
     for param in group.params:
         for module, _ in param.uses:

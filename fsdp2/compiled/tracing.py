@@ -48,13 +48,13 @@ class TracedGroup:
     Attributes:
         text: of its `GroupSpec`.
         shards: its shard buffers, without gradients.
-        carriers: where its gradients arrive.
+        grad_sinks: where its gradients arrive.
         uses: where its parameters are registered.
     """
 
     text: str
     shards: tuple[torch.Tensor, ...]
-    carriers: tuple[torch.Tensor, ...]
+    grad_sinks: tuple[torch.Tensor, ...]
     uses: tuple[TracedUse, ...]
 
 
@@ -80,7 +80,7 @@ class TracedState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Register the unsharded parameters, and cast the inputs."""
         for group in self.groups:
-            whole = unshard(group.text, group.shards, group.carriers)
+            whole = unshard(group.text, group.shards, group.grad_sinks)
             for use in group.uses:
                 tensor = whole[use.index]
                 if use.spec is not None:

@@ -21,7 +21,7 @@ from fsdp2.params.packing import scatter_rows
 from fsdp2.plan.layout import Partition, Slot
 
 
-def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The unsharded parameters of the group that ``text`` describes, in its order.
 
     Called by graphs as one operation that `torch.compile` does not look into; what it does is traced all the same.
@@ -29,9 +29,9 @@ def unshard(text: str, shards: Sequence[torch.Tensor], carriers: Sequence[torch.
     Args:
         text: of a `GroupSpec`.
         shards: the shard buffers, one (shard_numel,) for each `GatherSpec`.
-        carriers: where gradients arrive, two for each `ReduceSpec`; see `fsdp2.compiled.arrivals`.
+        grad_sinks: where gradients arrive, two for each `ReduceSpec`; see `fsdp2.compiled.grad_sinks`.
     """
-    outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, len(shards), *shards, *carriers)
+    outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, len(shards), *shards, *grad_sinks)
     return outputs
 
 

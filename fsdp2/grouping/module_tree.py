@@ -20,7 +20,7 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPValueError
 from fsdp2.modules.module import FSDPModule
 from fsdp2.params.param import fsdp_param_of
-from fsdp2.params.succession import successor_of
+from fsdp2.params.replaced import replacement_of
 from fsdp2.plan.structure import has_forward
 from fsdp2.runtime.state import state_of
 
@@ -161,7 +161,7 @@ class ModuleTree:
                 raise FSDPValueError(
                     f"parameter '{fqn}' is not initialized: run a forward of the lazy module before fully_shard."
                 )
-            successor = successor_of(parameter)
+            successor = replacement_of(parameter)
             if fsdp_param_of(parameter if successor is None else successor) is not None:
                 continue  # tied to a parameter of a sharded module, whose group it counts in
             held = self._by_parameter.get(parameter)

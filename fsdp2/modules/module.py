@@ -103,7 +103,7 @@ class FSDPModule:
             if state.unit:
                 root.join()
                 for group in state.unit:
-                    group.unshard(by_hand=async_op)
+                    group.unshard(user_initiated=async_op)
             if not async_op:
                 handle.wait()
         except BaseException:
@@ -364,7 +364,7 @@ class FSDPModule:
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
             if _torch_compiler.frame_callback() and prepares_graphs()(self):
-                with self._get_fsdp_state().traced.called():
+                with self._get_fsdp_state().graph_hooks.called():
                     return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
@@ -381,7 +381,7 @@ class FSDPModule:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
         state = self._get_fsdp_state()
         for each in self._states(recurse):  # all, before the first of them is converted
-            each.settle()
+            each.quiesce()
         with explained_conversion(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()

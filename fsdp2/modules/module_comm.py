@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp2.arguments import is_number
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
@@ -21,7 +20,7 @@ from fsdp2.params.custom_comm import (
     SymmetricMemory,
     check_comm,
 )
-from fsdp2.plan.mesh import new_group_like
+from fsdp2.plan.mesh import own_reduce_scatter_group
 from fsdp2.runtime.param_group import FSDPParamGroup
 
 
@@ -125,16 +124,9 @@ class CommunicationSettings:
             group.reducer.max_pending = count
 
     def separate_reduce_scatter_group(self, enable: bool) -> None:
-        """One more process group for each set of ranks."""
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """One more process group for each that shards, made once however often this is switched."""
         for group in self._groups:
-            if not enable or group.mesh.shard_group is None:
-                group.reducer.scatter_group = None
-            elif group.reducer.scatter_group is None:
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
-                if ranks not in made:
-                    made[ranks] = new_group_like(group.mesh.shard_group)
-                group.reducer.scatter_group = made[ranks]
+            group.reducer.scatter_group = own_reduce_scatter_group(group.mesh) if enable else None
             group.settings_changed()
 
     def memory_from_process_group(self, enable: bool) -> None:

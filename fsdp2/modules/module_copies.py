@@ -15,7 +15,7 @@ from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.modules.forward_methods import restore_methods
 from fsdp2.optim import zeroing
 from fsdp2.optim.guard import GUARD
-from fsdp2.params.succession import link_copies
+from fsdp2.params.replaced import link_copies
 from fsdp2.runtime.copying import complete_copies, shared_in_copies
 from fsdp2.runtime.misuse import explain_errors
 from fsdp2.runtime.state import FSDPState, state_of

@@ -116,7 +116,7 @@ def _release(group: FSDPParamGroup, prefix: str) -> None:
         for root in list(state.roots):
             root.finish()
             root.dissolve()
-    group.settle()
+    group.quiesce()
     for param in group.params:
         param.fqn = f"{prefix}.{param.fqn}" if prefix else param.fqn
 

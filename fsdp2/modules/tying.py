@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2.common import FSDPValueError
 from fsdp2.params.param import FSDPParam, fsdp_param_of
+from fsdp2.params.replaced import replacement_of
 from fsdp2.params.shard_arguments import ShardArguments
-from fsdp2.params.succession import successor_of
 from fsdp2.plan.placement import dim_blocks_owner, requested_placement
 from fsdp2.plan.policies import MixedPrecisionPolicy
 
@@ -67,7 +67,7 @@ def take_tied(
 
 def _owner(parameter: nn.Parameter) -> FSDPParam | None:
     """Whose parameter it is, or of whose original."""
-    successor = successor_of(parameter)
+    successor = replacement_of(parameter)
     return fsdp_param_of(parameter if successor is None else successor)
 
 

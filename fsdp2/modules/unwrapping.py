@@ -68,7 +68,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
     for state in states:
-        state.settle()
+        state.quiesce()
         state.adopt_replaced()
     for group in groups:
         _refuse_group(group)

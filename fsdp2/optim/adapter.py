@@ -10,7 +10,7 @@ those of the plain optimizer hold: sharded parameters, and DTensors. So hooks, s
 `zero_grad`, state dicts and distributed checkpoints see no difference, and checkpoints go from one to the other.
 
 [Note: where the state is]
-Between steps the state is inside (see `fsdp2.optim.units`), and ``state`` is no attribute of the instance. The
+Between steps the state is inside (see `fsdp2.optim.step_targets`), and ``state`` is no attribute of the instance. The
 first to ask for it finds the property, which shows the state outside, and makes it an attribute until the next step
 takes it inside again. Whoever sets ``state`` (as `load_state_dict` does) makes it an attribute, too. Thus a step after
 which nobody asks costs nothing, and no step reads through a property.
@@ -30,8 +30,8 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.optim.kept import KeptState
-from fsdp2.optim.units import LentState, State, Units, known_in, refuse_partial
+from fsdp2.optim.state_cache import StepStateCache
+from fsdp2.optim.step_targets import LentState, State, StepTargets, known_in, refuse_partial
 from fsdp2.optim.zeroing import clear_waiting
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -134,10 +134,10 @@ class LocalOptimizer(Optimizer):
 
     _plain: type[Optimizer]
     _flat: bool
-    _units: list[Units]
+    _targets: list[StepTargets]
     _outside: State
     _others: State
-    _kept: KeptState
+    _kept: StepStateCache
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's.
@@ -160,8 +160,8 @@ class LocalOptimizer(Optimizer):
     @functools.cached_property
     def state(self) -> State:  # type: ignore[override]
         """Values by name, by parameter, as of the plain optimizer; see [Note: where the state is]."""
-        for units in self._units:
-            units.show(self._outside)
+        for targets in self._targets:
+            targets.show(self._outside)
         return self._outside
 
     @_torch_compiler.stays_outside(
@@ -219,16 +219,18 @@ class LocalOptimizer(Optimizer):
 
     def _are_current(self) -> bool:
         groups = self.param_groups
-        return len(groups) == len(self._units) and all(
-            units.is_of(group["params"]) for units, group in zip(self._units, groups, strict=True)
+        return len(groups) == len(self._targets) and all(
+            targets.is_of(group["params"]) for targets, group in zip(self._targets, groups, strict=True)
         )
 
     def _take_inside(self) -> None:
         """Make the units anew from the state outside."""
-        outside, earlier = self.state, known_in(vars(self).get("_units", ()))
-        units = [Units(group["params"], outside, flat=self._flat, earlier=earlier) for group in self.param_groups]
-        self._units, self._outside = units, outside
-        self._kept = KeptState()
+        outside, earlier = self.state, known_in(vars(self).get("_targets", ()))
+        targets = [
+            StepTargets(group["params"], outside, flat=self._flat, earlier=earlier) for group in self.param_groups
+        ]
+        self._targets, self._outside = targets, outside
+        self._kept = StepStateCache()
         self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
         del self.state
 
@@ -236,16 +238,16 @@ class LocalOptimizer(Optimizer):
         """What each group is stepped on as; None if runs have to be made anew."""
         lent = []
         try:
-            for units in self._units:
-                one = units.lend()
+            for targets in self._targets:
+                one = targets.swap_in()
                 if one is None:
                     break
                 lent.append(one)
         finally:
-            if len(lent) < len(self._units):
-                for units in self._units:
-                    units.take_back(None)
-        return lent if len(lent) == len(self._units) else None
+            if len(lent) < len(self._targets):
+                for targets in self._targets:
+                    targets.swap_out(None)
+        return lent if len(lent) == len(self._targets) else None
 
     def _step_on(self, lent: list[tuple[list[torch.Tensor], list[State]]], step: Callable[..., Any]) -> None:
         tensors = lent[0][0] if len(lent) == 1 else [each for tensors, _ in lent for each in tensors]
@@ -262,16 +264,16 @@ class LocalOptimizer(Optimizer):
         finally:
             del self.state
             made, start = list(inside.values()), 0
-            for units, (tensors, _) in zip(self._units, lent, strict=True):
-                units.take_back(made[start : start + len(tensors)])
+            for targets, (tensors, _) in zip(self._targets, lent, strict=True):
+                targets.swap_out(made[start : start + len(tensors)])
                 start += len(tensors)
             if len(inside) > count:
                 self._others = dict(list(inside.items())[count:])
                 self._outside.update(self._others)
         if not (self._others or self._flat):  # runs are other tensors in each step
             self._kept.keep(inside, self.param_groups)
-        for units in self._units:
-            units.check()
+        for targets in self._targets:
+            targets.check()
 
     def _step_with(self, params: list[list[torch.Tensor]], step: Callable[..., Any]) -> None:
         """Step with ``params`` in the place of those of the groups."""
@@ -288,18 +290,18 @@ class LocalOptimizer(Optimizer):
     def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
         """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
         lending: Any = vars(self)["state"]
-        every = [Units(group["params"], {}, flat=False, earlier=[]) for group in self.param_groups]
+        every = [StepTargets(group["params"], {}, flat=False, earlier=[]) for group in self.param_groups]
         try:
-            lent = [units.lend() for units in every]
+            lent = [targets.swap_in() for targets in every]
             tensors = [one[0] for one in lent if one is not None]
             vars(self)["state"] = LentState(
-                lending, [each for units in every for each in units.in_lending_order()], tensors
+                lending, [each for targets in every for each in targets.in_lending_order()], tensors
             )
             self._step_with(tensors, step)
         finally:
             vars(self)["state"] = lending
-            for units in every:
-                units.take_back(None)
+            for targets in every:
+                targets.swap_out(None)
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what `local` has made of the plain class."""

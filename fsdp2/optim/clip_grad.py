@@ -42,9 +42,9 @@ from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, at_least, checked, is_number
 from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.params.param import fsdp_param_of
-from fsdp2.params.succession import successor_of
+from fsdp2.params.replaced import replacement_of
 from fsdp2.plan.mesh import device_of
-from fsdp2.plan.spread import RankGroup, ReductionGroups, reduction_groups_of
+from fsdp2.plan.reduction_groups import RankGroup, ReductionGroups, reduction_groups_of
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -165,7 +165,7 @@ def _sharded_parameters(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sharded_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    successor = successor_of(parameter)
+    successor = replacement_of(parameter)
     return parameter if successor is None or fsdp_param_of(parameter) is not None else successor
 
 

@@ -29,7 +29,7 @@ from fsdp2.comm.whole import Former
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.params.succession import former_of, is_stranded, successor_of
+from fsdp2.params.replaced import former_of, is_orphan_copy, replacement_of
 from fsdp2.params.write_counter import WriteCounter
 from fsdp2.runtime.param_group import FSDPParamGroup
 
@@ -148,7 +148,7 @@ def rekey(optimizer: Optimizer) -> None:
     present = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
-            successor = successor_of(parameter)
+            successor = replacement_of(parameter)
             if successor is None or fsdp_param_of(parameter) is not None:
                 continue
             if successor in present:
@@ -167,10 +167,10 @@ def rekey(optimizer: Optimizer) -> None:
 
 
 def _refuse_stranded(optimizer: Optimizer) -> None:
-    stranded = [each for group in optimizer.param_groups for each in group["params"] if is_stranded(each)]
-    if stranded and all(each.grad is None for each in stranded):
+    orphans = [each for group in optimizer.param_groups for each in group["params"] if is_orphan_copy(each)]
+    if orphans and all(each.grad is None for each in orphans):
         raise FSDPRuntimeError(
-            f"the optimizer holds {len(stranded)} parameters that are copies of such as were sharded, unsharded or "
+            f"the optimizer holds {len(orphans)} parameters that are copies of such as were sharded, unsharded or "
             "replaced since the optimizer was built, and that no module holds: its steps would train nothing. Copy it "
             "together with the model, copy.deepcopy((model, optimizer)), pickle it after its first step, or build one "
             "from the parameters of the copy."

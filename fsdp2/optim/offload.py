@@ -97,7 +97,7 @@ def _is_held(state: dict[Any, Any], key: Any) -> bool:
     return any(count > alone for count, alone in zip(_holders(state, key), sole, strict=False))
 
 
-class _StateOnLoan(MutableMapping[Any, Any]):
+class _OnDeviceState(MutableMapping[Any, Any]):
     """Stands in the place of ``optimizer.state`` during a step.
 
     Attributes:
@@ -203,7 +203,7 @@ class OptimizerStateOffload:
 
     def settle(self, optimizer: Optimizer) -> None:
         """Bring to the host what a step that raised, or a state dict that was loaded, has left on the device."""
-        if isinstance(optimizer.state, _StateOnLoan):
+        if isinstance(optimizer.state, _OnDeviceState):
             self._after_step(optimizer, (), {})
         with _torch.without_grad():
             for _, state in self._states(optimizer):
@@ -223,7 +223,7 @@ class OptimizerStateOffload:
 
     @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is brought outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if isinstance(optimizer.state, _StateOnLoan):  # the previous step raised
+        if isinstance(optimizer.state, _OnDeviceState):  # the previous step raised
             self.settle(optimizer)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise FSDPRuntimeError(
@@ -236,14 +236,14 @@ class OptimizerStateOffload:
                 "offload_policy of its parameters): graphs refer to state tensors, and these are others in every step. "
                 "Call its step() without torch.compile, or leave the state on the device."
             )
-        optimizer.state = _StateOnLoan(  # type: ignore[assignment]
+        optimizer.state = _OnDeviceState(  # type: ignore[assignment]
             optimizer.state, optimizer.param_groups, self._chooses, pin_memory=self._pin_memory
         )
 
     @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is taken back outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         state: Any = optimizer.state
-        if isinstance(state, _StateOnLoan):
+        if isinstance(state, _OnDeviceState):
             state.take_back(also_held=True)
             optimizer.state = state.kept
             self._finish_copies(optimizer)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.params.succession import successor_of
+from fsdp2.params.replaced import replacement_of
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.reducer import GradientReducer
 
@@ -46,7 +46,7 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
     for parameter in parameters:
         owner = fsdp_param_of(parameter)
         if owner is None:
-            successor = successor_of(parameter)
+            successor = replacement_of(parameter)
             owner = None if successor is None else fsdp_param_of(successor)
             if owner is None:
                 continue

@@ -22,9 +22,6 @@ from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import BufferLayout, Partition
 
-Member = tuple[torch.Tensor, torch.Tensor]
-"""The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
-
 
 def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """A dense tensor over its own slice of ``flat``'s storage, from element ``offset`` on."""

@@ -31,7 +31,7 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.params.buffers import Resizable, on_the_wire, storage_alias
 from fsdp2.params.custom_comm import AllGather
-from fsdp2.params.gather import Member
+from fsdp2.params.gather import Transfer
 from fsdp2.params.param import FSDPParam, is_subclass
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
 from fsdp2.plan.mesh import DataParallelMesh
@@ -145,7 +145,7 @@ class _Staged:
             if nbytes:
                 send_bytes[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
         self._arrived = staging.view(torch.uint8).view(world_size, -1)
-        self.members: list[Member] = [(on_the_wire(staging), on_the_wire(send))] if numel else []
+        self.members: list[Transfer] = [(on_the_wire(staging), on_the_wire(send))] if numel else []
 
     def copy_out(self, outputs: Sequence[torch.Tensor], outers: Sequence[int]) -> None:
         """Move what has arrived to the flat ``outputs``: ranks alternate ``outer`` times, where a later dim is cut."""
@@ -185,7 +185,7 @@ class ExtensionGather:
             release = getattr(each.param.local, _RELEASES, None)
             each.releases = bool(release()) if release is not None else False
 
-    def begin(self) -> list[Member]:
+    def begin(self) -> list[Transfer]:
         """Ask the extensions what to send, and lay it out in one buffer. Collective the first time.
 
         Raises:
@@ -196,7 +196,7 @@ class ExtensionGather:
         self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.custom)
         return self._staged.members
 
-    def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Member]:
+    def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
         """Give the outputs memory, into which the rests are gathered as they lie: nothing is asked for, or copied."""
         for each in self._extended:
             for output in each.outputs:

@@ -22,10 +22,10 @@ from fsdp2 import _torch
 from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.memory import MemoryPool
-from fsdp2.params.pieces import view_as_wider_dtype
+from fsdp2.params.wider_dtype import view_as_wider_dtype
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 
-Member = tuple[torch.Tensor, torch.Tensor]
+Transfer = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
 
 
@@ -97,7 +97,7 @@ class Gather:
         self._copy_in_destinations: list[torch.Tensor] = []
         self._copy_out_sources: list[torch.Tensor] = []
         self._copy_out_destinations: list[torch.Tensor] = []
-        self.members: tuple[Member, ...] = ()
+        self.members: tuple[Transfer, ...] = ()
         if custom is None:
             self._bind(self._staging.flat, self._send.flat[:own_head])
 
@@ -115,7 +115,7 @@ class Gather:
         """Build every view, given the staging buffer (world_size * n,) and this rank's packed input (n,), in bytes."""
         self._copy_in_sources, self._copy_in_destinations = [], []
         self._copy_out_sources, self._copy_out_destinations = [], []
-        members: list[Member] = []
+        members: list[Transfer] = []
         if self._packed:
             members.append(self._packed_member(staging, head))
         staged = staging.view(self._world_size, self._head_bytes)
@@ -134,7 +134,7 @@ class Gather:
     def _tail_sources(self) -> list[Source]:
         return [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
 
-    def _packed_member(self, staging: torch.Tensor, head: torch.Tensor) -> Member:
+    def _packed_member(self, staging: torch.Tensor, head: torch.Tensor) -> Transfer:
         if not self._copies_head:
             (source,) = self._packed
             shard = source.shard[: source.layout.packed_numel]
@@ -147,7 +147,7 @@ class Gather:
         dtype = self._packed[0].unsharded.dtype
         return on_the_wire(staging.view(dtype)), on_the_wire(head.view(dtype))
 
-    def _direct_members(self, source: Source, tail_offset: int | None) -> list[Member]:
+    def _direct_members(self, source: Source, tail_offset: int | None) -> list[Transfer]:
         if not _has_direct(source):
             return []
         shard, first = source.shard, 0

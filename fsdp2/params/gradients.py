@@ -29,7 +29,7 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.params.buffers import Offloading, Resizable, storage_alias
 from fsdp2.params.custom_comm import ReduceScatter
-from fsdp2.params.gather import Member
+from fsdp2.params.gather import Transfer
 from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
 from fsdp2.params.memory import MemoryPool
@@ -56,7 +56,7 @@ class PackedGradients:
         pooled: buffers, of those sent and arrived in, that go back to a pool once the gradients are delivered.
     """
 
-    members: list[Member]
+    members: list[Transfer]
     output: torch.Tensor
     delivered: torch.Tensor | None
     missing: list[int]
@@ -201,7 +201,7 @@ class GradientBucket:
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
-        direct: list[Member] = []
+        direct: list[Transfer] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
         for index, hole, slot in self._carriages:
             gradient = carried[index]

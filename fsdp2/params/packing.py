@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.pieces import can_be_one, view_as_wider_dtype
+from fsdp2.params.wider_dtype import can_be_one, view_as_wider_dtype
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 
 Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.succession import OWN, Link, note_former, succeed
+from fsdp2.params.replaced import OWN, Link, mark_replaced, note_former_sharding
 from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.layout import Partition
 from fsdp2.plan.placement import Sharding, local_shard
@@ -294,8 +294,8 @@ class FSDPParam:
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
             unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
         if self.unsharded is not None:
-            succeed(self.unsharded, self.sharded)
-        succeed(unsharded, self.sharded, find=self._finds("unsharded"))
+            mark_replaced(self.unsharded, self.sharded)
+        mark_replaced(unsharded, self.sharded, find=self._finds("unsharded"))
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
             kept, dtype = self.unsharded.grad, self.accumulation_dtype
             unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
@@ -304,8 +304,8 @@ class FSDPParam:
     def rest_as(self, parameter: nn.Parameter) -> None:
         """Take ``parameter`` for what is registered while the group is resharded to fewer ranks."""
         if self.post_forward is not None:
-            succeed(self.post_forward, self.sharded)
-        succeed(parameter, self.sharded, find=self._finds("post_forward"))
+            mark_replaced(self.post_forward, self.sharded)
+        mark_replaced(parameter, self.sharded, find=self._finds("post_forward"))
         self.post_forward = parameter
 
     def _finds(self, attribute: str) -> Callable[[], nn.Parameter | None]:
@@ -480,7 +480,7 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
             local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
     _torch.set_local(sharded, local)
     carry_over(original, sharded)
-    succeed(original, sharded)
+    mark_replaced(original, sharded)
     return sharded
 
 
@@ -513,5 +513,5 @@ def disown(sharded: nn.Parameter, successor: nn.Parameter, former: object) -> No
     """Note that ``sharded`` belongs to no group any more: ``successor`` is whole; ``former``: how it was sharded."""
     FSDPParam.identity_changes += 1
     del sharded._fsdp_param  # type: ignore[attr-defined]
-    note_former(sharded, former)
-    succeed(sharded, successor)
+    note_former_sharding(sharded, former)
+    mark_replaced(sharded, successor)

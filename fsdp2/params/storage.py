@@ -15,7 +15,7 @@ from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.buffers import DtypeBuffers, Offloading
 from fsdp2.params.custom_comm import AllGather
 from fsdp2.params.extensions import ExtensionGather, is_extended
-from fsdp2.params.gather import Gather, Member, Source
+from fsdp2.params.gather import Gather, Source, Transfer
 from fsdp2.params.param import FSDPParam
 from fsdp2.params.post_forward import PostForwardShards
 from fsdp2.plan.group_plan import BuffersPlan, ParamPlan
@@ -162,7 +162,7 @@ class GroupStorage:
         assert gather is not None, "prepared"
         return gather
 
-    def copy_in(self, gather: Gather, *, resumes: bool, version: object = None) -> Sequence[Member]:
+    def copy_in(self, gather: Gather, *, resumes: bool, version: object = None) -> Sequence[Transfer]:
         """Prepare what is sent; ``version`` as in `Gather.copy_in`. Returns what the collective carries."""
         gather.copy_in(version)
         if self._extensions is None:

@@ -136,11 +136,6 @@ class DataParallelMesh:
         )
 
     @property
-    def data_parallel_size(self) -> int:
-        """Ranks that see different data: those over which gradients are averaged."""
-        return self.shard_size * self.replicate_size
-
-    @property
     def shard_mesh(self) -> DeviceMesh:
         """The dim that is sharded over, as a mesh of one dim (the only dim, where nothing is sharded)."""
         if self.device_mesh.ndim == 1:

@@ -20,7 +20,7 @@ from fsdp2.plan.ownership import assign_ranks
 
 Cost = Callable[[nn.Parameter], float]
 Select = Callable[[str, nn.Parameter], bool]
-Units = Sequence[nn.Module | Sequence[nn.Module]]
+StepTargets = Sequence[nn.Module | Sequence[nn.Module]]
 
 _NEWTON_SCHULZ_STEPS = 5
 
@@ -64,7 +64,7 @@ def balanced_owners(
     module: nn.Module | Iterable[nn.Parameter],
     mesh: DeviceMesh,
     *,
-    units: Units = (),
+    units: StepTargets = (),
     cost: Cost = newton_schulz_flops,
     select: Select | None = None,
 ) -> Callable[[nn.Parameter], Owned | None]:
@@ -160,7 +160,7 @@ def _of_embeddings(module: nn.Module | Iterable[nn.Parameter]) -> set[int]:
     return {id(parameter) for each in embeddings for parameter in each.parameters(recurse=False)}
 
 
-def _grouped(chosen: Iterable[nn.Parameter], units: Units) -> list[list[nn.Parameter]]:
+def _grouped(chosen: Iterable[nn.Parameter], units: StepTargets) -> list[list[nn.Parameter]]:
     """The chosen parameters, each in the first unit that has it; the others last."""
     left = dict.fromkeys(chosen)
     groups = []

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPValueError
-from fsdp2.plan.spread import reduction_groups_of
+from fsdp2.plan.layout import contiguous_stride
+from fsdp2.plan.reduction_groups import reduction_groups_of
 from fsdp2.plan.whole_operators import run_on_whole, tensors_in
 
 _LOCAL = frozenset(
@@ -117,14 +118,10 @@ def wrapped(local: torch.Tensor, like: DTensor) -> DTensor:
             f"an operator that makes a tensor of shape {tuple(local.shape)} of rows of shape {tuple(under.shape)} "
             f"{_IS_NOT_LOCAL} Got {_described([like])}."
         )
-    stride = like.stride() if local.stride() == under.stride() else _contiguous_stride(like.shape)
+    stride = like.stride() if local.stride() == under.stride() else contiguous_stride(like.shape)
     if stride != like.stride() or local.dtype != spec.tensor_meta.dtype:
         spec = _torch.make_spec(spec.mesh, spec.placements, like.shape, stride, local.dtype)
     return type(like)(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 # ---- one tensor ----------------------------------------------------------------------------------

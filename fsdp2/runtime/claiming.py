@@ -14,7 +14,7 @@ from fsdp2.common import FSDPRuntimeError
 from fsdp2.runtime.root import FSDPRoot, SharedComm
 
 
-class Member(Protocol):
+class Claimable(Protocol):
     """A state, as far as roots are concerned.
 
     Attributes:
@@ -32,15 +32,15 @@ class Member(Protocol):
     is_root: bool
 
 
-AnyMember = TypeVar("AnyMember", bound=Member)
+AnyClaimable = TypeVar("AnyClaimable", bound=Claimable)
 
 
-def roots_of(states: Iterable[Member]) -> list[FSDPRoot]:
+def roots_of(states: Iterable[Claimable]) -> list[FSDPRoot]:
     """All roots that ``states`` are below of, each once."""
     return list(dict.fromkeys(root for state in states for root in state.roots))
 
 
-def refuse_busy(claimer: str, names: Mapping[AnyMember, str], own: FSDPRoot | None) -> None:
+def refuse_busy(claimer: str, names: Mapping[AnyClaimable, str], own: FSDPRoot | None) -> None:
     """Refuse to claim states that another root than ``own`` is using. Roots that have failed are recovered.
 
     Raises:
@@ -60,14 +60,14 @@ def refuse_busy(claimer: str, names: Mapping[AnyMember, str], own: FSDPRoot | No
                 )
 
 
-def supersede(states: Iterable[Member]) -> None:
+def supersede(states: Iterable[Claimable]) -> None:
     """End the roots that ``states`` were: they lie below another now."""
     for state in states:
         if state.own_root is not None:
             state.own_root.dissolve()
 
 
-def claim(root: FSDPRoot, states: Iterable[Member], owner: Member) -> None:
+def claim(root: FSDPRoot, states: Iterable[Claimable], owner: Claimable) -> None:
     """Make ``root``, which is ``owner``'s, the root of ``states``. Those that it takes them from notice."""
     for state in states:
         for other in state.roots:
@@ -78,7 +78,7 @@ def claim(root: FSDPRoot, states: Iterable[Member], owner: Member) -> None:
     root.is_disturbed = False
 
 
-def release(root: FSDPRoot, states: Iterable[Member]) -> None:
+def release(root: FSDPRoot, states: Iterable[Claimable]) -> None:
     """``root`` is to be no root of ``states`` any more; others notice."""
     for state in states:
         if root in state.roots:
@@ -100,7 +100,7 @@ def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
         if root.comm is not shared.comm:
             root.comm.retire_reduces(0)
             for group in root.groups:
-                group.settle()  # its memory belongs to a stream of the context that it leaves
+                group.quiesce()  # its memory belongs to a stream of the context that it leaves
                 group.comm = shared.comm
             root.comm.let_host_write_shards()
             root.comm = shared.comm

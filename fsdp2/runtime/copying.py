@@ -399,7 +399,7 @@ class CopyableState(ABC):
         """For messages."""
 
     @abstractmethod
-    def settle(self, *, frees: bool = True) -> None:
+    def quiesce(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded."""
 
     @abstractmethod
@@ -431,7 +431,7 @@ class CopyableState(ABC):
                     "before finalize_backward(); do it between iterations."
                 )
             self.root.finish()
-        self.settle()
+        self.quiesce()
         self.adopt_replaced()
         for group in self.unit:
             refuse_to_copy(group)

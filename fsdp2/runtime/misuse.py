@@ -215,7 +215,7 @@ def refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: 
     for each in paths:
         state = each.__dict__.get(STATE)
         if state is not None:
-            state.settle()  # or refuse to, before anything is loaded
+            state.quiesce()  # or refuse to, before anything is loaded
         for group in () if state is None else state.unit:
             for param in group.params:
                 for use, name in param.uses:

@@ -17,7 +17,7 @@ STATE = "_fsdp_state"
 class Settling(Protocol):
     """What the hooks call."""
 
-    def settle(self, *, frees: bool) -> None:
+    def quiesce(self, *, frees: bool) -> None:
         """Reshard, before the user's code looks at the parameters; not ``frees``: but for what a graph reads."""
 
     def adopt_replaced(self) -> None:
@@ -47,7 +47,7 @@ class StateDictHook:
             if self.adopts:
                 self.state.adopt_replaced()
             else:
-                self.state.settle(frees=False)
+                self.state.quiesce(frees=False)
 
     def __reduce__(self) -> Any:
         """Without the state."""
@@ -72,12 +72,12 @@ class ModuleHooks:
 
     def handle_state_dicts(self, state: Settling, modules: Iterable[nn.Module], managed: Iterable[nn.Module]) -> None:
         """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go."""
-        settle, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
-        self.hooks = (settle, adopt)
+        quiesce, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
+        self.hooks = (quiesce, adopt)
         for module in managed:
             if module._parameters:
-                self.handles.append(module.register_state_dict_pre_hook(settle))
-                self.handles.append(module.register_load_state_dict_pre_hook(settle))
+                self.handles.append(module.register_state_dict_pre_hook(quiesce))
+                self.handles.append(module.register_load_state_dict_pre_hook(quiesce))
         for module in modules:
             self.handles.append(module.register_load_state_dict_post_hook(adopt))
 

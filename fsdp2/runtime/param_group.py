@@ -20,8 +20,8 @@ from fsdp2.params.buffers import Offloading
 from fsdp2.params.custom_comm import AllGather, ReduceScatter
 from fsdp2.params.param import FSDPParam
 from fsdp2.params.registrations import Registrations
+from fsdp2.params.replaced import mark_replaced
 from fsdp2.params.storage import GroupStorage
-from fsdp2.params.succession import succeed
 from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.group_plan import GradientsPlan, GroupPlan
 from fsdp2.plan.mesh import DataParallelMesh
@@ -44,7 +44,7 @@ class FSDPParamGroup:
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
         took_part: whether the running backward has come to any of them.
         identity: by which copies of other modules refer to it.
-        traced: what was prepared for graphs; None before the first.
+        graph_inputs: what was prepared for graphs; None before the first.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class FSDPParamGroup:
         self.identity = Identity()
         self.comm: FSDPCommContext | None = None
         self.plan: GroupPlan | None = None
-        self.traced: Any = None
+        self.graph_inputs: Any = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
         self._handle: CommHandle | None = None
@@ -78,7 +78,7 @@ class FSDPParamGroup:
         self._awaits_copy_out = False
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._left_to_do: bool | None = None  # see `leave_later`
-        self._by_hand = False
+        self._user_initiated = False
         self._take_sharded()
         self._gathered_version: int | None = 0
         self._gathered_writes = 0
@@ -181,7 +181,7 @@ class FSDPParamGroup:
 
     def set_gathers_on_compute(self, enable: bool) -> None:
         """Whether all-gathers are issued from the current stream, as asynchronous works."""
-        self.settle()  # what is kept lies in memory of the other stream
+        self.quiesce()  # what is kept lies in memory of the other stream
         self.gathers_on_compute = enable
 
     def rest_on_all_ranks(self) -> None:
@@ -214,7 +214,7 @@ class FSDPParamGroup:
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
         return _torch.sum_of_versions(self._sharded), of_locals, self._write_counter.writes, WriteCounter.steps
 
-    def settle(self, *, frees: bool = True) -> None:
+    def quiesce(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
 
         Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
@@ -254,7 +254,7 @@ class FSDPParamGroup:
     def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
         for param, found in replacements:
             if found is not param.sharded:
-                succeed(param.sharded, found)
+                mark_replaced(param.sharded, found)
             param.adopt(found)
         self._take_sharded()
 
@@ -293,28 +293,28 @@ class FSDPParamGroup:
     @property
     def was_interrupted(self) -> bool:
         """Whether an exception came while the all-gather was being issued."""
-        return self._issuing or (self._phase is ParamPhase.UNSHARDING and not self._by_hand)
+        return self._issuing or (self._phase is ParamPhase.UNSHARDING and not self._user_initiated)
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
         self._phase = phase
 
-    def unshard(self, *, for_backward: bool = False, by_hand: bool = False, ahead: bool = False) -> None:
+    def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> None:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
         Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
-        ``by_hand``: the user waits for it, so a custom all-gather may be asynchronous. ``ahead``: of a backward that is
-        only expected: nothing is done if the values of its forward are gone.
+        ``user_initiated``: the user waits for it, so a custom all-gather may be asynchronous. ``is_prefetch``: of a
+        backward that is only expected: nothing is done if the values of its forward are gone.
 
         Raises:
             FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
 
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
-        self._by_hand = by_hand
+        self._user_initiated = user_initiated
         # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
         self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
-        if for_backward and ahead and self.is_stale():
+        if for_backward and is_prefetch and self.is_stale():
             return
         if self._rests_in_place:
             # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
@@ -335,7 +335,7 @@ class FSDPParamGroup:
                     self._start()
                     return
             self.reshard()
-        if for_backward and not ahead and self.is_stale():
+        if for_backward and not is_prefetch and self.is_stale():
             self.refuse_backward()
         if not self._registrations.hold_sharded():
             if for_backward and not self._adopt_in_place():
@@ -390,7 +390,7 @@ class FSDPParamGroup:
             if storage.offloading.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._handle.works if as_works else None
-            is_async = self._by_hand or self.gathers_on_compute
+            is_async = self._user_initiated or self.gathers_on_compute
             collectives.all_gather(members, group, works, storage.custom, is_async, form)
             self._issuing = False
             if not as_works:

@@ -20,10 +20,10 @@ from fsdp2.comm import collectives
 from fsdp2.comm.collectives import Scaling
 from fsdp2.comm.comm_context import CommHandle, FSDPCommContext, PendingReduce
 from fsdp2.comm.primitives import Form, form_of, must_be_ordered
-from fsdp2.common import GRAD_TRANSITIONS, FSDPRuntimeError, FSDPValueError, GradPhase
+from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.params.buffers import Offloading
 from fsdp2.params.custom_comm import ReduceScatter
-from fsdp2.params.gather import Member
+from fsdp2.params.gather import Transfer
 from fsdp2.params.gradients import GradientBucket, PackedGradients
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
@@ -42,9 +42,9 @@ class _Sent(NamedTuple):
     scaling: Scaling
 
 
-def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Member]]]:
+def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Transfer]]]:
     """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
-    launches: list[tuple[Any, list[Member]]] = []
+    launches: list[tuple[Any, list[Transfer]]] = []
     for _, packed, scaling in sent:
         if scaling.before != 1.0:
             for _, input in packed.members:
@@ -75,6 +75,7 @@ class GradientReducer:
         custom: takes the place of the reduce-scatter.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         buckets: how gradients are laid out, one for each dtype they are reduced in.
+        is_reducing: a reduction was issued and has not been delivered.
         large: the trainable parameters of some size, if their gradients are at least half of the bytes.
         is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
         owing: (of the class) those that may hold gradients which are not in any ``.grad`` yet, after a backward.
@@ -105,7 +106,7 @@ class GradientReducer:
         self.is_ordered = True
         self._mesh = mesh
         self._home = offloading
-        self._phase = GradPhase.IDLE
+        self.is_reducing = False
         self._to_widen: tuple[FSDPParam, ...] = ()
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
         self._scalings: list[Scaling] = []
@@ -218,11 +219,6 @@ class GradientReducer:
         """Whether any parameter is reduced."""
         return bool(self.buckets)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction was issued and has not been delivered."""
-        return self._phase is GradPhase.REDUCING
-
     def has_gradients(self) -> bool:
         """Whether autograd has left a gradient on any unsharded parameter."""
         for bucket in self.buckets:
@@ -261,7 +257,7 @@ class GradientReducer:
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
-        if self._phase is GradPhase.REDUCING:
+        if self.is_reducing:
             return
         for bucket in self.buckets:
             bucket.release()
@@ -291,7 +287,7 @@ class GradientReducer:
         if not self.buckets:
             return
         comm.retire_reduces(comm.max_pending_reduces - 1)
-        if self._phase is GradPhase.REDUCING:
+        if self.is_reducing:
             comm.retire_reduces(0)
         if self._follow_arrivals:
             self._follow()
@@ -304,7 +300,7 @@ class GradientReducer:
         except BaseException:
             comm.give_up(pending, self.all_reduce_hook_stream)
             raise
-        self._enter(GradPhase.REDUCING)
+        self.is_reducing = True
         pending.is_launching = False
         self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.requires_all_reduce
         if not self._awaits_all_reduce:
@@ -325,10 +321,6 @@ class GradientReducer:
                 param.arrived_dtype = dtype
         if wider:
             self.lay_out(self._params)
-
-    def _enter(self, phase: GradPhase) -> None:
-        assert (self._phase, phase) in GRAD_TRANSITIONS, f"{self._phase} -> {phase}"
-        self._phase = phase
 
     def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce) -> None:
         device, handle = comm.device, pending.handle
@@ -385,7 +377,7 @@ class GradientReducer:
                 each.gradients.add_partial(each.packed)
 
     def _end_partial(self, sent: list[_Sent], settled: bool) -> None:
-        self._enter(GradPhase.IDLE)
+        self.is_reducing = False
         if not settled:
             with _torch.without_grad():
                 self._settle_partial(sent, ends_here=True)
@@ -430,7 +422,7 @@ class GradientReducer:
             each.gradients.arrive(each.packed, divisor, keeps, memory)
 
     def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool, memory: MemoryPool | None) -> None:
-        self._enter(GradPhase.IDLE)
+        self.is_reducing = False
         with _torch.without_grad():
             if not arrived:
                 self._arrive(sent, keeps, memory)
@@ -492,7 +484,7 @@ class GradientReducer:
         """
         lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
         self.accumulated = self._adds_up = self._awaits_all_reduce = False
-        self._phase = GradPhase.IDLE  # whatever the interrupted one was
+        self.is_reducing = False  # whatever the interrupted one was
         for bucket in self.buckets:
             bucket.drop()
             for param in bucket.params:

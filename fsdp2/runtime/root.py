@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.comm.comm_context import FSDPCommContext
-from fsdp2.common import FSDPRuntimeError, ParamPhase
+from fsdp2.common import ParamPhase
+from fsdp2.runtime.half_backward import HalfwayGathers
 from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.postponing import PostponedGathers
 from fsdp2.runtime.reducer import GradientReducer
 from fsdp2.runtime.schedule import ExecutionOrder
 
@@ -127,7 +127,7 @@ class Iteration:
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
-        self.postponed: PostponedGathers | None = None
+        self.postponed: HalfwayGathers | None = None
         self.recomputed: Unit | None = None
 
 
@@ -236,9 +236,9 @@ class FSDPRoot:
                     if _torch.profiler._is_profiler_enabled:
                         way = "backward" if for_backward else "forward"
                         with _torch.in_range(f"FSDP::{way}_prefetch for {group.name}"):
-                            group.unshard(for_backward=for_backward, ahead=True)
+                            group.unshard(for_backward=for_backward, is_prefetch=True)
                     else:
-                        group.unshard(for_backward=for_backward, ahead=True)
+                        group.unshard(for_backward=for_backward, is_prefetch=True)
                     self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
@@ -298,7 +298,7 @@ class FSDPRoot:
             if any([group.reducer.is_ordered for group in unit]):
                 self._gather_ahead(expected, for_backward=True)
                 expected = ()
-            iteration.postponed = PostponedGathers(unit, expected, self._gather_halfway)
+            iteration.postponed = HalfwayGathers(unit, expected, self._gather_halfway)
             iteration.postponed.watch()
         else:
             self._gather_ahead(expected if then is None else then, for_backward=True)
@@ -443,21 +443,6 @@ class FSDPRoot:
     def finalize(self) -> None:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
         self.on_backward_end()
-
-    def refuse_partial_finalization(self) -> None:
-        """Refuse to leave gradients between reduce-scatter and all-reduce.
-
-        Raises:
-            FSDPRuntimeError: naming the group.
-        """
-        for group in self.groups:
-            reducer = group.reducer
-            stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
-            if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
-                raise FSDPRuntimeError(
-                    f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
-                    "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
-                )
 
     def wait_for_finalization(self) -> None:
         """Wait for the reductions of a finalized backward, and end the iteration."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ class FSDPState(CopyableState):
         backward_prefetch: the same in backward.
         arguments: the arguments of the call.
         module_hooks: what hangs on the modules.
-        traced: takes the place of the hooks in a graph.
+        graph_hooks: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
     """
 
@@ -125,7 +125,7 @@ class FSDPState(CopyableState):
         self.ignored_params = ignored_params
         self.arguments = arguments
         self.module_hooks = ModuleHooks()
-        self.traced: Any = UNTRACED
+        self.graph_hooks: Any = UNTRACED
         self.is_captured = True
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
@@ -148,9 +148,11 @@ class FSDPState(CopyableState):
         """For messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
 
-    def __getattr__(self, name: str) -> Any:
-        """What programs know of torch's state; see `torch_view`."""
-        return attribute_of(self, name)
+    if not TYPE_CHECKING:  # else every attribute would be right
+
+        def __getattr__(self, name: str) -> Any:
+            """What programs know of torch's state; see `torch_view`."""
+            return attribute_of(self, name)
 
     # -- lazy initialization
 
@@ -240,7 +242,7 @@ class FSDPState(CopyableState):
         refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
 
-    def settle(self, *, frees: bool = True) -> None:
+    def quiesce(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
 
         Not ``frees``: unsharded ones keep their values for a backward that would not be noticed in time.
@@ -253,7 +255,7 @@ class FSDPState(CopyableState):
             group.refuse_set_data()
             if self._hides_outputs and not frees:
                 group.rest_in_place()
-            group.settle(frees=frees)
+            group.quiesce(frees=frees)
 
     def adopt_replaced(self) -> None:
         """Take over parameters that were replaced."""
@@ -281,9 +283,9 @@ class FSDPState(CopyableState):
         Returns the inputs to use instead, or None if they stay.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self.traced.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
-        if self.traced is not UNTRACED:
-            self.traced.called_eagerly(self.name)
+            return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
+        if self.graph_hooks is not UNTRACED:
+            self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
             on_real_parameters(self._become_root)
         root = self.ensure_root()
@@ -394,7 +396,7 @@ class FSDPState(CopyableState):
         Returns the output to use instead, or None if it stays.
         """
         if torch.compiler.is_dynamo_compiling():
-            return self.traced.post_forward(output)
+            return self.graph_hooks.post_forward(output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.backward_is_running()

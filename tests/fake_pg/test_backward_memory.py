@@ -1,6 +1,6 @@
 """What is alive at the peak of a backward, and in which order the collectives are that make it so.
 
-See [Note: half a backward each] in `fsdp2.runtime.postponing`. What is measured are storages, on the fake group.
+See [Note: half a backward each] in `fsdp2.runtime.half_backward`. What is measured are storages, on the fake group.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp2
-from fsdp2.optim.units import known_in
+from fsdp2.optim.step_targets import known_in
 from tests.harness import Tolerance, tolerance_for
 from tests.harness.compare import FUSED
 from tests.harness.models import ModelCase
@@ -101,4 +101,4 @@ def local_like(plain: torch.optim.Optimizer, *, flat: bool = False) -> torch.opt
 
 def number_of_runs(optimizer: torch.optim.Optimizer) -> int:
     """On how many flat tensors, each of several parameters, the optimizer stepped last."""
-    return len(known_in(optimizer._units))
+    return len(known_in(optimizer._targets))

@@ -8,7 +8,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.params import packing
 from fsdp2.params.packing import packing_for
-from fsdp2.params.pieces import view_as_wider_dtype
+from fsdp2.params.wider_dtype import view_as_wider_dtype
 from fsdp2.plan.layout import GradientLayout, Partition
 
 HOST = torch.device("cpu")

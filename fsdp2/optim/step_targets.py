@@ -1,4 +1,4 @@
-"""`Units`: what an optimizer of `fsdp2.optim.local` steps on: plain tensors, with plain gradients and plain state.
+"""`StepTargets`: what an optimizer of `fsdp2.optim.local` steps on: plain tensors, with plain gradients and state.
 
 Two ways of seeing the same memory. *Outside*, to users, hooks, schedulers and checkpoints, there are the sharded
 parameters, and a state of DTensors. *Inside*, to the optimizer's own ``step``, there are local tensors: of each
@@ -149,7 +149,7 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-class FlatUnit:
+class FlatRun:
     """The parameters of a `Run`, stepped on as one tensor of one dim.
 
     Attributes:
@@ -239,14 +239,14 @@ def _agreement(state: State) -> object:
 # ---- a parameter group ---------------------------------------------------------------------------
 
 
-class Units:
+class StepTargets:
     """What one parameter group is stepped on as.
 
     Attributes:
         flats: runs.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], outside: State, *, flat: bool, earlier: list[FlatUnit]) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], outside: State, *, flat: bool, earlier: list[FlatRun]) -> None:
         """Take over the state ``outside``.
 
         Args:
@@ -257,14 +257,16 @@ class Units:
         """
         self._params = list(params)
         self._unchecked = True
-        self.flats: list[FlatUnit] = []
+        self.flats: list[FlatRun] = []
         for parameter in params:
             refuse_partial(parameter)
-        unchanged = {id(each): unit for unit in earlier if unit.is_unchanged(outside) for each in unit.run.params}
+        unchanged = {
+            id(each): flat_run for flat_run in earlier if flat_run.is_unchanged(outside) for each in flat_run.run.params
+        }
 
         def agreement(parameter: torch.Tensor) -> object:
-            unit = unchanged.get(id(parameter))  # whose counters need not be read
-            return _agreement(outside.get(parameter, {})) if unit is None else id(unit)
+            flat_run = unchanged.get(id(parameter))  # whose counters need not be read
+            return _agreement(outside.get(parameter, {})) if flat_run is None else id(flat_run)
 
         runs = runs_of(params, agreement) if flat else []
         for run in runs:
@@ -272,7 +274,7 @@ class Units:
             if known is not None and known.is_of(run):
                 known.run = run
             else:
-                known = FlatUnit(run, [_checked(each, outside.get(each, {})) for each in run.params])
+                known = FlatRun(run, [_checked(each, outside.get(each, {})) for each in run.params])
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
@@ -287,22 +289,22 @@ class Units:
         """Whether they are the parameters that these units are made of."""
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
 
-    def lend(self) -> tuple[list[torch.Tensor], list[State]] | None:
+    def swap_in(self) -> tuple[list[torch.Tensor], list[State]] | None:
         """The tensors to step on, with their gradients, and their states; None if a run is none any more.
 
-        Until `take_back` the gradients are held.
+        Until `swap_out` the gradients are held.
 
         Raises:
-            FSDPValueError: a gradient is not sharded like its parameter. Call `take_back` then, too.
+            FSDPValueError: a gradient is not sharded like its parameter. Call `swap_out` then, too.
         """
         self._lent = tensors = []
-        for unit in self.flats:
-            found = unit.run.tensors()
+        for flat_run in self.flats:
+            found = flat_run.run.tensors()
             if found is None:
                 return None
             found[0].grad = found[1]
             tensors.append(found[0])
-        states = [unit.state for unit in self.flats]
+        states = [flat_run.state for flat_run in self.flats]
         locals_ = list(map(_torch.local_of, self._sharded))
         tensors += locals_
         with _torch.plain_attributes():
@@ -330,17 +332,17 @@ class Units:
         ]
 
     def in_lending_order(self) -> list[torch.Tensor]:
-        """The parameters as `lend` lends their tensors, where there are no runs."""
+        """The parameters as `swap_in` lends their tensors, where there are no runs."""
         return [*self._sharded, *self._plain]
 
-    def take_back(self, states: Sequence[State] | None) -> None:
+    def swap_out(self, states: Sequence[State] | None) -> None:
         """Let go of the gradients; ``states``: those of the tensors that were lent, after the step."""
         for local in self._lent:
             local.grad = None
         self._lent = []
         if states is not None:
-            for unit, state in zip(self.flats, states, strict=False):
-                unit.state = state
+            for flat_run, state in zip(self.flats, states, strict=False):
+                flat_run.state = state
             self._states = list(states[len(self.flats) :])
 
     def check(self) -> None:
@@ -350,25 +352,25 @@ class Units:
             FSDPNotImplementedError: it is not elementwise.
         """
         if self._unchecked:
-            for unit in self.flats:
-                unit.check()
+            for flat_run in self.flats:
+                flat_run.check()
             for parameter, state in zip(self._sharded, self._states, strict=False):
                 _check_made(parameter, state, _torch.local_of(parameter).shape)
-            self._unchecked = not any(self._states) and not any(unit.state for unit in self.flats)
+            self._unchecked = not any(self._states) and not any(flat_run.state for flat_run in self.flats)
 
     def show(self, outside: State) -> None:
         """Put the states of all parameters in ``outside``, as of a plain optimizer on the sharded parameters.
 
         In the order of the parameters, which is the same on every rank: what gathers a state walks through it.
         """
-        made = {id(parameter) for unit in self.flats if unit.state for parameter in unit.run.params}
+        made = {id(parameter) for flat_run in self.flats if flat_run.state for parameter in flat_run.run.params}
         rest = [*self._sharded, *self._plain]
         made.update(id(parameter) for parameter, state in zip(rest, self._states, strict=True) if state)
         for parameter in self._params:
             if id(parameter) in made:
                 outside.setdefault(parameter, {})
-        for unit in self.flats:
-            unit.show(outside)
+        for flat_run in self.flats:
+            flat_run.show(outside)
         for parameter, state in zip(self._sharded, self._states, strict=False):
             if parameter in outside:
                 _update_outside(parameter, state, outside[parameter])
@@ -446,6 +448,6 @@ def _checked(parameter: torch.Tensor, state: State) -> State:
     return state
 
 
-def known_in(units: Iterable[Units]) -> list[FlatUnit]:
-    """The runs of all ``units``."""
-    return [flat for each in units for flat in each.flats]
+def known_in(targets: Iterable[StepTargets]) -> list[FlatRun]:
+    """The runs of all ``targets``."""
+    return [flat for each in targets for flat in each.flats]

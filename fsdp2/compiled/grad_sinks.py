@@ -1,4 +1,4 @@
-"""Where the gradients of a graph arrive: carriers, the inputs by which backward hands them to the eager runtime.
+"""Where the gradients of a graph arrive: sinks, the inputs by which backward hands them to the eager runtime.
 
 A graph has two inputs for every dtype in which a group reduces: one of the shape of the flat result, and an empty one
 that gets a gradient only if some parameter had none. Neither has memory, and neither is read. Both are outputs of one
@@ -18,7 +18,7 @@ from fsdp2.compiled.specs import ReduceSpec
 from fsdp2.runtime.param_group import FSDPParamGroup
 
 
-def carriers_of(group: FSDPParamGroup, reduces: tuple[ReduceSpec, ...]) -> tuple[torch.Tensor, ...]:
+def grad_sinks_of(group: FSDPParamGroup, reduces: tuple[ReduceSpec, ...]) -> tuple[torch.Tensor, ...]:
     """Two for each of ``reduces``: (numel,) and (0,), on the device of the gradients."""
     if not reduces:
         return ()
@@ -49,7 +49,7 @@ class _Arrival(torch.autograd.Function):
         group: FSDPParamGroup | None = ctx.group()
         if group is None:
             raise FSDPRuntimeError("the model of this backward was deleted, or sharded anew, after its forward.")
-        if group.traced.is_stale(group):
+        if group.graph_inputs.is_stale(group):
             group.refuse_backward()
         with torch.no_grad():
             group.reducer.arrive_from_graph(

@@ -1,4 +1,4 @@
-"""`KeptState`: the state inside, kept from one step of a `fsdp2.optim.local` to the next.
+"""`StepStateCache`: the state inside, kept from one step of a `fsdp2.optim.local` to the next.
 
 To build it anew is to hash every tensor, a sixth of what a step costs beyond the plain optimizer's own. But its keys
 are the local tensors, and an optimizer must not keep memory alive that its model has given up: so it is forgotten at
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp2.optim.units import State
+from fsdp2.optim.step_targets import State
 from fsdp2.params.buffers import DtypeBuffers
 from fsdp2.params.param import fsdp_param_of
 
 
-class KeptState:
+class StepStateCache:
     """Keeps one state, or none."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`PostponedGathers`: what is to be gathered ahead in backward, but not before a reduction has made room for it.
+"""`HalfwayGathers`: what is to be gathered ahead in backward, but not before a reduction has made room for it.
 
 [Note: half a backward each]
 While the backward of a unit runs, the gradients of the unit before are reduced, and the parameters of the next are
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2.runtime.param_group import FSDPParamGroup
 
 
-class PostponedGathers:
+class HalfwayGathers:
     """Gathers of the units ``upcoming`` that wait for gradients of the groups ``during``.
 
     Attributes:

@@ -9,7 +9,7 @@ of groups.
     its own, whose copy leads to the copy of its successor: at once if that was copied before, as by
     ``deepcopy((model, optimizer))``, else when a sharded module has been copied (`link_copies`). If none is, the copy
     has no successor: a plain module that is copied while it is unsharded becomes a plain module. It is marked as
-    `is_stranded`, as are pickles of predecessors, for optimizers to find out that they would train nothing.
+    `is_orphan_copy`, as are pickles of predecessors, for optimizers to find out that they would train nothing.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class _CopyPredecessor:
         copied = _copied(predecessor, memo)
         former = former_of(predecessor)
         if former is not None:
-            note_former(copied, former)
+            note_former_sharding(copied, former)
         copied._fsdp_successor = None  # type: ignore[attr-defined]
-        successor = successor_of(predecessor)
+        successor = replacement_of(predecessor)
         if successor is not None:
             memo.setdefault(_WAITING, []).append((copied, successor))
             if getattr(successor, "_fsdp_param", None) is None:  # of a module that is plain by now: nothing will tell
@@ -115,10 +115,10 @@ def link_copies(memo: dict[Any, Any]) -> None:
         memo[_WAITING] = [each for each in waiting if id(each[1]) not in memo]
         for copied, successor in waiting:
             if id(successor) in memo:
-                succeed(copied, memo[id(successor)])
+                mark_replaced(copied, memo[id(successor)])
 
 
-def succeed(
+def mark_replaced(
     predecessor: torch.Tensor, successor: nn.Parameter, *, find: Callable[[], torch.Tensor | None] | None = None
 ) -> None:
     """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it.
@@ -131,7 +131,7 @@ def succeed(
     predecessor.__deepcopy__ = _CopyPredecessor(find or weakref.ref(predecessor))  # type: ignore[method-assign]
 
 
-def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
+def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
     """The parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
     successor: nn.Parameter | None = None
     link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
@@ -141,18 +141,18 @@ def successor_of(parameter: torch.Tensor) -> nn.Parameter | None:
     return successor
 
 
-def is_stranded(parameter: torch.Tensor) -> bool:
+def is_orphan_copy(parameter: torch.Tensor) -> bool:
     """Whether it is a copy or pickle of a predecessor, of which nothing leads to what took its place."""
     return getattr(parameter, "_fsdp_successor", parameter) is None
 
 
-def note_former(parameter: torch.Tensor, former: object) -> None:
+def note_former_sharding(parameter: torch.Tensor, former: object) -> None:
     """Note how ``parameter`` was sharded, which belongs to no group any more."""
     parameter._fsdp_former = Link(former)  # type: ignore[attr-defined]
 
 
 def former_of(parameter: torch.Tensor) -> Any:
-    """What `note_former` noted on ``parameter``, if it did."""
+    """What `note_former_sharding` noted on ``parameter``, if it did."""
     link: Link[object] | None = getattr(parameter, "_fsdp_former", None)
     return None if link is None else link.target
 
