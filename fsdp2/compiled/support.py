@@ -104,10 +104,10 @@ def _sharer_outside(group: FSDPParamGroup, inside: Collection[FSDPState]) -> str
 
 
 def _feature_of_group(group: FSDPParamGroup) -> str | None:
-    storage, reducer = group.storage, group.reducer
+    storage, reducer, settings = group.storage, group.reducer, group.settings
     if storage.offloading.is_host or storage.offloading.sums_on_host:
         return "its parameters or gradients are offloaded; leave out offload_policy"
-    if storage.custom is not None or reducer.custom is not None:
+    if settings.custom_all_gather is not None or settings.custom_reduce_scatter is not None:
         return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"
     if group.mesh.spmd_mesh is not None:
         return "dp_mesh_dims: whether a gradient is summed over data-parallel dims is known only when it arrives"
@@ -115,9 +115,9 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "its tensors gather themselves (fsdp_pre_all_gather)"
     if storage.post_forward is not None:
         return "reshard_after_forward is an int; use True or False"
-    if not reducer.requires_gradient_sync:
+    if not settings.requires_gradient_sync:
         return "set_requires_gradient_sync(False): gradients without communication; reduce every microbatch"
-    if not reducer.requires_all_reduce:
+    if not settings.requires_all_reduce:
         return "set_requires_all_reduce(False); all-reduce every microbatch"
     if reducer.follows_arrivals:
         return "gradients are reduced in the dtype in which they arrive (grad_dtype=None); set reduce_dtype"

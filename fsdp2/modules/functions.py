@@ -34,7 +34,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         shared = states[0]._comm_ctx
         share_context(shared, roots_of(states))
         for state in states:
-            state.settings.comm = shared
+            state.shared_comm = shared
 
 
 @checked()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, NoReturn
@@ -11,21 +13,31 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch, _torch_compiler
-from fsdp2.arguments import ANYTHING, Rule, checked
-from fsdp2.common import FSDPRuntimeError, FSDPValueError
+from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
+from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.compiled.entry import prepares_graphs
 from fsdp2.compiled.support import explained_conversion
-from fsdp2.modules import communicating, prefetching
 from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.modules.module_comm import CommunicationSettings
 from fsdp2.modules.module_copies import completed, deepcopied, reduced
 from fsdp2.modules.new_modules import NEW_MODULES
+from fsdp2.params.custom_comm import (
+    AllGather,
+    AllGatherInMemory,
+    GroupMemory,
+    ReduceScatter,
+    ReduceScatterInMemory,
+    SymmetricMemory,
+    check_comm,
+    refuse_custom,
+)
 from fsdp2.params.param import refuse_share_memory
 from fsdp2.plan.strategies import Strategy, refuse_switch, reshard_policy_of
 from fsdp2.plan.structure import own_forward_of
 from fsdp2.runtime.misuse import explanation_of, refuse_data_parallel
 from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
+from fsdp2.runtime.settings import GroupSettings, RootSettings, denominator_of
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 
@@ -73,12 +85,37 @@ class FSDPModule:
     def _states(self, recurse: bool) -> list[FSDPState]:
         return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
 
-    def _communication(self, *, recurse: bool) -> CommunicationSettings:
-        return CommunicationSettings(self._groups(recurse))
-
     def _groups(self, recurse: bool) -> list[FSDPParamGroup]:
         """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
         return [group for state in self._states(recurse) for group in state.unit if group.sharers[0] is state]
+
+    def _configure(self, recurse: bool = False, **changes: Any) -> None:
+        """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
+        GroupSettings(**changes)  # whatever is wrong with them by themselves
+        groups = self._groups(recurse)
+        settings = [dataclasses.replace(group.settings, **changes) for group in groups]
+        for group, each in zip(groups, settings, strict=True):
+            group.refuse_settings(each)
+        for group, each in zip(groups, settings, strict=True):
+            group.configure(each)
+
+    def _configure_as_root(self, method: str, **changes: Any) -> None:
+        """Change settings of roots, between iterations."""
+        RootSettings(**changes)
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is not None and not state.is_root:
+            raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
+        if root is not None and root.is_running():
+            raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
+        state.configure_root(**changes)
+
+    def _refuse_several_meshes(self, method: str) -> None:
+        if len(self._groups(recurse=False)) > 1:
+            raise FSDPValueError(
+                f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
+                "it would not be clear which of them is meant."
+            )
 
     # -- parameters
 
@@ -181,8 +218,7 @@ class FSDPModule:
 
         Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
         """
-        for group in self._groups(recurse):
-            group.keep_unsharded_storage(keep)
+        self._configure(recurse, keeps_unsharded_storage=keep)
 
     @checked()
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -191,13 +227,7 @@ class FSDPModule:
         Raises:
             FSDPValueError: False, and weights are tied to those of other modules, whose backward may need them.
         """
-        for group in self._groups(recurse=False):
-            if group.is_shared and not unshard_in_backward:
-                raise FSDPValueError(
-                    f"set_unshard_in_backward(False) on '{group.name}', whose weights are tied to those of another "
-                    "module: that one's backward may need them."
-                )
-            group.unshards_in_backward = unshard_in_backward
+        self._configure(unshards_in_backward=unshard_in_backward)
 
     @checked()
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -206,14 +236,48 @@ class FSDPModule:
         Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
         explicit prefetching overlaps, and casts before the gather do not.
         """
-        for group in self._groups(recurse=True):
-            group.set_gathers_on_compute(async_op)
+        self._configure(recurse=True, gathers_on_compute=async_op)
 
     # -- prefetching
 
-    set_modules_to_forward_prefetch = prefetching.set_modules_to_forward_prefetch
-    set_modules_to_backward_prefetch = prefetching.set_modules_to_backward_prefetch
-    set_prefetch_budget = prefetching.set_prefetch_budget
+    @checked(modules=ANYTHING)
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather the parameters of ``modules`` in forward as soon as this module's have been.
+
+        Takes the place of what is learned and gathered ahead by itself. With two or more the gathers run further
+        ahead, for more memory. An empty list goes back to what is learned.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        self._get_fsdp_state().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    @checked(modules=ANYTHING)
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """The same as `set_modules_to_forward_prefetch`, in backward.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        units = _units_of(modules, "set_modules_to_backward_prefetch")
+        # The groups of a module are needed in reverse in backward.
+        self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
+
+    @checked(nbytes=ANYTHING)
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """How many bytes of unsharded parameters may be gathered ahead of the module that computes, in both directions.
+
+        Units are gathered ahead in the order of the last iteration as long as all of them together stay within
+        ``nbytes``: 0 gathers nothing ahead (where communication blocks, that saves a unit's memory and costs nothing),
+        and two to three units' bytes keep a slow network busy behind modules of uneven cost. None, the default: one
+        unit, whatever its size. Modules with a list of their own (`set_modules_to_forward_prefetch`) are not affected.
+        Set it on the root, the same on all ranks, outside of forward and backward.
+
+        Raises:
+            FSDPValueError: neither None nor an int >= 0.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        self._configure_as_root("set_prefetch_budget", prefetch_bytes=nbytes)
 
     # -- gradients
 
@@ -225,9 +289,9 @@ class FSDPModule:
         says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad``, of the model or
         of an optimizer, drops them.
         """
-        for group in self._groups(recurse):
-            group.reducer.requires_gradient_sync = requires_gradient_sync
-            group.reducer.requires_all_reduce = requires_gradient_sync
+        self._configure(
+            recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
+        )
 
     @checked()
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -235,8 +299,7 @@ class FSDPModule:
 
         The next backward with True all-reduces the sum.
         """
-        for group in self._groups(recurse):
-            group.reducer.requires_all_reduce = requires_all_reduce
+        self._configure(recurse, requires_all_reduce=requires_all_reduce)
 
     @checked()
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -244,9 +307,7 @@ class FSDPModule:
 
         With False the last ones stay in flight; before gradients are used, a backward must have run with True.
         """
-        state = self._get_fsdp_state()
-        settings = state.settings if state.root is None else state.root.settings
-        settings.is_last_backward = is_last_backward
+        self._get_fsdp_state().configure_root(is_last_backward=is_last_backward)
 
     @checked(event=_EVENT)
     def set_post_optim_event(self, event: Any) -> None:
@@ -255,24 +316,200 @@ class FSDPModule:
         By default they wait for everything that the current stream has been given. To be set for each iteration.
         """
         state = self._get_fsdp_state()
-        settings = state.settings if state.root is None else state.root.settings
-        settings.post_optim_event = event
+        holder = state if state.root is None else state.root
+        holder.post_optim_event = event
 
     # -- communication
 
-    set_custom_all_gather = communicating.set_custom_all_gather
-    set_custom_reduce_scatter = communicating.set_custom_reduce_scatter
-    set_all_reduce_hook = communicating.set_all_reduce_hook
-    set_gradient_divide_factor = communicating.set_gradient_divide_factor
-    set_gradient_reduction = communicating.set_gradient_reduction
-    set_reduce_scatter_divide_factor = communicating.set_reduce_scatter_divide_factor
-    set_force_sum_reduction_for_comms = communicating.set_force_sum_reduction_for_comms
-    set_reduce_scatter_unused_params = communicating.set_reduce_scatter_unused_params
-    set_reduce_scatter_max_input_buffers = communicating.set_reduce_scatter_max_input_buffers
-    set_separate_reduce_scatter_group = communicating.set_separate_reduce_scatter_group
-    set_allocate_memory_from_process_group_for_comm = communicating.set_allocate_memory_from_process_group_for_comm
-    set_symm_mem_for_comm = communicating.set_symm_mem_for_comm
-    set_communication_memory_pool = communicating.set_communication_memory_pool
+    @checked(comm=ANYTHING)
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        check_comm(comm, "set_custom_all_gather")
+        self._refuse_several_meshes("set_custom_all_gather")
+        self._configure(custom_all_gather=comm)
+
+    @checked(comm=ANYTHING)
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        check_comm(comm, "set_custom_reduce_scatter")
+        self._refuse_several_meshes("set_custom_reduce_scatter")
+        self._configure(custom_reduce_scatter=comm)
+
+    @checked()
+    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the flat reduced gradients before they are delivered: for an all-reduce of one's own.
+
+        The flat tensor also holds one element per parameter that says whether any rank had a gradient: reduce or scale
+        it as a whole.
+
+        Args:
+            hook: called after the reduce-scatter, or after the all-reduce over replicas if there is one.
+            stream: where it is called; by default on the all-reduce stream. Not with replicas.
+
+        Raises:
+            FSDPTypeError: ``hook`` cannot be called.
+            FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
+        """
+        self._refuse_several_meshes("set_all_reduce_hook")
+        self._configure(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    @checked(factor=ANYTHING)
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``, instead of by the number of ranks.
+
+        NCCL multiplies before it sums, where it can; elsewhere the sum is divided.
+
+        Raises:
+            FSDPValueError: not a positive number.
+        """
+        if not is_number(factor):
+            raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
+        self._configure(divide_factor=float(factor), denominator=None)
+
+    @checked(reduction=ANYTHING)
+    def set_gradient_reduction(self, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
+        """How the gradients of the data-parallel ranks become one, from the next reduction on. On every backend alike.
+
+        Args:
+            reduction: ``"mean"``, the default; ``"sum"``; or what the sum is divided by, a number or a tensor of one
+                element, such as the number of tokens in the batches of all ranks (the same on every rank; with a loss
+                that is the sum over a rank's tokens, every token then counts the same). Set it anew in every step: that
+                costs nothing, and a tensor on the device is not waited for. Of this and `set_gradient_divide_factor`
+                the last call counts.
+            recurse: whether all sharded modules below follow. A parameter on a mesh of its own (an expert's) is summed
+                over that mesh, so that the same number is right for it too, unlike a mean.
+
+        Raises:
+            FSDPValueError: not one of these, or a number (on the host) that is not positive.
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce over replicas.
+        """
+        if isinstance(reduction, str) and reduction not in ("mean", "sum"):
+            raise FSDPValueError(
+                "set_gradient_reduction takes 'mean', 'sum' or a positive number to divide the sum by, got "
+                f"{reduction!r}."
+            )
+        self._configure(
+            recurse,
+            divide_factor=1.0 if isinstance(reduction, str) and reduction == "sum" else None,
+            denominator=None if isinstance(reduction, str) else denominator_of(reduction),
+        )
+
+    @checked(factor=ANYTHING)
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated: `set_gradient_divide_factor`."""
+        old, new = "set_reduce_scatter_divide_factor", "set_gradient_divide_factor"
+        warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
+        self.set_gradient_divide_factor(factor)
+
+    @checked()
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
+        self._configure(only_sums=enable)
+
+    @checked()
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient on any rank get one of zeros; else their ``.grad`` stays as it is.
+
+        Parameters that are used on some ranks only are reduced in any case.
+        """
+        self._configure(recurse, zeros_for_unused=reduce_scatter_unused_params)
+
+    @checked(max_input_buffers=ANYTHING)
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight while backward goes on (default 1); each keeps its input alive.
+
+        The largest number set on any group counts.
+
+        Raises:
+            FSDPTypeError: not an int.
+            FSDPValueError: less than 1.
+        """
+        self._configure(recurse, max_pending=max_input_buffers)
+
+    @checked()
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters have a process group of their own, so that they run beside all-gathers.
+
+        Makes process groups, one for each set of ranks: all ranks must call this.
+        """
+        self._configure(recurse, has_scatter_group=enable)
+
+    @checked()
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether communication buffers come from the process group's own allocator, if it has one.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+        """
+        groups = self._groups(recurse=False)
+        refuse_custom(groups, "set_allocate_memory_from_process_group_for_comm")
+        for group in groups:
+            process_group = group.mesh.shard_group
+            if process_group is not None:
+                scatter = group.reducer.scatter_group or process_group
+                gather = AllGatherInMemory(GroupMemory(process_group)) if enable else None
+                reduce = ReduceScatterInMemory(GroupMemory(scatter)) if enable else None
+                changes: dict[str, Any] = {"custom_all_gather": gather, "custom_reduce_scatter": reduce}
+                group.configure(dataclasses.replace(group.settings, **changes))
+
+    @checked()
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Put the buffers of all-gathers into symmetric memory, and those of reduce-scatters if they only sum.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+            FSDPValueError: another backend than "NCCL".
+        """
+        if backend != "NCCL":
+            raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
+        groups = self._groups(recurse=False)
+        refuse_custom(groups, "set_symm_mem_for_comm")
+        for group in groups:
+            process_group = group.mesh.shard_group
+            if process_group is not None:
+                changes: dict[str, Any] = {
+                    "custom_all_gather": AllGatherInMemory(SymmetricMemory(process_group, backend))
+                }
+                if group.settings.only_sums:
+                    scatter = group.reducer.scatter_group or process_group
+                    changes["custom_reduce_scatter"] = ReduceScatterInMemory(SymmetricMemory(scatter, backend))
+                group.configure(dataclasses.replace(group.settings, **changes))
+
+    @checked()
+    def set_communication_memory_pool(self, enable: bool) -> None:
+        """Whether memory for communication is kept from use to use, instead of being allocated and freed each time.
+
+        Of unsharded parameters, staging buffers and reduced gradients. A steady-state step then allocates nothing for
+        communication, and its addresses repeat. What is kept is what steps had in use at the same time at most; it
+        stays allocated between steps. A tensor on memory that has moved on is as invalid as one on freed memory: it
+        never shows another layer's values. Call it on the root, on any ranks, outside of forward and backward. Default:
+        off.
+
+        Raises:
+            FSDPTypeError: not a bool.
+            FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        if enable and not _torch.can_swap_memory:
+            raise FSDPNotImplementedError(
+                f"set_communication_memory_pool(True) needs torch 2.13 or later, this is {torch.__version__}: earlier "
+                "ones cannot move memory from one storage to another. set_keep_unsharded_storage(True) keeps the "
+                "memory of unsharded parameters, at the cost of all of it."
+            )
+        self._configure_as_root("set_communication_memory_pool", pools_memory=enable)
+        root = self._get_fsdp_state().root
+        if root is not None:
+            root.comm.pool_memory(enable)
 
     # -- iterations
 
@@ -291,13 +528,13 @@ class FSDPModule:
             raise FSDPRuntimeError(
                 f"set_manual_backward_finalization() must be called on the root, {root.name}, not on '{state.name}'."
             )
-        changes = enabled is not state.settings.finalizes_manually
+        changes = enabled is not state.root_settings.finalizes_manually
         if root is not None and changes and (root.iteration.in_backward or root.iteration.unfinalized):
             raise FSDPRuntimeError(
                 "set_manual_backward_finalization() cannot change while a backward is running or not finalized; call "
                 "it before backward, or after finalize_backward()."
             )
-        state.settings.finalizes_manually = enabled
+        state.configure_root(finalizes_manually=enabled)
 
     @checked()
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -437,6 +674,25 @@ def made_again(original: type, *arguments: Any) -> nn.Module:
     module: nn.Module = original.__new__(original, *arguments)
     mix_in(module)
     return module
+
+
+def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:
+    """The units of ``modules``; None of an empty list.
+
+    Raises:
+        FSDPValueError: one of them is not sharded.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise FSDPValueError(f"{method} takes a list of sharded modules, got {shown(modules)}.")
+    units = []
+    for module in modules:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            raise FSDPValueError(
+                f"{method} takes modules that fully_shard was called on, got a {type(module).__name__}."
+            )
+        units.append(state.unit)
+    return tuple(units) or None
 
 
 def _original_class(cls: type) -> type:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPTypeError
+from fsdp2.common import FSDPRuntimeError, FSDPTypeError
 
 
 class Comm(ABC):
@@ -150,3 +150,18 @@ def check_comm(comm: object, method: str) -> None:
         raise FSDPTypeError(
             f"{method} takes an object that can be called and has allocate(size, *, dtype, device), got {comm!r}."
         )
+
+
+def refuse_custom(groups: Iterable[Any], method: str) -> None:
+    """Refuse to bring memory for collectives where the user's own collectives do.
+
+    Raises:
+        FSDPRuntimeError: one of ``groups`` has such a collective.
+    """
+    for group in groups:
+        for comm in (group.settings.custom_all_gather, group.settings.custom_reduce_scatter):
+            if comm is not None and not isinstance(comm, OURS):
+                raise FSDPRuntimeError(
+                    f"{method} and a custom collective exclude each other: {type(comm).__name__} allocates its "
+                    "buffers itself."
+                )

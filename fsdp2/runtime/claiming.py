@@ -96,7 +96,7 @@ def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
     for root in roots:
         if shared.comm is None:
             shared.comm = root.comm
-        root.settings.comm = shared
+        root.shared_comm = shared
         if root.comm is not shared.comm:
             root.comm.retire_reduces(0)
             for group in root.groups:

@@ -30,26 +30,14 @@ from fsdp2.params.post_forward import PostForwardShards
 from fsdp2.params.shard_arguments import ShardArguments
 from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.layout import Partition
-from fsdp2.plan.mesh import DataParallelMesh, own_reduce_scatter_group, smaller_mesh
+from fsdp2.plan.mesh import DataParallelMesh, smaller_mesh
 from fsdp2.plan.mesh_records import MeshRecord
 from fsdp2.plan.placement import Sharding
 from fsdp2.plan.policies import MixedPrecisionPolicy, ModulePolicy
 from fsdp2.runtime.module_hooks import STATE, ModuleHooks
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.root import FSDPRoot, RootSettings, Unit
-
-_REDUCER_SETTINGS = (
-    "requires_gradient_sync",
-    "requires_all_reduce",
-    "divide_factor",
-    "denominator",
-    "only_sums",
-    "max_pending",
-    "zeros_for_unused",
-    "all_reduce_hook",
-    "all_reduce_hook_stream",
-    "custom",
-)
+from fsdp2.runtime.root import FSDPRoot, Unit
+from fsdp2.runtime.settings import GroupSettings, RootSettings
 
 
 class ParamFacts(NamedTuple):
@@ -69,12 +57,7 @@ class GroupFacts(NamedTuple):
     params: tuple[ParamFacts, ...]
     mesh: DataParallelMesh
     offloading: Offloading
-    reducer: dict[str, Any]
-    scatter_group: Any  # True in pickles: there is one
-    custom_all_gather: Any
-    keeps_memory: bool
-    gathers_on_compute: bool
-    unshards_in_backward: bool
+    settings: GroupSettings
     neighbours: int | None
 
     @classmethod
@@ -84,32 +67,21 @@ class GroupFacts(NamedTuple):
             ParamFacts(param.fqn, param.sharding, param.policy, param.shape, param.grad_dtype, param.arrived_dtype)
             for param in group.params
         )
-        storage, reducer = group.storage, group.reducer
-        return cls(
-            params,
-            group.mesh,
-            storage.offloading,
-            {name: getattr(reducer, name) for name in _REDUCER_SETTINGS},
-            reducer.scatter_group,
-            storage.custom,
-            storage.keeps_memory,
-            group.gathers_on_compute,
-            group.unshards_in_backward,
-            None if storage.post_forward is None else storage.post_forward.mesh.shard_size,
-        )
+        storage = group.storage
+        neighbours = None if storage.post_forward is None else storage.post_forward.mesh.shard_size
+        return cls(params, group.mesh, storage.offloading, group.settings, neighbours)
 
-    def for_pickles(self) -> GroupFacts:
-        """Without what belongs to this process.
+    def refuse_to_pickle(self) -> None:
+        """Refuse what belongs to this process.
 
         Raises:
             FSDPNotImplementedError: communication memory of the process group's.
         """
-        if isinstance(self.custom_all_gather, OURS) or isinstance(self.reducer["custom"], OURS):
+        if isinstance(self.settings.custom_all_gather, OURS) or isinstance(self.settings.custom_reduce_scatter, OURS):
             raise FSDPNotImplementedError(
                 "a module with set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm cannot be "
                 "pickled, as its buffers belong to a process group: set these after unpickling."
             )
-        return self._replace(scatter_group=self.scatter_group is not None or None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +92,7 @@ class Facts:
     arguments: ShardArguments
     policy: ModulePolicy
     settings: dict[str, Any]
+    root_settings: RootSettings
     groups: tuple[GroupFacts, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
@@ -128,9 +101,18 @@ class Facts:
 
     def __reduce__(self) -> Any:
         """With the rank, as every rank has shards of its own."""
-        groups = tuple(group.for_pickles() for group in self.groups)
+        for group in self.groups:
+            group.refuse_to_pickle()
         place = (dist.get_rank(), dist.get_world_size())
-        return _unpickled_facts, (place, self.class_name, self.arguments, self.policy, self.settings, groups)
+        return _unpickled_facts, (
+            place,
+            self.class_name,
+            self.arguments,
+            self.policy,
+            self.settings,
+            self.root_settings,
+            self.groups,
+        )
 
 
 def _unpickled_facts(place: tuple[int, int], *facts: Any) -> Facts:
@@ -302,16 +284,9 @@ class Recipe:
         params = [self._make_param(*each, write_counter) for each in zip(facts.params, uses, strict=True)]
         group = FSDPParamGroup(params, facts.mesh, facts.offloading, write_counter=write_counter, name=name)
         group.identity = identity
-        group.gathers_on_compute = facts.gathers_on_compute
-        group.unshards_in_backward = facts.unshards_in_backward
-        group.storage.custom = facts.custom_all_gather
-        group.storage.keep_memory(facts.keeps_memory)
         if facts.neighbours is not None:
             group.storage.post_forward = PostForwardShards(smaller_mesh(facts.mesh, facts.neighbours))
-        for setting, value in facts.reducer.items():
-            setattr(group.reducer, setting, value)
-        scatter = facts.scatter_group
-        group.reducer.scatter_group = own_reduce_scatter_group(facts.mesh) if scatter is True else scatter
+        group.configure(facts.settings)
         return group
 
     def _make_param(
@@ -359,7 +334,6 @@ def refuse_to_copy(group: FSDPParamGroup) -> None:
 
 
 _COPIED = ("reshard_after_forward", "reshard_after_backward", "is_captured")
-_COPIED_OF_ROOTS = ("is_last_backward", "finalizes_manually", "prefetch_bytes", "pools_memory")
 
 
 class _Incomplete(threading.local):
@@ -384,7 +358,6 @@ class CopyableState(ABC):
     class_name: str
     unit: Unit
     root: FSDPRoot | None
-    settings: RootSettings
     forward_prefetch: Prefetch
     backward_prefetch: Prefetch
     ignored_params: frozenset[nn.Parameter]
@@ -397,6 +370,15 @@ class CopyableState(ABC):
     @abstractmethod
     def name(self) -> str:
         """For messages."""
+
+    @property
+    @abstractmethod
+    def root_settings(self) -> RootSettings:
+        """What was set that counts if this is the root."""
+
+    @abstractmethod
+    def configure_root(self, **changes: Any) -> None:
+        """Change settings of the root."""
 
     @abstractmethod
     def quiesce(self, *, frees: bool = True) -> None:
@@ -444,8 +426,8 @@ class CopyableState(ABC):
             self.class_name,
             dataclasses.replace(self.arguments, ignored_params=frozenset()),
             self.policy,
-            {name: getattr(self, name) for name in _COPIED}
-            | {name: getattr(self.settings, name) for name in _COPIED_OF_ROOTS},
+            {name: getattr(self, name) for name in _COPIED},
+            self.root_settings,
             tuple(map(GroupFacts.of, self.unit)),
         )
         prefetch = (self.forward_prefetch, self.backward_prefetch)
@@ -471,8 +453,7 @@ class CopyableState(ABC):
         self.forward_prefetch, self.backward_prefetch = recipe.forward_prefetch, recipe.backward_prefetch
         for name in _COPIED:
             setattr(self, name, recipe.facts.settings[name])
-        for name in _COPIED_OF_ROOTS:
-            setattr(self.settings, name, recipe.facts.settings[name])
+        self.configure_root(**dataclasses.asdict(recipe.facts.root_settings))
         for group, owns in zip(self.unit, recipe.owns, strict=True):
             group.sharers.insert(0 if owns else len(group.sharers), self)  # whose settings count comes first
         self.module_hooks.attach(self)

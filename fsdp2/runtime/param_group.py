@@ -15,9 +15,8 @@ from fsdp2 import _torch
 from fsdp2.comm import collectives
 from fsdp2.comm.comm_context import CommHandle, FSDPCommContext
 from fsdp2.comm.primitives import Form, form_of
-from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, Identity, ParamPhase
+from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase
 from fsdp2.params.buffers import Offloading
-from fsdp2.params.custom_comm import AllGather, ReduceScatter
 from fsdp2.params.param import FSDPParam
 from fsdp2.params.registrations import Registrations
 from fsdp2.params.replaced import mark_replaced
@@ -26,6 +25,7 @@ from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.group_plan import GradientsPlan, GroupPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.reducer import GradientReducer
+from fsdp2.runtime.settings import GroupSettings
 
 
 class FSDPParamGroup:
@@ -37,8 +37,7 @@ class FSDPParamGroup:
         mesh: over which they are sharded and replicated.
         storage: the memory that they lie on.
         reducer: the gradient side.
-        gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
-        unshards_in_backward: whether backward needs the parameters.
+        settings: what users have set on it.
         sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
             gathered for each of them, and reduced when the backward of all is over.
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
@@ -61,8 +60,7 @@ class FSDPParamGroup:
         self.mesh = mesh
         self.storage = GroupStorage(params, mesh, offloading)
         self.reducer = GradientReducer(mesh, offloading)
-        self.gathers_on_compute = False
-        self.unshards_in_backward = True
+        self.settings = GroupSettings()
         self.sharers: list[Any] = []
         self.users: set[object] = set()
         self.took_part = False
@@ -104,7 +102,7 @@ class FSDPParamGroup:
         self.reshard()
         param.tie(uses)
         self._registrations = Registrations(self.params)
-        self.unshards_in_backward = True
+        self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
 
     @property
     def is_shared(self) -> bool:
@@ -135,41 +133,48 @@ class FSDPParamGroup:
         ranks = f"{self.mesh}, peer to peer" if self._form is Form.PEERS else str(self.mesh)
         self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
 
-    def set_custom_all_gather(self, comm: AllGather | None) -> None:
-        """Gather with ``comm``; None: with torch.distributed's. Everything then travels packed."""
-        if self._phase is ParamPhase.UNSHARDING:
-            self.reshard()
-        with torch.inference_mode(False):
-            self.storage.set_custom(comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
-        """Reduce with ``comm``; None: with torch.distributed's. Everything then travels packed."""
-        self.reducer.custom = comm
-        self.settings_changed()
-
-    def settings_changed(self) -> None:
-        """Take over a changed setting of the reducer, once the reductions in flight have ended as they began."""
-        if self.comm is not None:
-            self.comm.retire_reduces(0)
-        self.reducer.settings_changed()
-
-    def set_gradient_reduction(self, divide_factor: float | None, denominator: float | torch.Tensor | None) -> None:
-        """Divide the sum of gradients by ``denominator``, else by ``divide_factor``, else by the number of ranks."""
-        reducer = self.reducer
-        if self.comm is not None:
-            self.comm.retire_reduces(0)  # which use the denominator that they began with
-        is_other_way = (reducer.denominator is None) is not (denominator is None)
-        reducer.denominator = denominator
-        if is_other_way or reducer.divide_factor != divide_factor:
-            reducer.divide_factor = divide_factor
-            reducer.settings_changed()
-
-    def refuse_rescaling(self) -> None:
-        """Refuse another scaling while gradients that were scaled by the present one wait for their all-reduce.
+    def refuse_settings(self, settings: GroupSettings) -> None:
+        """Refuse what this group cannot do, or not now.
 
         Raises:
-            FSDPRuntimeError: they do.
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce.
+            FSDPValueError: it could not work.
         """
+        if not settings.scales_like(self.settings):
+            self._refuse_rescaling()
+        if settings.all_reduce_hook_stream is not None and self.mesh.replicate_group is not None:
+            raise FSDPValueError(
+                "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
+                "whose all-reduce has a stream already; the hook runs there."
+            )
+        if self.is_shared and not settings.unshards_in_backward:
+            raise FSDPValueError(
+                f"set_unshard_in_backward(False) on '{self.name}', whose weights are tied to those of another "
+                "module: that one's backward may need them."
+            )
+        if settings.zeros_for_unused:
+            self.reducer.refuse_zeros_of_any_dtype()
+
+    def configure(self, settings: GroupSettings) -> None:
+        """Go on with other settings, once the reductions in flight have ended as they began."""
+        before = self.settings
+        if self.comm is not None and (
+            settings.changes_layout(before) or settings.denominator is not before.denominator
+        ):
+            self.comm.retire_reduces(0)
+        if settings.gathers_on_compute is not before.gathers_on_compute:
+            self.quiesce()  # what is kept lies in memory of the other stream
+        if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
+            self.reshard()
+        self.settings = settings
+        self.reducer.configure(settings)
+        if settings.custom_all_gather is not before.custom_all_gather:
+            with torch.inference_mode(False):
+                self.storage.set_custom(settings.custom_all_gather)
+        if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
+            self._keep_unsharded_storage(settings.keeps_unsharded_storage)
+
+    def _refuse_rescaling(self) -> None:
         if self.comm is not None:
             self.comm.retire_reduces(0)
         if self.reducer.awaits_all_reduce():
@@ -179,11 +184,6 @@ class FSDPParamGroup:
                 "or after the one that all-reduces."
             )
 
-    def set_gathers_on_compute(self, enable: bool) -> None:
-        """Whether all-gathers are issued from the current stream, as asynchronous works."""
-        self.quiesce()  # what is kept lies in memory of the other stream
-        self.gathers_on_compute = enable
-
     def rest_on_all_ranks(self) -> None:
         """Reshard to all ranks after forward, or not at all, if it was to fewer."""
         is_under_way = self._phase is ParamPhase.UNSHARDING and self._resumes
@@ -191,8 +191,7 @@ class FSDPParamGroup:
             self.reshard()
         self.storage.post_forward = None
 
-    def keep_unsharded_storage(self, keep: bool) -> None:
-        """Whether resharding leaves the unsharded buffers their memory, so that addresses repeat."""
+    def _keep_unsharded_storage(self, keep: bool) -> None:
         self.storage.keep_memory(keep)
         if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
             self._free_unsharded()
@@ -378,11 +377,11 @@ class FSDPParamGroup:
         if self._resumes and storage.post_forward is not None:
             group = storage.post_forward.mesh.shard_group
             form = form_of(group)
-        as_works = not device.has_streams or self.gathers_on_compute
-        stream = device.current_stream() if self.gathers_on_compute else self.comm.all_gather_stream
+        as_works = not device.has_streams or self.settings.gathers_on_compute
+        stream = device.current_stream() if self.settings.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
             gather = storage.gather_from(resumes=self._resumes)
-            gather.allocate(None if self.gathers_on_compute else self.comm.gather_memory)
+            gather.allocate(None if self.settings.gathers_on_compute else self.comm.gather_memory)
             self._handle = CommHandle([])
             self._issuing = self._awaits_copy_out = True
             version = self._sent_version() if self._reuses and not self._resumes else None
@@ -390,7 +389,7 @@ class FSDPParamGroup:
             if storage.offloading.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._handle.works if as_works else None
-            is_async = self._user_initiated or self.gathers_on_compute
+            is_async = self._user_initiated or self.settings.gathers_on_compute
             collectives.all_gather(members, group, works, storage.custom, is_async, form)
             self._issuing = False
             if not as_works:
@@ -566,7 +565,7 @@ class FSDPParamGroup:
         reducer.release()
         if not ends_by_itself:
             return
-        if reducer.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
+        if self.settings.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
             raise FSDPRuntimeError(
                 f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
                 "noticed: no tensor was found in what the sharded modules returned, or .grad was set while the "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,16 +22,15 @@ from fsdp2.comm.comm_context import CommHandle, FSDPCommContext, PendingReduce
 from fsdp2.comm.primitives import Form, form_of, must_be_ordered
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.params.buffers import Offloading
-from fsdp2.params.custom_comm import ReduceScatter
 from fsdp2.params.gather import Transfer
 from fsdp2.params.gradients import GradientBucket, PackedGradients
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
-from fsdp2.plan.mesh import DataParallelMesh
+from fsdp2.plan.mesh import DataParallelMesh, own_reduce_scatter_group
+from fsdp2.runtime.settings import GroupSettings
 
 _LARGE_DIVISOR = 1024.0
-AllReduceHook = Callable[[torch.Tensor], None]
 
 
 class _Sent(NamedTuple):
@@ -60,19 +59,9 @@ class GradientReducer:
     """Reduces the gradients of one group.
 
     Attributes:
-        requires_gradient_sync: whether the end of the group's backward reduces; else gradients stay unsharded.
-        requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
+        settings: what users have set on the group.
         is_last: the backward that runs is the last of its step: what has added up on the host comes back.
         accumulated: unsharded gradients of earlier backwards wait for a reduction.
-        divide_factor: the sum is divided by it; None: by the number of ranks.
-        denominator: if there is one, the sum is divided by it instead, outside the collectives: it may differ from step
-            to step, and be a 0-D tensor, whose value the host need not know.
-        only_sums: collectives only ever sum, and scaling is separate.
-        max_pending: how many reductions may be in flight; the largest of all groups counts.
-        zeros_for_unused: parameters without any gradient get zeros.
-        all_reduce_hook: called with every flat result, before it is delivered.
-        all_reduce_hook_stream: where; None: on the all-reduce stream.
-        custom: takes the place of the reduce-scatter.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         buckets: how gradients are laid out, one for each dtype they are reduced in.
         is_reducing: a reduction was issued and has not been delivered.
@@ -84,22 +73,13 @@ class GradientReducer:
     owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
     def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
-        self.requires_gradient_sync = True
-        self.requires_all_reduce = True
+        self.settings = GroupSettings()
         self.is_last = True
         # What has been issued and not been delivered; it may still be on its way.
         self._awaits_all_reduce = False
         self._adds_up = False  # on the host
         self.accumulated = False
         self._cleared: frozenset[FSDPParam] = frozenset()  # since then
-        self.divide_factor: float | None = None
-        self.denominator: float | torch.Tensor | None = None
-        self.only_sums = mesh.device.type == "mtia"  # which has no other reductions
-        self.max_pending = 1
-        self.zeros_for_unused = False
-        self.all_reduce_hook: AllReduceHook | None = None
-        self.all_reduce_hook_stream: Any = None
-        self.custom: ReduceScatter | None = None
         self.scatter_group: dist.ProcessGroup | None = None
         self.buckets: tuple[GradientBucket, ...] = ()
         self.large: tuple[FSDPParam, ...] = ()
@@ -145,17 +125,20 @@ class GradientReducer:
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
         self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
-        self._refuse_zeros_of_any_dtype()
+        if self.settings.zeros_for_unused:
+            self.refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
         self._form = form_of(self.group)
+        settings = self.settings
         for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
             bucket.expect_divisor(
-                _LARGE_DIVISOR if self.denominator is not None else self.divide_factor or scaling.after
+                _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
             )
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
-        may_travel_alone = self.custom is None and self._scaling(dtype).before == 1.0
+        is_custom = self.settings.custom_reduce_scatter is not None
+        may_travel_alone = not is_custom and self._scaling(dtype).before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
         layout = GradientLayout.build(
@@ -170,7 +153,7 @@ class GradientReducer:
             ],
             world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
-            region_threshold_bytes=DIRECT_THRESHOLD_BYTES if self.custom is None else math.inf,
+            region_threshold_bytes=math.inf if is_custom else DIRECT_THRESHOLD_BYTES,
         )
         return GradientBucket(
             params,
@@ -182,30 +165,34 @@ class GradientReducer:
             offloading=self._home,
         )
 
-    def _refuse_zeros_of_any_dtype(self) -> None:
-        if self.zeros_for_unused and self._follow_arrivals:
+    def refuse_zeros_of_any_dtype(self) -> None:
+        """Refuse zeros for gradients whose dtype nobody knows before they arrive."""
+        if self._follow_arrivals:
             raise FSDPValueError(
                 f"parameter '{self._follow_arrivals[0].path}' has grad_dtype=None, so its gradients are reduced in the "
                 "dtype in which they arrive, and set_reduce_scatter_unused_params(True) asks for zeros where none "
                 "arrives: set MixedPrecisionPolicy.reduce_dtype to the dtype that its gradients have."
             )
 
-    def settings_changed(self) -> None:
-        """Take over a changed setting. No reduction is in flight."""
-        if self._params:
-            self.lay_out(self._params)
+    def configure(self, settings: GroupSettings) -> None:
+        """Go on with other settings. Where they change the layout of reductions, none is in flight."""
+        before, self.settings = self.settings, settings
+        if settings.changes_layout(before):
+            self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
+            if self._params:
+                self.lay_out(self._params)
 
     def _scaling(self, dtype: torch.dtype) -> Scaling:
-        mesh = self._mesh
-        group = self.group
+        mesh, settings, group = self._mesh, self.settings, self.group
+        has_sums_only = mesh.device.type == "mtia"
         return Scaling.choose(
             dtype,
             mesh.shard_size,
             mesh.replicate_size,
-            factor=self.divide_factor,
-            only_sums=self.only_sums or self.denominator is not None,
+            factor=settings.divide_factor,
+            only_sums=settings.only_sums or settings.denominator is not None or has_sums_only,
             premultiplies=group is not None
-            and self.divide_factor is not None
+            and settings.divide_factor is not None
             and _torch.backend_name(group, mesh.device) == "nccl",
         )
 
@@ -230,7 +217,7 @@ class GradientReducer:
     def is_due(self) -> bool:
         """Whether the end of a backward has something to do, though the group took no part in it."""
         waits = self._awaits_all_reduce or (self.is_last and self._adds_up)
-        goes_on = waits and self.requires_gradient_sync and self.requires_all_reduce
+        goes_on = waits and self.settings.requires_gradient_sync and self.settings.requires_all_reduce
         return self.accumulated or self.has_gradients() or goes_on
 
     def awaits_all_reduce(self) -> bool:
@@ -298,11 +285,11 @@ class GradientReducer:
         try:
             self._issue(taken, comm, pending)
         except BaseException:
-            comm.give_up(pending, self.all_reduce_hook_stream)
+            comm.give_up(pending, self.settings.all_reduce_hook_stream)
             raise
         self.is_reducing = True
         pending.is_launching = False
-        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.requires_all_reduce
+        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
         if not self._awaits_all_reduce:
             self._adds_up = self._home.sums_on_host and not self.is_last
         self.accumulated = False
@@ -324,11 +311,12 @@ class GradientReducer:
 
     def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce) -> None:
         device, handle = comm.device, pending.handle
-        ends_here = self._mesh.replicate_group is not None and not self.requires_all_reduce
+        ends_here = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else handle.works
         group = self._mesh.shard_group if self.scatter_group is None else self.scatter_group
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
+        custom = self.settings.custom_reduce_scatter
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
                 _Sent(
@@ -336,7 +324,7 @@ class GradientReducer:
                     bucket.pack(
                         gradients,
                         in_place=in_place,
-                        custom=self.custom,
+                        custom=custom,
                         memory=memory,
                         lets_go=not device.has_streams,
                     ),
@@ -346,7 +334,7 @@ class GradientReducer:
             ]
             pending.held = sent
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, group, op, works, self.custom, self._form, memory)
+                collectives.reduce_scatter(members, group, op, works, custom, self._form, memory)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
@@ -401,10 +389,11 @@ class GradientReducer:
     def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext, keeps: bool) -> Any:
         """Everything after the reduce-scatter, issued at once. Returns the event that ends it."""
         device, stream = comm.device, comm.reduce_scatter_stream
-        if self._mesh.replicate_group is not None or self.all_reduce_hook is not None:
+        settings = self.settings
+        if self._mesh.replicate_group is not None or settings.all_reduce_hook is not None:
             stream = comm.all_reduce_stream
-            if self.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
-                stream = self.all_reduce_hook_stream
+            if settings.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
+                stream = settings.all_reduce_hook_stream
             comm.all_reduces_follow(stream)
         with _torch.without_grad(), device.use(stream):
             self._all_reduce(sent, None)
@@ -412,13 +401,14 @@ class GradientReducer:
             return device.record(stream)
 
     def _arrive(self, sent: list[_Sent], keeps: bool, memory: MemoryPool | None = None) -> None:
+        hook, denominator = self.settings.all_reduce_hook, self.settings.denominator
         for each in sent:
-            if self.all_reduce_hook is not None:
-                self.all_reduce_hook(each.packed.output)
+            if hook is not None:
+                hook(each.packed.output)
             divisor: float | torch.Tensor | None = None if each.scaling.after == 1.0 else each.scaling.after
-            if self.denominator is not None:
+            if denominator is not None:
                 before = each.scaling.before
-                divisor = self.denominator if before == 1.0 else self.denominator / before
+                divisor = denominator if before == 1.0 else denominator / before
             each.gradients.arrive(each.packed, divisor, keeps, memory)
 
     def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool, memory: MemoryPool | None) -> None:
@@ -427,7 +417,7 @@ class GradientReducer:
             if not arrived:
                 self._arrive(sent, keeps, memory)
             for each in () if keeps else sent:
-                each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+                each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
         for each in sent:
             if each.packed.pooled:
                 each.packed.give_back()
@@ -444,7 +434,7 @@ class GradientReducer:
                 sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
         self._arrive(sent, keeps=False)
         for each in sent:
-            each.gradients.deliver(each.packed, zeros_for_unused=self.zeros_for_unused)
+            each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
 
     def clear(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
         """Drop what earlier backwards have computed of ``params``' gradients, wherever it waits; or make it zeros.

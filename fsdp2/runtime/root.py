@@ -21,6 +21,7 @@ from fsdp2.runtime.hooks import on_real_parameters
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.reducer import GradientReducer
 from fsdp2.runtime.schedule import ExecutionOrder
+from fsdp2.runtime.settings import RootSettings
 
 PREFETCH_DEPTH = 1
 """How many units are gathered ahead of the one that computes, unless the user has set a budget."""
@@ -30,44 +31,6 @@ MAX_PREFETCH_DEPTH = 16
 
 Unit = tuple[FSDPParamGroup, ...]
 """The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
-
-
-class RootSettings:
-    """What is set on a root, before or after it is one.
-
-    Attributes:
-        is_last_backward: whether the end of the next backward waits for all reductions.
-        finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
-        prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: `PREFETCH_DEPTH` units.
-        post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
-        pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
-        comm: the communication context, if it is shared with other roots.
-    """
-
-    __slots__ = (
-        "comm",
-        "finalizes_manually",
-        "is_last_backward",
-        "pools_memory",
-        "post_optim_event",
-        "prefetch_bytes",
-    )
-
-    def __init__(self) -> None:
-        self.is_last_backward = True
-        self.finalizes_manually = False
-        self.prefetch_bytes: int | None = None
-        self.pools_memory: bool | None = None
-        self.post_optim_event: Any = None
-        self.comm: SharedComm | None = None
-
-    def setter_called(self) -> str | None:
-        """The method, for roots only, that was called here, if any was."""
-        if self.finalizes_manually:
-            return "set_manual_backward_finalization"
-        if self.pools_memory is not None:
-            return "set_communication_memory_pool"
-        return None if self.prefetch_bytes is None else "set_prefetch_budget"
 
 
 class SharedComm:
@@ -139,6 +102,8 @@ class FSDPRoot:
         groups: all groups, in the order of the modules.
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
+        shared_comm: where other roots find the communication context, if they share it.
+        post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
         holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
             that was not.
         hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
@@ -150,15 +115,16 @@ class FSDPRoot:
         on_dissolution: called when there is to be no such root any more.
     """
 
-    def __init__(
-        self, name: str, comm: FSDPCommContext, groups: Sequence[FSDPParamGroup], settings: RootSettings
-    ) -> None:
+    def __init__(self, name: str, shared: SharedComm, groups: Sequence[FSDPParamGroup], settings: RootSettings) -> None:
+        assert shared.comm is not None, "a root has a communication context"
         self.name = name
-        self.comm = comm
+        self.shared_comm = shared
+        self.comm = shared.comm
         self.groups = tuple(groups)
         self.settings = settings
+        self.post_optim_event: Any = None
         if settings.pools_memory is not None:
-            comm.pool_memory(settings.pools_memory)
+            self.comm.pool_memory(settings.pools_memory)
         self.shared: Unit = ()
         self.is_disturbed = False
         self.holds_graph = False
@@ -186,8 +152,8 @@ class FSDPRoot:
         for group in self.groups:
             group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
         if self.groups:
-            self.comm.max_pending_reduces = max(group.reducer.max_pending for group in self.groups)
-        event, self.settings.post_optim_event = self.settings.post_optim_event, None
+            self.comm.max_pending_reduces = max(group.settings.max_pending for group in self.groups)
+        event, self.post_optim_event = self.post_optim_event, None
         if event is None:
             self.comm.gathers_follow_compute()
         else:
@@ -232,7 +198,7 @@ class FSDPRoot:
     def _gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
         for unit in upcoming:
             for group in unit:
-                if not for_backward or group.unshards_in_backward:
+                if not for_backward or group.settings.unshards_in_backward:
                     if _torch.profiler._is_profiler_enabled:
                         way = "backward" if for_backward else "forward"
                         with _torch.in_range(f"FSDP::{way}_prefetch for {group.name}"):
@@ -287,8 +253,8 @@ class FSDPRoot:
             iteration.recomputed = None
         needed = unit
         for group in unit:
-            if not group.unshards_in_backward:
-                needed = tuple(each for each in unit if each.unshards_in_backward)
+            if not group.settings.unshards_in_backward:
+                needed = tuple(each for each in unit if each.settings.unshards_in_backward)
         self._gather(needed, for_backward=True)
         expected = self._advance(self._backward_order, unit)
         is_large = False
@@ -356,7 +322,7 @@ class FSDPRoot:
         for group in unit:
             if not group.reducer.is_trainable:
                 continue
-            if group.reducer.requires_gradient_sync:
+            if group.settings.requires_gradient_sync:
                 group.reduce()
                 self.iteration.reduced = True
             else:
@@ -365,7 +331,7 @@ class FSDPRoot:
     def reduce_shared(self, *, only_keeps: bool = False) -> None:
         """`reduce_or_keep` the shared groups that the backward, which is over, has come to. Collective."""
         for group in self.shared:
-            if only_keeps and group.reducer.requires_gradient_sync:
+            if only_keeps and group.settings.requires_gradient_sync:
                 continue
             if group.took_part or group.reducer.is_due():
                 group.took_part = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp2 import _torch
@@ -15,7 +14,8 @@ from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.group_plan import ModelPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.root import FSDPRoot, RootSettings
+from fsdp2.runtime.root import FSDPRoot
+from fsdp2.runtime.settings import RootSettings, described
 
 
 def refuse_unowned_parameters(
@@ -66,49 +66,32 @@ def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: R
 
     A line for each state, group and for the root, of what is not as it is by default.
     """
-    lines = [_line("root", vars_of(root, ("is_last_backward", "finalizes_manually", "prefetch_bytes")), _ROOT)]
+    lines = [_line("root", described(root, without=("pools_memory",)))]  # which each rank may have as it likes
     for state in states:
-        found = vars_of(state, ("reshard_after_forward", "reshard_after_backward", "is_captured"))
-        found["forward_prefetch"] = _names(state.forward_prefetch)
-        found["backward_prefetch"] = _names(state.backward_prefetch)
-        lines.append(_line(f"module '{state.name}'", found, _STATE))
+        values = {name: getattr(state, name) for name in _STATE}
+        found = {name: str(value) for name, value in values.items() if value != _STATE[name]}
+        found |= _prefetch_of(state)
+        lines.append(_line(f"module '{state.name}'", found))
     for group in groups:
-        reducer, post_forward = group.reducer, group.storage.post_forward
-        found = vars_of(reducer, tuple(_REDUCER)) | vars_of(group, ("gathers_on_compute", "unshards_in_backward"))
-        if isinstance(reducer.denominator, torch.Tensor):
-            found["denominator"] = "a tensor"
-        found["all_reduce_hook"] = None if reducer.all_reduce_hook is None else "set"
-        found["scatter_group"] = None if reducer.scatter_group is None else "a process group of its own"
-        found["custom"] = None if reducer.custom is None else type(reducer.custom).__name__
-        found["custom_all_gather"] = None if group.storage.custom is None else type(group.storage.custom).__name__
-        found["only_sums"] = reducer.only_sums and group.mesh.device.type != "mtia"
-        found["ranks_after_forward"] = None if post_forward is None else post_forward.mesh.shard_size
-        lines.append(_line(f"group '{group.name}'", found, _GROUP))
+        found, post_forward = described(group.settings, without=_OF_THIS_RANK), group.storage.post_forward
+        if post_forward is not None:
+            found["ranks_after_forward"] = str(post_forward.mesh.shard_size)
+        lines.append(_line(f"group '{group.name}'", found))
     return tuple(line for line in lines if line)
 
 
-_ROOT = {"is_last_backward": True, "finalizes_manually": False}
-_STATE = {"reshard_after_backward": True, "is_captured": True}
-_REDUCER = {
-    "requires_gradient_sync": True,
-    "requires_all_reduce": True,
-    "divide_factor": None,
-    "denominator": None,
-    "max_pending": 1,
-    "zeros_for_unused": False,
-}
-_GROUP = _REDUCER | {"only_sums": False, "gathers_on_compute": False, "unshards_in_backward": True}
-"""What settings are by default; None if they are in none of these."""
+_OF_THIS_RANK = ("keeps_unsharded_storage", "all_reduce_hook_stream")
+_STATE = {"reshard_after_forward": None, "reshard_after_backward": True, "is_captured": True}
+"""What is set on states, as it is by default."""
 
 
-def vars_of(owner: object, names: Sequence[str]) -> dict[str, Any]:
-    """The attributes ``names`` of ``owner``."""
-    return {name: getattr(owner, name) for name in names}
+def _line(what: str, found: dict[str, str]) -> str:
+    return f"{what}: set {', '.join(f'{name}={value}' for name, value in found.items())}" if found else ""
 
 
-def _line(what: str, found: dict[str, Any], default: dict[str, Any]) -> str:
-    other = [f"{name}={value}" for name, value in found.items() if value != default.get(name)]
-    return f"{what}: set {', '.join(other)}" if other else ""
+def _prefetch_of(state: Any) -> dict[str, str]:
+    names = {name: _names(getattr(state, name)) for name in ("forward_prefetch", "backward_prefetch")}
+    return {name: value for name, value in names.items() if value is not None}
 
 
 def _names(prefetch: Any) -> str | None:
@@ -154,8 +137,8 @@ def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
         raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
     root.comm.refuse_unfinished_handle("finalize_backward()")
     for group in root.groups:
-        reducer = group.reducer
-        stops_early = reducer.requires_gradient_sync and not reducer.requires_all_reduce and reducer.is_due()
+        reducer, settings = group.reducer, group.settings
+        stops_early = settings.requires_gradient_sync and not settings.requires_all_reduce and reducer.is_due()
         if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
             raise FSDPRuntimeError(
                 f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from fsdp2.runtime.hooks import (
 )
 from fsdp2.runtime.misuse import refuse_inside_of_a_pass
 from fsdp2.runtime.module_hooks import STATE, ModuleHooks
-from fsdp2.runtime.root import FSDPRoot, RootSettings, SharedComm, Unit
+from fsdp2.runtime.root import FSDPRoot, SharedComm, Unit
 from fsdp2.runtime.root_checks import (
     refuse_disagreement,
     refuse_list_as_root,
@@ -33,6 +34,7 @@ from fsdp2.runtime.root_checks import (
     refuse_unowned_parameters,
     settings_of,
 )
+from fsdp2.runtime.settings import RootSettings
 from fsdp2.runtime.torch_view import attribute_of
 from fsdp2.runtime.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
 from fsdp2.runtime.untraced import UNTRACED
@@ -117,7 +119,9 @@ class FSDPState(CopyableState):
         self.roots: list[FSDPRoot] = []
         self.own_root: FSDPRoot | None = None
         self.is_root = False
-        self.settings = RootSettings()
+        self._root_settings = RootSettings()
+        self.post_optim_event: Any = None
+        self.shared_comm: SharedComm | None = None
         self.reshard_after_forward = arguments.reshard_after_forward[0]
         self.reshard_after_backward: bool | None = True
         self.forward_prefetch: Prefetch = None
@@ -196,8 +200,9 @@ class FSDPState(CopyableState):
         for group in groups:
             if group.plan is None or group.comm is not shared.comm:
                 group.prepare(shared.comm)
-        refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.settings))
-        root = FSDPRoot(self.class_name, shared.comm, groups, self.settings)
+        refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.root_settings))
+        root = FSDPRoot(self.class_name, shared, groups, self._root_settings)
+        root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         root.on_backward_end = self._end_backward
         root.on_backward_pause = self._pause_backward
         root.on_forward_failure = self._end_rounds
@@ -221,14 +226,27 @@ class FSDPState(CopyableState):
     @property
     def _comm_ctx(self) -> SharedComm:
         """What roots that share a communication context have in common (torch's pipelining compares it)."""
-        settings = self.settings if self.root is None else self.root.settings
-        if settings.comm is None:
-            settings.comm = SharedComm()
-        return settings.comm
+        if self.root is not None:
+            return self.root.shared_comm
+        if self.shared_comm is None:
+            self.shared_comm = SharedComm()
+        return self.shared_comm
+
+    @property
+    def root_settings(self) -> RootSettings:
+        """What was set here that counts if this is the root."""
+        return self._root_settings if self.own_root is None else self.own_root.settings
+
+    def configure_root(self, **changes: Any) -> None:
+        """Change settings of the root that this state belongs to, or may become."""
+        if self.root is None:
+            self._root_settings = dataclasses.replace(self._root_settings, **changes)
+        else:
+            self.root.settings = dataclasses.replace(self.root.settings, **changes)
 
     def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
         for state, name in names.items():
-            setter = None if state is self else state.settings.setter_called()
+            setter = None if state is self else state.root_settings.setter_called()
             if setter is not None:
                 raise FSDPRuntimeError(
                     f"{setter} was called on '{name}' ({state.class_name}), which is not the root; call it on the "
@@ -565,7 +583,7 @@ class FSDPState(CopyableState):
         iteration = root.iteration
         if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
             for group in self.unit:
-                if not group.users and (group.reducer.requires_gradient_sync if reshards is None else reshards):
+                if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
         if reduces:
             root.reduce_or_keep(self._own)
@@ -611,7 +629,7 @@ class FSDPState(CopyableState):
         for state in self.states:
             if not state._in_backward:
                 continue
-            if any(group.reducer.requires_gradient_sync for group in state._own):
+            if any(group.settings.requires_gradient_sync for group in state._own):
                 state._in_backward, state._awaits_finalization = False, True
             else:
                 state.end_module_backward(reduces=True)
@@ -620,6 +638,7 @@ class FSDPState(CopyableState):
 
     def _forget_root(self) -> None:
         if self.own_root is not None:
+            self._root_settings, self.shared_comm = self.own_root.settings, self.own_root.shared_comm
             release(self.own_root, self.states)
             self.states = ()
 

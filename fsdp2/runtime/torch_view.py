@@ -218,22 +218,22 @@ class GroupView(_View):
     @property
     def gradient_divide_factor(self) -> float | None:
         """What `set_gradient_divide_factor` has set."""
-        return self._group.reducer.divide_factor
+        return self._group.settings.divide_factor
 
     @property
     def force_sum_reduction_for_comms(self) -> bool:
         """What `set_force_sum_reduction_for_comms` has set."""
-        return self._group.reducer.only_sums
+        return self._group.settings.only_sums
 
     @property
     def reduce_grads(self) -> bool:
         """What `set_requires_gradient_sync` has set."""
-        return self._group.reducer.requires_gradient_sync
+        return self._group.settings.requires_gradient_sync
 
     @property
     def all_reduce_grads(self) -> bool:
         """What `set_requires_all_reduce` has set."""
-        return self._group.reducer.requires_all_reduce
+        return self._group.settings.requires_all_reduce
 
     @property
     def reshard_after_backward(self) -> bool:
@@ -243,7 +243,7 @@ class GroupView(_View):
     @property
     def unshard_in_backward(self) -> bool:
         """What `set_unshard_in_backward` has set."""
-        return self._group.unshards_in_backward
+        return self._group.settings.unshards_in_backward
 
     @property
     def is_sharded(self) -> bool:

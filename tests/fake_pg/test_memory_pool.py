@@ -359,7 +359,7 @@ def test_wrong_uses_are_refused() -> None:
         model[0].set_communication_memory_pool(False)
         with pytest.raises(FSDPRuntimeError, match=r"set_communication_memory_pool was called on '0' .* on the root"):
             model(torch.ones(2, 16))
-        model[0]._get_fsdp_state().settings.pools_memory = None
+        model[0]._get_fsdp_state().configure_root(pools_memory=None)
         model(torch.ones(2, 16))
         with pytest.raises(FSDPRuntimeError, match="must be called on the root, Sequential, not on '0'"):
             model[0].set_communication_memory_pool(False)

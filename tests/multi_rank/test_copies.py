@@ -309,15 +309,15 @@ def test_what_setters_have_set(way: str) -> None:
             loss_on(TRANSFORMER, each, 0, dist.get_rank())
         states = [state_of(module) for module in (each, *each.blocks)]
         root, *blocks = states
-        assert root.unit[0].reducer.divide_factor == 5.0 and blocks[0].unit[0].reducer.divide_factor is None
+        assert root.unit[0].settings.divide_factor == 5.0 and blocks[0].unit[0].settings.divide_factor is None
         assert not blocks[0].reshard_after_backward and blocks[1].reshard_after_forward is False
         assert blocks[0].forward_prefetch == (blocks[1].unit, blocks[2].unit)
         assert blocks[2].backward_prefetch == (blocks[1].unit,)
         assert blocks[1].forward_prefetch is None
         assert all(
-            state.unit[0].reducer.zeros_for_unused and state.unit[0].reducer.max_pending == 3 for state in states
+            state.unit[0].settings.zeros_for_unused and state.unit[0].settings.max_pending == 3 for state in states
         )
-        assert not root.settings.is_last_backward
+        assert not root.root_settings.is_last_backward
     part(torch.ones(2, 3, 32))
     assert state_of(part).forward_prefetch is None  # they are not part of the copy
 

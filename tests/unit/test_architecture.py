@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MAX_LINES = 700  # a question, not a failure: one file holds one concept, whole
 
 # Folders stand on each other in this order, and so do the files of a folder.
 LAYERS = {
@@ -53,6 +52,7 @@ LAYERS = {
     ),
     "comm": ("comm_context", "primitives", "peers", "announce", "collectives", "whole"),
     "runtime": (
+        "settings",
         "reducer",
         "param_group",
         "schedule",
@@ -92,9 +92,6 @@ LAYERS = {
         "clip_grad",
     ),
     "modules": (
-        "module_comm",
-        "communicating",
-        "prefetching",
         "handles",
         "forward_methods",
         "module_copies",
@@ -200,8 +197,7 @@ def test_private_names_of_torch_stay_in_two_files(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_files_are_short_and_say_what_they_are(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_files_say_what_they_are(path: Path) -> None:
     assert ast.get_docstring(parse(path)), "a module begins with a docstring"
 
 
@@ -235,12 +231,3 @@ def test_public_surface_is_documented() -> None:
 
 def test_contributing_fits_a_page() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 70
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted(path for folder in ("tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
-    ids=lambda path: path.relative_to(ROOT).as_posix(),
-)
-def test_other_files_are_short_too(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= MAX_LINES

@@ -165,7 +165,7 @@ def look(model: nn.Module) -> Any:
     """What a refused call must leave as it was."""
     states = states_below(model)
     groups = [group for state in states for group in state.unit]
-    settings = [settings_of([state], state.unit, state.settings) for state in states]
+    settings = [settings_of([state], state.unit, state.root_settings) for state in states]
     parameters = [(name, id(parameter), parameter._version) for name, parameter in model.named_parameters()]
     return [type(each) for each in model.modules()], parameters, settings, [group.phase for group in groups]
 
