@@ -2,7 +2,7 @@
 
     python -m benchmarks.primitives --ranks 4
 
-What `fsdp2/primitives.py` chooses by. Every rank is a process of one thread; repetitions of all forms are interleaved.
+What `fsdp2.comm.peers` chooses by. Every rank is a process of one thread; repetitions of all forms are interleaved.
 Printed for rank 0, per form: CPU milliseconds of all its threads / wall milliseconds, medians.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.ranks import on_ranks
 from benchmarks.tables import Table
-from fsdp2.comm import collectives
-from fsdp2.comm.primitives import Form
+from fsdp2.comm.peers import PeerToPeer
+from fsdp2.comm.transport import Native
 
 KIB = 1 << 10
 SIZES = (16 * KIB, 256 * KIB, 1024 * KIB, 4096 * KIB, 16384 * KIB, 65536 * KIB)
@@ -29,20 +29,20 @@ Exchange = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], None]
 """Of the whole (world_size * n,) and this rank's part (n,)."""
 
 
-def _gather(form: Form) -> Exchange:
+def _gather(transport: type[Native]) -> Exchange:
     def gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         works: list[dist.Work] = []
-        collectives.all_gather([(whole, part)], group, works, form=form)
+        transport(group).all_gather([(whole, part)], works)
         for work in works:
             work.wait()
 
     return gather
 
 
-def _scatter(form: Form) -> Exchange:
+def _scatter(transport: type[Native]) -> Exchange:
     def scatter(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         works: list[dist.Work] = []
-        collectives.reduce_scatter([(part, whole)], group, dist.ReduceOp.AVG, works, form=form)
+        transport(group).reduce_scatter([(part, whole)], dist.ReduceOp.AVG, works)
         for work in works:
             work.wait()
 
@@ -70,11 +70,11 @@ def _scatter_by_all_to_all(whole: torch.Tensor, part: torch.Tensor, group: dist.
 
 
 FORMS: dict[str, Exchange] = {
-    "gather: native": _gather(Form.NATIVE),
-    "gather: peers": _gather(Form.PEERS),
+    "gather: native": _gather(Native),
+    "gather: peers": _gather(PeerToPeer),
     "gather: broadcasts": _gather_by_broadcasts,
-    "scatter: native": _scatter(Form.NATIVE),
-    "scatter: peers": _scatter(Form.PEERS),
+    "scatter: native": _scatter(Native),
+    "scatter: peers": _scatter(PeerToPeer),
     "scatter: all-reduce": _scatter_by_all_reduce,
     "scatter: all-to-all": _scatter_by_all_to_all,
 }

@@ -1,5 +1,6 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
+import fsdp2.comm.peers  # noqa: F401  gloo's sends and receives, which take the place of its collectives
 from fsdp2 import optim
 from fsdp2.api import fully_shard
 from fsdp2.common import (

@@ -1,7 +1,9 @@
 """All-gather and reduce-scatter as sends and receives between all pairs of ranks, without a thread or a copy between.
 
 For backends whose own collectives do more than that: gloo's reduce-scatter sends twice what it must (it is an
-all-reduce) and clones its input, its all-gather goes through an output of its own.
+all-reduce) and clones its input, its all-gather goes through an output of its own. On 2, 4 and 8 ranks, 16 KiB to
+64 MiB: 0.3 to 0.9 of the CPU time of gloo's own all-gather, 0.4 to 0.75 of its reduce-scatter, and no clone of the
+gradients (``python -m benchmarks.primitives``).
 
 [Note: tags and what is abandoned]
 Every exchange over a process group has the next tag, the same on all ranks, which issue the same exchanges in the
@@ -12,6 +14,7 @@ is kept until a later one over the same group is done, for messages between two 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +22,11 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.comm import announce
+from fsdp2.comm.transport import OF_BACKENDS, Native, Works
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.buffers import Resizable
+from fsdp2.params.gather import Transfer
 from fsdp2.params.memory import MemoryPool
 
 _FIRST_TAG = 0x46000000
@@ -170,3 +176,52 @@ def reduce_scatter(
 def can_reduce(op: Any) -> bool:
     """Whether `reduce_scatter` knows ``op``."""
     return op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)  # type: ignore[comparison-overlap]
+
+
+class PeerToPeer(Native):
+    """Messages between all pairs of ranks; terms are added in rank order, in the dtype that travels.
+
+    Messages are told apart by their tags, so a rank's collectives may come in any order.
+    """
+
+    is_ordered = False
+    way = "peer to peer"
+
+    def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
+        """One work for each member."""
+        if works is None:
+            super().all_gather(members, works)
+            return
+        if _torch.count_dispatch_modes() or _torch.gathers_are_patched():
+            announce.all_gather(members, self.group)
+        for output, input in members:
+            all_gather(output, input, self.group, works)
+
+    def reduce_scatter(
+        self, members: Sequence[Transfer], op: Any, works: Works, memory: MemoryPool | None = None
+    ) -> None:
+        """One work for each member."""
+        if works is None or not can_reduce(op):
+            super().reduce_scatter(members, op, works)
+            return
+        if _torch.count_dispatch_modes() or _torch.reduce_scatters_are_patched():
+            announce.reduce_scatter(members, op, self.group)
+        for output, input in members:
+            reduce_scatter(output, input, op, self.group, works, memory)
+
+
+class _OfFakeGroups(Native):
+    """A fake group is taken for the gloo group that it stands for."""
+
+    is_ordered = False
+
+
+MAX_PEERS = 8
+"""Beyond, nothing was measured: a rank sends a message to every other, more of them and smaller ones."""
+
+
+def _for_few(few: type[Native]) -> Callable[[dist.ProcessGroup], Native]:
+    return lambda group: (few if group.size() <= MAX_PEERS else Native)(group)
+
+
+OF_BACKENDS["gloo"], OF_BACKENDS["fake"] = _for_few(PeerToPeer), _for_few(_OfFakeGroups)

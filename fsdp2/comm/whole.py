@@ -14,8 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.comm import collectives
-from fsdp2.comm.primitives import is_alone
+from fsdp2.comm.transport import transport_of
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.ownership import Region
@@ -43,7 +42,7 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
 
     Collective: all ranks of ``mesh`` must call it, with parts of the same tensors.
     """
-    if is_alone(mesh.shard_group):
+    if mesh.shard_size == 1:
         return [part.local.clone() for part in parts]
     shapes = [part.padded_shape(mesh.shard_size) for part in parts]
     offsets, end = _offsets(parts, shapes, mesh.shard_size)
@@ -54,7 +53,7 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
             slot = _slot(sent, offset, shape, part.local.dtype)
             (slot if dim is None else slot.narrow(dim, 0, part.local.shape[dim])).copy_(part.local)
     received = sent.new_empty(mesh.shard_size * end)
-    collectives.all_gather([(received, sent)], mesh.shard_group, None)
+    transport_of(mesh.shard_group, mesh.device).all_gather([(received, sent)], None)
     of_ranks = received.view(mesh.shard_size, end).unbind()
     wholes = []
     for part, shape, offset in zip(parts, shapes, offsets, strict=True):

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.collectives import Scaling
-from fsdp2.comm.primitives import is_alone
+from fsdp2.comm.scaling import Scaling
 from fsdp2.common import FSDPNotImplementedError
 from fsdp2.plan.layout import BufferLayout, GradientLayout
 
@@ -31,7 +30,7 @@ class Ranks:
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Ranks:
         """Those of ``group``."""
-        if group is None or is_alone(group):
+        if group is None or group.size() == 1:
             return cls("", 1)
         return cls(group.group_name, group.size())
 

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.comm import collectives
+from fsdp2.comm import agreement
 from fsdp2.comm.whole import Former, Part, unsharded_like, whole_tensors
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.modules.module import mix_out
@@ -137,7 +137,7 @@ def _refuse_group(group: FSDPParamGroup) -> None:
         for param in group.params
     ]
     text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines])
-    difference = collectives.disagreement(fingerprint(text), text, group.mesh.shard_group, group.mesh.device)
+    difference = agreement.disagreement(fingerprint(text), text, group.mesh.shard_group, group.mesh.device)
     if difference is not None:
         raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
 

@@ -13,7 +13,7 @@ backward would take the next all-gather for an in-place modification of a saved 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +21,9 @@ from fsdp2 import _torch
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import BufferLayout, Partition
+
+Allocate = Callable[..., torch.Tensor]
+"""``(size, *, dtype, device)`` to a contiguous buffer, of a custom collective."""
 
 
 def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:

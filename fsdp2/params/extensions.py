@@ -29,8 +29,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.params.buffers import Resizable, on_the_wire, storage_alias
-from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.buffers import Allocate, Resizable, on_the_wire, storage_alias
 from fsdp2.params.gather import Transfer
 from fsdp2.params.param import FSDPParam, is_subclass
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
@@ -124,7 +123,7 @@ class _Staged:
         members: none if there is nothing to send.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, custom: AllGather | None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, allocate: Allocate | None) -> None:
         self._places, offset = [], 0
         for tensor in tensors:
             nbytes = tensor.numel() * tensor.element_size()
@@ -134,8 +133,8 @@ class _Staged:
         dtypes = {tensor.dtype for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         world_size, numel = mesh.shard_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
-        if custom is not None:
-            staging = custom.allocate((world_size * numel,), dtype=dtype, device=mesh.device)
+        if allocate is not None:
+            staging = allocate((world_size * numel,), dtype=dtype, device=mesh.device)
             send = staging[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
         else:
             staging = torch.empty(world_size * numel, dtype=dtype, device=mesh.device)
@@ -168,15 +167,15 @@ class ExtensionGather:
 
     Attributes:
         params: these parameters.
-        custom: takes the place of the all-gather, and allocates its buffers.
+        allocate: where the buffers come from, if the all-gather says it.
         keeps_memory: whether `free` leaves the unsharded tensors their memory.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, custom: AllGather | None) -> None:
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, allocate: Allocate | None) -> None:
         self.params = tuple(params)
         self.keeps_memory = False
         self._mesh = mesh
-        self.custom = custom
+        self.allocate = allocate
         self._extended = [_Extended(param) for param in params]
         self._staged: _Staged | None = None
         for each in self._extended:
@@ -193,7 +192,7 @@ class ExtensionGather:
         """
         inputs = [self._inputs_of(each) for each in self._extended]
         self._refuse_other_sizes(inputs)
-        self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.custom)
+        self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.allocate)
         return self._staged.members
 
     def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
@@ -202,8 +201,8 @@ class ExtensionGather:
             for output in each.outputs:
                 output.allocate()
         rests = [rest.flat for each in self._extended for rest in each.rests]
-        if self.custom is not None:  # which gathers in memory of its own
-            self._staged = _Staged(rests, neighbours, self.custom)
+        if self.allocate is not None:  # which gathers in memory of its own
+            self._staged = _Staged(rests, neighbours, self.allocate)
             return self._staged.members
         pairs = zip(self._aliases(), rests, strict=True)
         return [(on_the_wire(alias), on_the_wire(rest)) for alias, rest in pairs if rest.numel()]

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.buffers import DtypeBuffers, Resizable, on_the_wire
-from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.buffers import Allocate, DtypeBuffers, Resizable, on_the_wire
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.wider_dtype import view_as_wider_dtype
 from fsdp2.plan.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
@@ -67,26 +66,26 @@ class Gather:
     """
 
     def __init__(
-        self, sources: Sequence[Source], world_size: int, rank: int, device: torch.device, custom: AllGather | None
+        self, sources: Sequence[Source], world_size: int, rank: int, device: torch.device, allocate: Allocate | None
     ) -> None:
         self._sources = tuple(sources)
         self._world_size = world_size
         self._rank = rank
-        self._custom = custom
+        self._allocate = allocate
         self._device = device
         self._packed = [source for source in self._sources if source.layout.packed_numel]
         self._joins = len(self._packed) > 1
         self._heads, head_bytes = self._offsets(self._packed)
         sends_head = self._joins or any(not source.is_sent_as_it_lies for source in self._packed)
-        self._copies_head = sends_head or (custom is not None and bool(self._packed))
+        self._copies_head = sends_head or (allocate is not None and bool(self._packed))
         tails = [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
         # The head of the send buffer is what is packed, then come the direct slots of sources that must be copied.
         self._tails, tail_bytes = self._offsets(tails, tail=True)
-        own_head = head_bytes if sends_head and custom is None else 0
+        own_head = head_bytes if sends_head and allocate is None else 0
         self._head_bytes, self._send_head_bytes = head_bytes, own_head
         self._send = Resizable(torch.empty(own_head + tail_bytes, dtype=torch.uint8, device=device))
         self._staging = Resizable(
-            torch.empty(0 if custom is not None else world_size * head_bytes, dtype=torch.uint8, device=device)
+            torch.empty(0 if allocate is not None else world_size * head_bytes, dtype=torch.uint8, device=device)
         )
         self._temporary = [buffer for buffer in (self._send, self._staging) if buffer.nbytes]
         self._has_memory = True
@@ -98,7 +97,7 @@ class Gather:
         self._copy_out_sources: list[torch.Tensor] = []
         self._copy_out_destinations: list[torch.Tensor] = []
         self.members: tuple[Transfer, ...] = ()
-        if custom is None:
+        if allocate is None:
             self._bind(self._staging.flat, self._send.flat[:own_head])
 
     @staticmethod
@@ -211,16 +210,16 @@ class Gather:
         self._memory = memory
         for buffer in self._temporary:
             buffer.allocate(memory)
-        if self._has_direct or self._custom is not None:
+        if self._has_direct or self._allocate is not None:
             self._allocate_unsharded()
-        if self._custom is not None and self._packed:
-            self._borrow(self._custom)
+        if self._allocate is not None and self._packed:
+            self._borrow(self._allocate)
 
-    def _borrow(self, custom: AllGather) -> None:
+    def _borrow(self, allocate: Allocate) -> None:
         dtype = torch.uint8 if self._joins else self._packed[0].unsharded.dtype
         numel = self._head_bytes // dtype.itemsize
         size = (self._world_size * numel,)
-        staging = custom.allocate(size, dtype=dtype, device=self._device).view(torch.uint8)
+        staging = allocate(size, dtype=dtype, device=self._device).view(torch.uint8)
         self._bind(staging, staging[self._rank * self._head_bytes : (self._rank + 1) * self._head_bytes])
 
     def _allocate_unsharded(self) -> None:
@@ -237,7 +236,7 @@ class Gather:
             return
         self._sent_version = None
         _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
-        if self._custom is None:
+        if self._allocate is None:
             self._sent_version = version
 
     def forget(self) -> None:
@@ -251,7 +250,7 @@ class Gather:
 
         On the stream that gathered, so that freeing needs no wait.
         """
-        if not self._has_direct and self._custom is None:
+        if not self._has_direct and self._allocate is None:
             self._allocate_unsharded()  # not before: while it is in flight, a gather holds its staging buffer only
         if self._copy_out_sources:
             _torch.foreach_copy(self._copy_out_destinations, self._copy_out_sources)
@@ -265,7 +264,7 @@ class Gather:
         for buffer in self._temporary:
             if buffer is not self._send or self._sent_version is None:
                 buffer.free()
-        if self._custom is not None:  # what was borrowed goes back with the last view of it
+        if self._allocate is not None:  # what was borrowed goes back with the last view of it
             self.members = ()
             self._copy_in_sources, self._copy_in_destinations = [], []
             self._copy_out_sources, self._copy_out_destinations = [], []

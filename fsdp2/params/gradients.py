@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.params.buffers import Offloading, Resizable, storage_alias
-from fsdp2.params.custom_comm import ReduceScatter
+from fsdp2.params.buffers import Allocate, Offloading, Resizable, storage_alias
 from fsdp2.params.gather import Transfer
 from fsdp2.params.gradient_buffer import GradientBuffer
 from fsdp2.params.host_sums import HostSum
@@ -178,7 +177,7 @@ class GradientBucket:
         gradients: list[torch.Tensor | None],
         *,
         in_place: bool,
-        custom: ReduceScatter | None,
+        allocate: Allocate | None,
         memory: MemoryPool | None = None,
         lets_go: bool = False,
     ) -> PackedGradients:
@@ -192,8 +191,8 @@ class GradientBucket:
         layout, world_size = self.layout, self._world_size
         numel = layout.numel
         pooled: list[Resizable] = []
-        if custom is not None:
-            output = custom.allocate((numel,), dtype=self.dtype, device=self._device)
+        if allocate is not None:
+            output = allocate((numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
             output = self._delivery_flat(memory)
         else:
@@ -230,8 +229,8 @@ class GradientBucket:
         if missing:
             packing[-1] = self._without(packing[-1], missing)
         size = world_size * layout.packed_numel
-        if custom is not None:
-            packed = custom.allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+        if allocate is not None:
+            packed = allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
         elif memory is not None:
             packed = self._empty(size, memory, pooled).view(world_size, -1)
         else:
@@ -240,7 +239,7 @@ class GradientBucket:
         members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
-        return PackedGradients(members, output, delivered, missing, gradients, custom is not None, pooled)
+        return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, pooled)
 
     def _empty(self, numel: int, memory: MemoryPool | None, pooled: list[Resizable]) -> torch.Tensor:
         """(numel,) in the dtype that travels; ``pooled`` has it, if it is from a pool."""

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.params.buffers import DtypeBuffers, Resizable, in_memory_order, storage_alias
-from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.buffers import Allocate, DtypeBuffers, Resizable, in_memory_order, storage_alias
 from fsdp2.params.gather import Gather, Source
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import Partition
@@ -39,7 +38,7 @@ class PostForwardShards:
         self._params: list[FSDPParam] = []
         self._versions: list[tuple[int, int]] = []
 
-    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, custom: AllGather | None) -> None:
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
@@ -58,7 +57,7 @@ class PostForwardShards:
                 param.rest_as(self._parameter(local, param, partition))
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
-        self.set_custom(custom, device)
+        self.set_allocate(allocate, device)
         self.free()
 
     def let_go(self) -> None:
@@ -66,14 +65,14 @@ class PostForwardShards:
         self._parts, self._copies, self._params, self._sources, self._versions = [], [], [], [], []
         self.gather = None
 
-    def set_custom(self, custom: AllGather | None, device: torch.device) -> None:
-        """Gather with ``custom`` from now on. The unsharded buffers have memory."""
+    def set_allocate(self, allocate: Allocate | None, device: torch.device) -> None:
+        """Let the buffers of gathers come from ``allocate`` from now on. The unsharded buffers have memory."""
         sources, empty = self._sources, [part for part in self._parts if not part.storage.nbytes()]
-        if custom is not None:
+        if allocate is not None:
             sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
         for part in empty:
             part.allocate()
-        self.gather = Gather(sources, self.mesh.shard_size, self.mesh.shard_rank, device, custom)
+        self.gather = Gather(sources, self.mesh.shard_size, self.mesh.shard_rank, device, allocate)
         self.gather.free()
         for part in empty:
             part.free()

@@ -12,8 +12,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.params.buffers import DtypeBuffers, Offloading
-from fsdp2.params.custom_comm import AllGather
+from fsdp2.params.buffers import Allocate, DtypeBuffers, Offloading
 from fsdp2.params.extensions import ExtensionGather, is_extended
 from fsdp2.params.gather import Gather, Source, Transfer
 from fsdp2.params.param import FSDPParam
@@ -28,14 +27,14 @@ class GroupStorage:
 
     Attributes:
         offloading: where shards live.
-        custom: takes the place of the all-gather, and allocates its buffers; everything then travels packed.
+        allocate: where the buffers of gathers come from, if these say it; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
     """
 
     def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, offloading: Offloading) -> None:
         self.offloading = offloading
-        self.custom: AllGather | None = None
+        self.allocate: Allocate | None = None
         self.post_forward: PostForwardShards | None = None
         self.caches_shards = any(param.policy.cache_shards for param in params)
         self._params = tuple(params)
@@ -117,11 +116,11 @@ class GroupStorage:
             buffers.keeps_memory = self._keeps_memory
         self._gather = self._make_gather()
         if self.post_forward is not None:
-            self.post_forward.prepare(self._buffers, mesh.device, self.custom)
+            self.post_forward.prepare(self._buffers, mesh.device, self.allocate)
         self._gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
-        self._extensions = ExtensionGather(self._extended, mesh, self.custom) if self._extended else None
+        self._extensions = ExtensionGather(self._extended, mesh, self.allocate) if self._extended else None
         for param in self._extended:
             param.post_forward = None
         if self._extensions is not None:
@@ -131,15 +130,15 @@ class GroupStorage:
     def _make_gather(self) -> Gather:
         """The gather from the shards; the unsharded buffers have memory."""
         sources = [
-            Source(buffers, buffers.shard, buffers.layout if self.custom is None else buffers.layout.all_packed())
+            Source(buffers, buffers.shard, buffers.layout if self.allocate is None else buffers.layout.all_packed())
             for buffers in self._buffers
         ]
         mesh = self._mesh
-        return Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, self.custom)
+        return Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, self.allocate)
 
-    def set_custom(self, comm: AllGather | None) -> None:
-        """Gather with ``comm`` from now on. Nothing moves, and unsharded parameters stay: none is being gathered."""
-        self.custom = comm
+    def set_allocate(self, allocate: Allocate | None) -> None:
+        """Let the buffers of gathers come from there from now on. Unsharded parameters stay: none is being gathered."""
+        self.allocate = allocate
         if self._gather is None:
             return
         empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
@@ -148,11 +147,11 @@ class GroupStorage:
         self._gather = self._make_gather()
         self._gather.free()
         if self.post_forward is not None:
-            self.post_forward.set_custom(comm, self._mesh.device)
+            self.post_forward.set_allocate(allocate, self._mesh.device)
         for buffers in empty:
             buffers.free()
         if self._extensions is not None:
-            self._extensions.custom = comm
+            self._extensions.allocate = allocate
 
     # -- one gather
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm import collectives
 from fsdp2.comm.comm_context import CommHandle, FSDPCommContext
-from fsdp2.comm.primitives import Form, form_of
+from fsdp2.comm.transport import Alone, Transport, transport_of
 from fsdp2.common import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase
 from fsdp2.params.buffers import Offloading
 from fsdp2.params.param import FSDPParam
@@ -82,7 +81,8 @@ class FSDPParamGroup:
         self._gathered_writes = 0
         self._reuses = False  # the gather under way may send what was cast for an earlier one
         self._registrations = Registrations(self.params)
-        self._form = Form.NATIVE
+        self._transport: Transport = Alone()
+        self._transport_among_neighbours: Transport = self._transport
         for param in self.params:
             param.group = self
         self._lay_out()
@@ -126,12 +126,18 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
-        self._form = form_of(self.mesh.shard_group)
         self.reducer.lay_out(self.params)
         buffers, extended = self.storage.plans()
         gradients = tuple(GradientsPlan(bucket.dtype, bucket.layout) for bucket in self.reducer.buckets)
-        ranks = f"{self.mesh}, peer to peer" if self._form is Form.PEERS else str(self.mesh)
+        self._bind_transports()
+        ranks = ", ".join(filter(None, (str(self.mesh), transport_of(self.mesh.shard_group, self.mesh.device).way)))
         self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
+
+    def _bind_transports(self) -> None:
+        custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
+        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom)
+        if post_forward is not None:
+            self._transport_among_neighbours = transport_of(post_forward.mesh.shard_group, self.mesh.device, custom)
 
     def refuse_settings(self, settings: GroupSettings) -> None:
         """Refuse what this group cannot do, or not now.
@@ -170,7 +176,9 @@ class FSDPParamGroup:
         self.reducer.configure(settings)
         if settings.custom_all_gather is not before.custom_all_gather:
             with torch.inference_mode(False):
-                self.storage.set_custom(settings.custom_all_gather)
+                custom = settings.custom_all_gather
+                self.storage.set_allocate(None if custom is None else custom.allocate)
+            self._bind_transports()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)
 
@@ -373,10 +381,6 @@ class FSDPParamGroup:
     def _issue_all_gather(self) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
         device, storage = self.comm.device, self.storage
-        group, form = self.mesh.shard_group, self._form
-        if self._resumes and storage.post_forward is not None:
-            group = storage.post_forward.mesh.shard_group
-            form = form_of(group)
         as_works = not device.has_streams or self.settings.gathers_on_compute
         stream = device.current_stream() if self.settings.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
@@ -389,8 +393,9 @@ class FSDPParamGroup:
             if storage.offloading.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
             works = self._handle.works if as_works else None
-            is_async = self._user_initiated or self.settings.gathers_on_compute
-            collectives.all_gather(members, group, works, storage.custom, is_async, form)
+            user_waits = self._user_initiated or self.settings.gathers_on_compute
+            transport = self._transport if not self._resumes else self._transport_among_neighbours
+            transport.all_gather(members, works, user_waits)
             self._issuing = False
             if not as_works:
                 self._copy_out()

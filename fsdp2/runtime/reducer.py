@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.comm import collectives
-from fsdp2.comm.collectives import Scaling
+from fsdp2.comm import transport
 from fsdp2.comm.comm_context import CommHandle, FSDPCommContext, PendingReduce
-from fsdp2.comm.primitives import Form, form_of, must_be_ordered
+from fsdp2.comm.scaling import Scaling
+from fsdp2.comm.transport import Alone, Transport, transport_of
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
 from fsdp2.params.buffers import Offloading
 from fsdp2.params.gather import Transfer
@@ -91,7 +91,7 @@ class GradientReducer:
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
-        self._form = Form.NATIVE
+        self._transport: Transport = Alone()
 
     # -- what is reduced
 
@@ -120,7 +120,8 @@ class GradientReducer:
                 bucket.take_partial(before[bucket.dtype])
         self.buckets = buckets
         self.large = _large_ones(trainable)
-        self.is_ordered = must_be_ordered(self.group)
+        self._transport = transport_of(self.group, self._mesh.device, self.settings.custom_reduce_scatter)
+        self.is_ordered = transport_of(self.group, self._mesh.device).is_ordered
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -128,7 +129,6 @@ class GradientReducer:
         if self.settings.zeros_for_unused:
             self.refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
-        self._form = form_of(self.group)
         settings = self.settings
         for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
             bucket.expect_divisor(
@@ -137,8 +137,8 @@ class GradientReducer:
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
-        is_custom = self.settings.custom_reduce_scatter is not None
-        may_travel_alone = not is_custom and self._scaling(dtype).before == 1.0
+        allocates = self.settings.custom_reduce_scatter is not None
+        may_travel_alone = not allocates and self._scaling(dtype).before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
         layout = GradientLayout.build(
@@ -153,7 +153,7 @@ class GradientReducer:
             ],
             world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
-            region_threshold_bytes=math.inf if is_custom else DIRECT_THRESHOLD_BYTES,
+            region_threshold_bytes=math.inf if allocates else DIRECT_THRESHOLD_BYTES,
         )
         return GradientBucket(
             params,
@@ -314,9 +314,7 @@ class GradientReducer:
         ends_here = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
         works = None if device.has_streams else handle.works
-        group = self._mesh.shard_group if self.scatter_group is None else self.scatter_group
         in_place, memory = not (ends_here or keeps), comm.reduce_memory
-        custom = self.settings.custom_reduce_scatter
         with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
             sent = [
                 _Sent(
@@ -324,7 +322,7 @@ class GradientReducer:
                     bucket.pack(
                         gradients,
                         in_place=in_place,
-                        custom=custom,
+                        allocate=self._transport.allocate,
                         memory=memory,
                         lets_go=not device.has_streams,
                     ),
@@ -334,7 +332,7 @@ class GradientReducer:
             ]
             pending.held = sent
             for op, members in _launches(sent):
-                collectives.reduce_scatter(members, group, op, works, custom, self._form, memory)
+                self._transport.reduce_scatter(members, op, works, memory)
             if device.has_streams:
                 self._settle_partial(sent, ends_here)
             else:  # what was packed has been read
@@ -384,7 +382,7 @@ class GradientReducer:
         group = self._mesh.replicate_group
         if group is not None and group.size() > 1:
             for each in sent:
-                collectives.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
+                transport.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
 
     def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext, keeps: bool) -> Any:
         """Everything after the reduce-scatter, issued at once. Returns the event that ends it."""

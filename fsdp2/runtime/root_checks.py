@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.comm import collectives
+from fsdp2.comm import agreement
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.param import FSDPParam, fsdp_param_of
 from fsdp2.plan.group_plan import ModelPlan
@@ -113,7 +113,7 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
         plans = (group.plan for group in groups if group.plan is not None and group.mesh.key == key)
         plan = ModelPlan(tuple(plans), settings)
         for process_group in (each.shard_group, each.replicate_group):
-            difference = collectives.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
+            difference = agreement.disagreement(plan.fingerprint(), str(plan), process_group, each.device)
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "

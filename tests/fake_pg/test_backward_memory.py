@@ -20,7 +20,7 @@ from benchmarks.memory import StepMemory, measure_step_memory
 from benchmarks.models import LARGE_PARAMETERS, ModelSpec
 from benchmarks.step import Trainer
 from fsdp2 import fully_shard
-from fsdp2.comm import collectives
+from fsdp2.comm.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import gathered_first, groups_of
 
@@ -117,14 +117,14 @@ def backward_trace(model: nn.Module) -> Iterator[list[str]]:
     trace: list[str] = []
     groups = groups_of(model)
     names = {id(gathered_first(group)): group.name for group in groups}
-    gather, reduce = collectives.all_gather, collectives.reduce_scatter
+    gather, reduce = Native.all_gather, Native.reduce_scatter
 
     def traced(kind: str, issue: Callable[..., None]) -> Callable[..., None]:
-        def issued(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def issued(transport, members, *args, **kwargs):  # type: ignore[no-untyped-def]
             name = names.get(id(members[0][0])) if kind == "gather" else None
             in_flight = " beside a reduction" if kind == "gather" and groups[0].comm.is_reducing else ""  # type: ignore[union-attr]
             trace.append(f"gather {name}{in_flight}" if name else kind)
-            issue(members, *args, **kwargs)
+            issue(transport, members, *args, **kwargs)
 
         return issued
 
@@ -134,8 +134,8 @@ def backward_trace(model: nn.Module) -> Iterator[list[str]]:
         for param in group.params
     ]
     with (
-        mock.patch.object(collectives, "all_gather", traced("gather", gather)),
-        mock.patch.object(collectives, "reduce_scatter", traced("reduce", reduce)),
+        mock.patch.object(Native, "all_gather", traced("gather", gather)),
+        mock.patch.object(Native, "reduce_scatter", traced("reduce", reduce)),
     ):
         yield trace
     for handle in handles:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
-from fsdp2.comm import collectives
+from fsdp2.comm.transport import Native
 from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES
 from fsdp2.runtime.state import state_of, states_below
 from tests.harness import fake_world
@@ -140,18 +140,18 @@ def launches(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     """A trace of launches and of the compute of every sharded module, in the order of issue."""
     trace: list[str] = []
     owner = {id(gathered_first(group)): group.name for group in groups_of(model)}
-    gather, reduce = collectives.all_gather, collectives.reduce_scatter
+    gather, reduce = Native.all_gather, Native.reduce_scatter
 
-    def traced_gather(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def traced_gather(transport, members, *args, **kwargs):  # type: ignore[no-untyped-def]
         trace.append(f"gather {owner[id(members[0][0])]}")
-        return gather(members, *args, **kwargs)
+        return gather(transport, members, *args, **kwargs)
 
-    def traced_reduce(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def traced_reduce(transport, members, *args, **kwargs):  # type: ignore[no-untyped-def]
         trace.append("reduce")
-        return reduce(members, *args, **kwargs)
+        return reduce(transport, members, *args, **kwargs)
 
-    monkeypatch.setattr(collectives, "all_gather", traced_gather)
-    monkeypatch.setattr(collectives, "reduce_scatter", traced_reduce)
+    monkeypatch.setattr(Native, "all_gather", traced_gather)
+    monkeypatch.setattr(Native, "reduce_scatter", traced_reduce)
     handles = []
     for state in states_below(model):
         name = state.name

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
-from fsdp2.comm import collectives
+from fsdp2.comm.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import gathered_first, groups_of
 
@@ -58,11 +58,11 @@ EXPECTED = {
 @pytest.mark.parametrize(("nesting", "reentrant"), EXPECTED, ids=lambda each: str(each))
 def test_all_gathers_per_block(nesting: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
-    gather = collectives.all_gather
+    gather = Native.all_gather
 
-    def counted(members, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def counted(transport, members, *args, **kwargs):  # type: ignore[no-untyped-def]
         counts[owner[id(members[0][0])].name] += 1
-        return gather(members, *args, **kwargs)
+        return gather(transport, members, *args, **kwargs)
 
     with fake_world(4):
         model = build(nesting, reentrant)
@@ -70,7 +70,7 @@ def test_all_gathers_per_block(nesting: str, reentrant: bool, monkeypatch: pytes
             model(torch.zeros(2, 16)).sum().backward()
         groups = groups_of(model)
         owner = {id(gathered_first(group)): group for group in groups}
-        monkeypatch.setattr(collectives, "all_gather", counted)
+        monkeypatch.setattr(Native, "all_gather", counted)
         model(torch.zeros(2, 16)).sum().backward()
         assert all(group.phase.value == "sharded" for group in groups)
     root = counts.pop("Sequential")

@@ -28,7 +28,7 @@ from fsdp2 import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp2.comm import collectives
+from fsdp2.comm import transport
 from fsdp2.params.gradients import GradientBucket
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import STEPS, Expected, Stack, Training
@@ -152,7 +152,7 @@ def _replicated_reduce_fails(recorder: Recorder, owner: Any, function: str, **op
 
 def all_reduce_fails(recorder: Recorder) -> None:
     """An exception (Ctrl-C, say) comes right after an all-reduce was issued, the first and the third of a backward."""
-    _replicated_reduce_fails(recorder, collectives, "all_reduce")
+    _replicated_reduce_fails(recorder, transport, "all_reduce")
 
 
 def arrival_fails(recorder: Recorder) -> None:
@@ -277,7 +277,7 @@ def neighbours_fail(recorder: Recorder, *, launched: bool) -> None:
     training = _resharded(recorder)
     training.steps(2)
     for successes in (0, 1):
-        loss, issue, calls = training.loss(), collectives.all_gather, list[object]()
+        loss, issue, calls = training.loss(), transport.Native.all_gather, list[object]()
 
         def fails(*args: Any, issue: Any = issue, calls: list[object] = calls, successes: int = successes) -> None:
             calls.append(None)
@@ -286,7 +286,7 @@ def neighbours_fail(recorder: Recorder, *, launched: bool) -> None:
             if len(calls) > successes:
                 raise Expected
 
-        with mock.patch.object(collectives, "all_gather", fails), suppress(Expected):
+        with mock.patch.object(transport.Native, "all_gather", fails), suppress(Expected):
             loss.backward()
         del loss
         training.start_over()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from contextlib import suppress
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2.comm import collectives
+from fsdp2.comm.transport import Native
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import Expected, Training, adamw
 
@@ -56,9 +57,15 @@ def _collective_fails(recorder: Recorder, function: str) -> None:
     training = train(recorder)
     training.steps(2)
     for successes in (0, 2):
-        issue = getattr(collectives, function)
-        fails = mock.Mock(side_effect=[*(mock.DEFAULT for _ in range(successes)), Expected], wraps=issue)
-        with mock.patch.object(collectives, function, fails), suppress(Expected):
+        issue, calls = getattr(Native, function), list[object]()
+
+        def fails(*args: Any, issue: Any = issue, calls: list[object] = calls, successes: int = successes) -> None:
+            calls.append(None)
+            if len(calls) > successes:
+                raise Expected
+            issue(*args)
+
+        with mock.patch.object(Native, function, fails), suppress(Expected):
             training.loss().backward()
         training.optimizer.zero_grad()
         training.steps(1)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, _torch, fully_shard
-from fsdp2.comm import primitives
+from fsdp2.comm import transport
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, tolerance_for
 from tests.harness.internals import groups_of
@@ -105,7 +105,7 @@ def test_training_equals_the_reference(case: ModelCase, pooled: bool, world_size
 @pytest.mark.parametrize("case", [TRANSFORMER, WIDE], ids=str)
 def test_with_collectives_of_the_backend(case: ModelCase, pooled: bool, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(primitives.VARIABLE, "native")
+        patch.setenv(transport.VARIABLE, "native")
         assert_trains_and_then_allocates_nothing(case, pooled, world_size)
 
 

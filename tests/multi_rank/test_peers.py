@@ -14,10 +14,12 @@ from torch import nn
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
 from fsdp2.comm import peers
-from fsdp2.comm.primitives import VARIABLE, Form, form_of
+from fsdp2.comm.transport import VARIABLE, Alone, Native, transport_of
 from tests.harness import multi_rank
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+CPU = torch.device("cpu")
 
 
 def world() -> dist.ProcessGroup:
@@ -186,7 +188,7 @@ def test_the_environment_selects_the_form_and_the_plan_says_which() -> None:
         losses.append([output.detach(), *(parameter.grad.to_local() for parameter in model.parameters())])
         assert ("peer to peer" in plan_of(model)) is is_said
     assert all(torch.equal(mine, other) for mine, other in zip(*losses, strict=True))
-    assert form_of(world()) is Form.NATIVE and form_of(None) is Form.ALONE
+    assert type(transport_of(world(), CPU)) is Native and type(transport_of(None, CPU)) is Alone
 
 
 @multi_rank(2)

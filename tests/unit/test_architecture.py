@@ -50,7 +50,7 @@ LAYERS = {
         "gradients",
         "shard_arguments",
     ),
-    "comm": ("comm_context", "primitives", "peers", "announce", "collectives", "whole"),
+    "comm": ("comm_context", "scaling", "agreement", "announce", "transport", "peers", "whole"),
     "runtime": (
         "settings",
         "reducer",

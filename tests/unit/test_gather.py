@@ -124,7 +124,10 @@ def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom
     threshold = float("inf") if custom else generator.choice([0, 256, float("inf")])
     ranks = sources_of(whole, cuts, dtypes, world_size=world_size, threshold=threshold)
     comms = [FreshMemory() if custom else None for _ in range(world_size)]
-    gathers = [Gather(sources, world_size, rank, CPU, comms[rank]) for rank, sources in enumerate(ranks)]
+    gathers = [
+        Gather(sources, world_size, rank, CPU, comm and comm.allocate)
+        for rank, (sources, comm) in enumerate(zip(ranks, comms, strict=True))
+    ]
     for gather, sources in zip(gathers, ranks, strict=True):
         gather.free()
         for source in sources:

@@ -79,7 +79,8 @@ def test_gathering_brings_every_parameter_to_its_place(seed: int, custom: bool, 
     if custom:
         ranks = [[type(s)(s.buffers, s.shard, s.layout.all_packed()) for s in sources] for sources in ranks]
     gathers = [
-        Gather(sources, world_size, rank, CPU, FreshMemory() if custom else None) for rank, sources in enumerate(ranks)
+        Gather(sources, world_size, rank, CPU, FreshMemory().allocate if custom else None)
+        for rank, sources in enumerate(ranks)
     ]
     for gather in gathers:
         gather.allocate()

@@ -1,0 +1,54 @@
+"""Which transport a process group gets: by the backend on the device that its ranks compute on."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from fsdp2 import FSDPValueError, _torch
+from fsdp2.comm.peers import MAX_PEERS, PeerToPeer
+from fsdp2.comm.transport import VARIABLE, Alone, Custom, Native, Transport, transport_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class Group:
+    """A process group of ``cpu:gloo,cuda:nccl``, as far as it is asked."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        """Ranks."""
+        return self._size
+
+
+def of(size: int, device: torch.device = CPU, custom: Any = None) -> Transport:
+    group: Any = Group(size)
+    with mock.patch.object(_torch, "backend_name", lambda _, device: BACKENDS[device.type]):
+        return transport_of(group, device, custom)
+
+
+def test_it_follows_the_device_and_not_the_host() -> None:
+    assert type(of(4)) is PeerToPeer
+    assert type(of(4, CUDA)) is Native
+
+
+def test_many_ranks_and_the_environment_have_the_backends_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(of(MAX_PEERS)) is PeerToPeer and type(of(MAX_PEERS + 1)) is Native
+    monkeypatch.setenv(VARIABLE, "native")
+    assert type(of(4)) is Native
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(FSDPValueError, match=f"{VARIABLE} must be 'native' or unset, got 'fast'"):
+        of(4)
+
+
+def test_a_custom_collective_brings_its_memory_with_it_even_for_one_rank() -> None:
+    custom = mock.Mock()
+    assert type(of(4, custom=custom)) is Custom and of(4, custom=custom).allocate is custom.allocate
+    assert type(of(1, custom=custom)) is Alone and of(1, custom=custom).allocate is custom.allocate
+    assert type(transport_of(None, CPU)) is Alone and transport_of(None, CPU).allocate is None
