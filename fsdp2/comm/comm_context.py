@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +35,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.memory import MemoryPool
 
@@ -174,34 +175,57 @@ class CommHandle:
             work.wait()
 
 
-def _nothing() -> None:
-    """Deliver nothing."""
+class Stage(enum.Enum):
+    """Where a reduction has come to, and so what must be waited for before it goes on."""
+
+    LAUNCHED = "collectives were launched, and others follow"
+    LAST_LAUNCHED = "the last collectives were launched"
+    DONE = "everything was issued; gradients are to be set"
 
 
-@dataclass(slots=True, eq=False)
-class PendingReduce:
+class PendingReduce(CommHandle):
     """A gradient reduction in flight, and everything that must live until compute has waited for it.
 
     It is kept from before its first collective is launched: whatever exception comes between a launch and the next
     statement, the memory that was handed over is still held.
 
     Attributes:
-        handle: of what has been launched.
         held: tensors handed to collectives.
-        deliver: sets the sharded gradients.
-        then: issues what follows, the all-reduce over replicas, and adds its works to a ticket. On devices
-            without streams only, where it must be preceded by waiting on the host.
+        steps: the reduction itself, which stops after each `Stage`. Streams keep the order of what is issued, so that
+            there it runs up to `Stage.DONE` at once; without streams the host waits after each.
+        stage: where it has come to.
         needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
     """
 
-    handle: CommHandle
-    held: object = None
-    deliver: Callable[[], None] = _nothing
-    then: Callable[[CommHandle], None] | None = None
-    needs_host: Callable[[], bool] | None = None
-    is_launching: bool = True
+    __slots__ = ("_has_streams", "held", "is_launching", "needs_host", "stage", "steps")
+    steps: Iterator[Stage]
+    stage: Stage
+
+    def __init__(self, has_streams: bool) -> None:
+        self.held: object = None
+        self.needs_host: Callable[[], bool] | None = None
+        self.is_launching = True
+        self._has_streams = has_streams
+
+    def launch(self) -> None:
+        """Go on to the next stage that must be waited for."""
+        self.works, self.event = [], None
+        with _torch.without_grad():
+            self.stage = next(self.steps)
+            while self._has_streams and self.stage is not Stage.DONE:
+                self.stage = next(self.steps)
+
+    def deliver(self) -> None:
+        """Go on to the end: nothing must be waited for any more."""
+        with _torch.without_grad():
+            for _ in self.steps:
+                pass
+
+    def abandon(self) -> None:
+        """Go no further; what was handed over is still held."""
+        self.steps = iter(())  # the frame of the other steps refers to this, so they would live on
 
 
 class FSDPCommContext:
@@ -347,7 +371,7 @@ class FSDPCommContext:
             self.compute_follows_reduces()
             self.compute_follows_gathers()
             for pending in self._pending:  # may end on a stream of the user's
-                self._wait_for(pending.handle, Wait.REDUCED)
+                self._wait_for(pending, Wait.REDUCED)
 
     @property
     def is_reducing(self) -> bool:
@@ -377,12 +401,11 @@ class FSDPCommContext:
         while len(self._pending) > keep:
             pending = self._pending[0]
             self._wait(pending)
-            if pending.then is not None:
+            if pending.stage is Stage.LAUNCHED:  # without streams only
                 self._finish_all_reduces()
                 self._all_reducing.append(self._pending.popleft())
-                then, pending.then, pending.handle = pending.then, None, CommHandle([])
                 pending.is_launching = self.was_interrupted = True
-                then(pending.handle)
+                pending.launch()
                 pending.is_launching = self.was_interrupted = False
             else:
                 self._pending.popleft().deliver()
@@ -415,19 +438,20 @@ class FSDPCommContext:
         for queue in (self._all_reducing, self._pending):
             while queue:
                 self._wait(queue[0])
-                queue.popleft()
+                queue.popleft().abandon()
         self.was_interrupted = False
 
     def _wait(self, pending: PendingReduce) -> None:
         if pending.is_launching:
-            pending.is_launching, pending.deliver, pending.then = False, _nothing, None
+            pending.is_launching, pending.stage = False, Stage.DONE
+            pending.abandon()
             self._interrupted.append(pending)
-        self._wait_for(pending.handle, Wait.REDUCED)
-        if pending.needs_host is not None and pending.handle.event is not None:
+        self._wait_for(pending, Wait.REDUCED)
+        if pending.needs_host is not None and pending.event is not None:
             if pending.needs_host():
-                self.device.block_host(pending.handle.event)
+                self.device.block_host(pending.event)
             else:
-                self._to_host.append(pending.handle.event)
+                self._to_host.append(pending.event)
 
     def _wait_for(self, handle: CommHandle, why: Wait) -> None:
         handle.wait_for_works()

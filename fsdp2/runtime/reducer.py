@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.comm import transport
-from fsdp2.comm.comm_context import CommHandle, FSDPCommContext, PendingReduce
+from fsdp2.comm.comm_context import FSDPCommContext, PendingReduce, Stage
 from fsdp2.comm.scaling import Scaling
 from fsdp2.comm.transport import Alone, Transport, transport_of
 from fsdp2.common import FSDPRuntimeError, FSDPValueError
@@ -280,10 +280,12 @@ class GradientReducer:
             self._follow()
         taken = [bucket.take() for bucket in self.buckets]
         comm.reduces_follow_compute()
-        pending = PendingReduce(CommHandle([]))
+        pending = PendingReduce(comm.device.has_streams)
+        pending.steps = self._steps(taken, comm, pending)
+        del taken
         comm.add_pending(pending)
         try:
-            self._issue(taken, comm, pending)
+            pending.launch()
         except BaseException:
             comm.give_up(pending, self.settings.all_reduce_hook_stream)
             raise
@@ -309,19 +311,25 @@ class GradientReducer:
         if wider:
             self.lay_out(self._params)
 
-    def _issue(self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce) -> None:
-        device, handle = comm.device, pending.handle
-        ends_here = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
+    def _steps(
+        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce
+    ) -> Iterator[Stage]:
+        """One reduction, from packing to delivery, without gradients.
+
+        After each yield what was launched is waited for: by the host, or where there are streams by these, at once. So
+        ``pending`` holds whatever collectives were given: it would go with this frame if an exception came.
+        """
+        device, replicas, memory = comm.device, self._mesh.replicate_group, comm.reduce_memory
+        stream = comm.reduce_scatter_stream
+        ends_here = replicas is not None and not self.settings.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
-        works = None if device.has_streams else handle.works
-        in_place, memory = not (ends_here or keeps), comm.reduce_memory
-        with _torch.without_grad(), device.use(comm.reduce_scatter_stream):
+        with device.use(stream):
             sent = [
                 _Sent(
                     bucket,
                     bucket.pack(
                         gradients,
-                        in_place=in_place,
+                        in_place=not (ends_here or keeps),
                         allocate=self._transport.allocate,
                         memory=memory,
                         lets_go=not device.has_streams,
@@ -332,73 +340,68 @@ class GradientReducer:
             ]
             pending.held = sent
             for op, members in _launches(sent):
-                self._transport.reduce_scatter(members, op, works, memory)
+                self._transport.reduce_scatter(members, op, None if device.has_streams else pending.works, memory)
+        del taken
+        if not device.has_streams:
+            for each in sent:
+                each.packed.inputs = []  # what was packed has been read
+        yield Stage.LAST_LAUNCHED if replicas is None or ends_here else Stage.LAUNCHED
+        if replicas is not None:
+            with device.use(stream):
+                self._settle_reduce_scattered(sent, ends_here)
+        if not ends_here:
+            if self._home.is_host:
+                pending.needs_host = functools.partial(self._needs_values, sent)
+            if replicas is not None or self.settings.all_reduce_hook is not None:
+                stream = self._follow_reduce_scatter(comm)
+            if replicas is not None:
+                if not device.has_streams:
+                    for each in sent:
+                        each.packed.release_inputs()
+                with device.use(stream):
+                    self._all_reduce(sent, replicas, None if device.has_streams else pending.works)
+                yield Stage.LAST_LAUNCHED
             if device.has_streams:
-                self._settle_partial(sent, ends_here)
-            else:  # what was packed has been read
-                for each in sent:
-                    each.packed.inputs = []
-            handle.event = device.record(comm.reduce_scatter_stream)
-        if ends_here:
-            pending.deliver = functools.partial(self._end_partial, sent, device.has_streams)
-            return
-        pending.deliver = functools.partial(self._deliver, sent, device.has_streams, keeps, memory)
-        pending.needs_host = functools.partial(self._needs_values, sent) if self._home.is_host else None
-        if device.has_streams:
-            handle.event = self._finish_on_stream(sent, comm, keeps)
-        elif self._mesh.replicate_group is not None:
-            pending.then = functools.partial(self._all_reduce_on_host, sent)
+                with device.use(stream):
+                    self._finish(sent, keeps)
+            else:
+                self._finish(sent, keeps, memory)
+        pending.event = device.record(stream)
+        yield Stage.DONE
+        self.is_reducing = False
+        for each in sent:
+            if not (ends_here or keeps):
+                each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
+            if each.packed.pooled:
+                each.packed.give_back()
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
         """Whether delivery reads what was copied to the host."""
         return any(each.gradients.needs_values(each.packed) for each in sent)
 
-    def _settle_partial(self, sent: list[_Sent], ends_here: bool) -> None:
-        if self._mesh.replicate_group is None:
-            return
+    def _settle_reduce_scattered(self, sent: list[_Sent], ends_here: bool) -> None:
         for each in sent:
             if ends_here:
                 each.gradients.accumulate_partial(each.packed)
             else:
                 each.gradients.add_partial(each.packed)
 
-    def _end_partial(self, sent: list[_Sent], settled: bool) -> None:
-        self.is_reducing = False
-        if not settled:
-            with _torch.without_grad():
-                self._settle_partial(sent, ends_here=True)
-        for each in sent:
-            if each.packed.pooled:
-                each.packed.give_back()
+    def _follow_reduce_scatter(self, comm: FSDPCommContext) -> Any:
+        """The stream of what comes after the reduce-scatter, which it now follows."""
+        stream, settings = comm.all_reduce_stream, self.settings
+        if settings.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
+            stream = settings.all_reduce_hook_stream
+        if comm.device.has_streams:
+            comm.all_reduces_follow(stream)
+        return stream
 
-    def _all_reduce_on_host(self, sent: list[_Sent], handle: CommHandle) -> None:
-        for each in sent:
-            each.packed.release_inputs()
-        with _torch.without_grad():
-            self._settle_partial(sent, ends_here=False)
-            self._all_reduce(sent, handle.works)
-
-    def _all_reduce(self, sent: list[_Sent], works: list[dist.Work] | None) -> None:
-        group = self._mesh.replicate_group
-        if group is not None and group.size() > 1:
+    @staticmethod
+    def _all_reduce(sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
+        if group.size() > 1:
             for each in sent:
                 transport.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
 
-    def _finish_on_stream(self, sent: list[_Sent], comm: FSDPCommContext, keeps: bool) -> Any:
-        """Everything after the reduce-scatter, issued at once. Returns the event that ends it."""
-        device, stream = comm.device, comm.reduce_scatter_stream
-        settings = self.settings
-        if self._mesh.replicate_group is not None or settings.all_reduce_hook is not None:
-            stream = comm.all_reduce_stream
-            if settings.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
-                stream = settings.all_reduce_hook_stream
-            comm.all_reduces_follow(stream)
-        with _torch.without_grad(), device.use(stream):
-            self._all_reduce(sent, None)
-            self._arrive(sent, keeps)
-            return device.record(stream)
-
-    def _arrive(self, sent: list[_Sent], keeps: bool, memory: MemoryPool | None = None) -> None:
+    def _finish(self, sent: list[_Sent], keeps: bool, memory: MemoryPool | None = None) -> None:
         hook, denominator = self.settings.all_reduce_hook, self.settings.denominator
         for each in sent:
             if hook is not None:
@@ -408,17 +411,6 @@ class GradientReducer:
                 before = each.scaling.before
                 divisor = denominator if before == 1.0 else denominator / before
             each.gradients.arrive(each.packed, divisor, keeps, memory)
-
-    def _deliver(self, sent: list[_Sent], arrived: bool, keeps: bool, memory: MemoryPool | None) -> None:
-        self.is_reducing = False
-        with _torch.without_grad():
-            if not arrived:
-                self._arrive(sent, keeps, memory)
-            for each in () if keeps else sent:
-                each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
-        for each in sent:
-            if each.packed.pooled:
-                each.packed.give_back()
 
     def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
@@ -430,7 +422,7 @@ class GradientReducer:
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
                 sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
-        self._arrive(sent, keeps=False)
+        self._finish(sent, keeps=False)
         for each in sent:
             each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
 
