@@ -48,7 +48,7 @@ class PackedGradients:
     Attributes:
         members: of the reduce-scatter.
         output: flat, where it arrives, in the reduce dtype.
-        delivered: flat, what the gradients lie on; None until `GradientBucket.arrive`.
+        delivered: flat, what the gradients lie on; None until `GradientBucket.finish`.
         missing: indices of parameters without a gradient on this rank.
         inputs: the gradients themselves.
         is_borrowed: ``output`` is a custom collective's, which may use it again.
@@ -81,7 +81,7 @@ class GradientBucket:
         params: the parameters, in the order of the group.
         dtype: in which gradients are reduced.
         layout: of the reduce-scatter.
-        partial: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
+        reduce_scattered: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
         sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
         presence_scale: what says that a parameter has a gradient on this rank.
     """
@@ -100,8 +100,8 @@ class GradientBucket:
         self.params = tuple(params)
         self.layout = layout
         self.dtype = dtype
-        self.partial: torch.Tensor | None = None
-        self._partial_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
+        self.reduce_scattered: torch.Tensor | None = None
+        self._reduce_scattered_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
         self.presence_scale = 1.0
         self._world_size = world_size
         self._device = device
@@ -158,7 +158,7 @@ class GradientBucket:
         self.presence_scale = min(max(1.0, divisor), 1024.0)
         self._templates.clear()
 
-    def take(self) -> list[torch.Tensor | None]:
+    def pop_grads(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""
         if not self._are_plain:
             return [param.pop_grad() for param in self.params]
@@ -302,40 +302,40 @@ class GradientBucket:
         presence[:, missing] = 0
         return presence
 
-    def accumulate_partial(self, packed: PackedGradients) -> None:
+    def keep_reduce_scattered(self, packed: PackedGradients) -> None:
         """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
-        if self.partial is None:
-            self.partial = packed.output.clone() if packed.is_borrowed else packed.output
-            self._partial_missing = set(packed.missing)
+        if self.reduce_scattered is None:
+            self.reduce_scattered = packed.output.clone() if packed.is_borrowed else packed.output
+            self._reduce_scattered_missing = set(packed.missing)
         else:
-            self.partial.add_(packed.output)
-            self._partial_missing.intersection_update(packed.missing)
+            self.reduce_scattered.add_(packed.output)
+            self._reduce_scattered_missing.intersection_update(packed.missing)
 
-    def add_partial(self, packed: PackedGradients) -> None:
-        """Add what `accumulate_partial` kept. On the reduce-scatter stream."""
-        if self.partial is not None:
-            packed.output.add_(self.partial)
-            packed.missing = [index for index in packed.missing if index in self._partial_missing]
-            self.partial = None
+    def add_reduce_scattered(self, packed: PackedGradients) -> None:
+        """Add what `keep_reduce_scattered` kept. On the reduce-scatter stream."""
+        if self.reduce_scattered is not None:
+            packed.output.add_(self.reduce_scattered)
+            packed.missing = [index for index in packed.missing if index in self._reduce_scattered_missing]
+            self.reduce_scattered = None
 
     def continues(self, earlier: GradientBucket) -> bool:
         """Whether what waits in ``earlier`` can wait here."""
         dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
         return self.layout == earlier.layout and dtypes[0] == dtypes[1]
 
-    def take_partial(self, earlier: GradientBucket) -> None:
+    def take_reduce_scattered(self, earlier: GradientBucket) -> None:
         """Go on with what ``earlier``, which this continues, has kept."""
-        self.partial, earlier.partial = earlier.partial, None
-        self._partial_missing = earlier._partial_missing
+        self.reduce_scattered, earlier.reduce_scattered = earlier.reduce_scattered, None
+        self._reduce_scattered_missing = earlier._reduce_scattered_missing
         self.sum = earlier.sum
 
     def waits(self) -> bool:
         """Whether a later backward is to go on with what earlier ones have reduced."""
-        return self.partial is not None or (self.sum is not None and self.sum.waits)
+        return self.reduce_scattered is not None or (self.sum is not None and self.sum.waits)
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Make zeros of what waits of these parameters; ``set_to_none``: as if they had no gradient on this rank."""
-        waiting = [] if self.partial is None else [self.partial]
+        waiting = [] if self.reduce_scattered is None else [self.reduce_scattered]
         if self.sum is not None and self.sum.waiting is not None:
             waiting.append(self.sum.waiting)
         for flat in waiting:
@@ -345,17 +345,17 @@ class GradientBucket:
                 if set_to_none:
                     flat[self.layout.presence_offset + index].zero_()
         if set_to_none:
-            self._partial_missing.update(indices)
+            self._reduce_scattered_missing.update(indices)
             if self.sum is not None:
                 self.sum.missing |= frozenset(indices)
 
     def drop(self) -> None:
         """Forget what waits."""
-        self.partial = None
+        self.reduce_scattered = None
         if self.sum is not None:
             self.sum.drop()
 
-    def arrive(
+    def finish(
         self,
         packed: PackedGradients,
         divisor: float | torch.Tensor | None,
@@ -408,7 +408,7 @@ class GradientBucket:
             self._buffer.release()
 
     def needs_values(self, packed: PackedGradients) -> bool:
-        """Whether `deliver` does more than to set ``.grad``."""
+        """Whether `set_grads` does more than to set ``.grad``."""
         if packed.delivered is None or not self._are_cleared() or self._have_tensor_hooks():
             return True
         return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
@@ -439,7 +439,7 @@ class GradientBucket:
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
         return dtensor_at_offset(local, spec)
 
-    def deliver(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
+    def set_grads(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
         """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
 
         A parameter that had no gradient on any rank is left as it is, unless ``zeros_for_unused``. The users' hooks on

@@ -117,7 +117,7 @@ class GradientReducer:
             )
         for bucket in buckets:
             if bucket.dtype in kept:
-                bucket.take_partial(before[bucket.dtype])
+                bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
         self.large = _large_ones(trainable)
         self._transport = transport_of(self.group, self._mesh.device, self.settings.custom_reduce_scatter)
@@ -278,7 +278,7 @@ class GradientReducer:
             comm.retire_reduces(0)
         if self._follow_arrivals:
             self._follow()
-        taken = [bucket.take() for bucket in self.buckets]
+        taken = [bucket.pop_grads() for bucket in self.buckets]
         comm.reduces_follow_compute()
         pending = PendingReduce(comm.device.has_streams)
         pending.steps = self._steps(taken, comm, pending)
@@ -371,7 +371,7 @@ class GradientReducer:
         self.is_reducing = False
         for each in sent:
             if not (ends_here or keeps):
-                each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
+                each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
             if each.packed.pooled:
                 each.packed.give_back()
 
@@ -382,9 +382,9 @@ class GradientReducer:
     def _settle_reduce_scattered(self, sent: list[_Sent], ends_here: bool) -> None:
         for each in sent:
             if ends_here:
-                each.gradients.accumulate_partial(each.packed)
+                each.gradients.keep_reduce_scattered(each.packed)
             else:
-                each.gradients.add_partial(each.packed)
+                each.gradients.add_reduce_scattered(each.packed)
 
     def _follow_reduce_scatter(self, comm: FSDPCommContext) -> Any:
         """The stream of what comes after the reduce-scatter, which it now follows."""
@@ -410,7 +410,7 @@ class GradientReducer:
             if denominator is not None:
                 before = each.scaling.before
                 divisor = denominator if before == 1.0 else denominator / before
-            each.gradients.arrive(each.packed, divisor, keeps, memory)
+            each.gradients.finish(each.packed, divisor, keeps, memory)
 
     def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
@@ -424,7 +424,7 @@ class GradientReducer:
                 sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
         self._finish(sent, keeps=False)
         for each in sent:
-            each.gradients.deliver(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
+            each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
 
     def clear(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
         """Drop what earlier backwards have computed of ``params``' gradients, wherever it waits; or make it zeros.

@@ -285,7 +285,7 @@ def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> Non
 
 
 def test_gradients_between_reduce_scatter_and_all_reduce_are_added_on_their_stream() -> None:
-    add = GradientBucket.add_partial
+    add = GradientBucket.add_reduce_scattered
 
     with fake_world(4, 1), recording() as recorder:
 
@@ -294,6 +294,6 @@ def test_gradients_between_reduce_scatter_and_all_reduce_are_added_on_their_stre
             add(self, packed)
             recorder.stream = reducing
 
-        with mock.patch.object(GradientBucket, "add_partial", misplaced):
+        with mock.patch.object(GradientBucket, "add_reduce_scattered", misplaced):
             SCENARIOS["replicated_accumulating"](recorder)
     assert Kind.RACE in {violation.kind for violation in find_violations(recorder.trace)}

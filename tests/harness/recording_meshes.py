@@ -157,7 +157,7 @@ def all_reduce_fails(recorder: Recorder) -> None:
 
 def arrival_fails(recorder: Recorder) -> None:
     """The same, after what follows the all-reduce."""
-    _replicated_reduce_fails(recorder, GradientBucket, "arrive", mp_policy=HALF)
+    _replicated_reduce_fails(recorder, GradientBucket, "finish", mp_policy=HALF)
 
 
 def replicated_deleted_in_flight(recorder: Recorder) -> None:
