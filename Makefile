@@ -39,10 +39,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m tests -m "not full" $(ARGS)
 
 test-full: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests $(ARGS)
 	$(BIN)/python -m tests.arithmetic $(ARGS)
 
 test-pool: $(STAMP)

@@ -11,20 +11,26 @@ import operator
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 import fsdp2
+from tests.__main__ import lanes
 from tests.unit import torch_api
 from tests.unit.parity_table import (
     DIFFERENCES,
     DOCUMENT,
     DOCUMENTED,
+    RECORD,
     TESTS,
     VERSIONS,
     report_what_was_not_shown,
     rows,
     rows_of,
     shown_by,
+    what_the_record_has_not_shown,
 )
 
 # A test that waits for hardware or for a version of torch says so; no other may be skipped, and none may fail.
@@ -147,6 +153,12 @@ class Reporter:
         self.lines.append(text)
 
 
+@pytest.fixture(autouse=True)
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a part of a run, which this test itself may be in."""
+    monkeypatch.delenv(RECORD, raising=False)
+
+
 def test_a_whole_run_tells_what_it_has_not_shown() -> None:
     first, *others = sorted({test for row in rows() for test in row.tests})
     reporter = Reporter(passed=[f"{test}[2ranks]" for test in others], skipped=[first])
@@ -165,3 +177,22 @@ def test_nothing_is_told_of_a_narrowed_run_or_when_all_was_shown() -> None:
     ):
         report_what_was_not_shown(reporter)
         assert reporter.lines == []
+
+
+def test_parts_of_a_run_are_told_of_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RECORD, str(tmp_path / "record"))
+    first, *others = sorted({test for row in rows() for test in row.tests})
+    assert what_the_record_has_not_shown(tmp_path / "record") == []
+    parts = [[test for test in others if test.startswith("unit/") is is_unit] for is_unit in (True, False)]
+    for part in parts:
+        reporter = Reporter(passed=[f"{test}[a b]" for test in part], skipped=[first])
+        report_what_was_not_shown(reporter)
+        assert reporter.lines == []
+    assert what_the_record_has_not_shown(tmp_path / "record") == [f"tests/{first}"]
+
+
+def test_both_parts_together_have_every_folder_of_tests() -> None:
+    ranks, one_process = lanes()
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    assert not {*ranks} & {*one_process}
+    assert {*ranks, *one_process} == {f"tests/{folder}" for folder in folders}
