@@ -1,7 +1,7 @@
 """Every private or version-dependent name of torch that fsdp2 relies on, and nothing else.
 
-Each entry says why it is needed and on which versions (2.11 to 2.15) it was seen to work. A new torch version
-that breaks one of them breaks here.
+Each entry says why it is needed, and where versions of torch differ. All were seen to work on 2.11, 2.13 and 2.15. A
+new version that breaks one of them breaks here.
 """
 
 from __future__ import annotations

@@ -42,11 +42,14 @@ class ParamPhase(enum.Enum):
     ==================== ============================ =====================================
     phase                registered in the modules    unsharded buffer
     ==================== ============================ =====================================
-    SHARDED              sharded parameters           free
-    UNSHARDING           sharded (or post-forward)    allocated, being gathered into
+    SHARDED              sharded parameters           free [1]_
+    UNSHARDING           sharded (or post-forward)    being gathered into [2]_
     UNSHARDED            unsharded parameters         holds the full parameters
-    SHARDED_POST_FORWARD post-forward parameters      free; larger parts rest on fewer ranks
+    SHARDED_POST_FORWARD post-forward parameters      free [1]_; larger parts rest on fewer ranks
     ==================== ============================ =====================================
+
+    .. [1] Unless the user keeps its memory, or a recorded graph may still read it (`FSDPParamGroup.rest_in_place`).
+    .. [2] If everything travels packed it gets its memory only when the staging buffer is copied out.
     """
 
     __hash__ = object.__hash__  # members are compared by identity; Enum's own is a Python function

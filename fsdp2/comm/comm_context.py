@@ -1,4 +1,4 @@
-"""`FSDPCommContext`: streams, events, and what is in flight. One per root, shared by all its groups.
+"""`FSDPCommContext`: streams, events, and what is in flight. One per root and all its groups, or for several roots.
 
 Reaches the device through the `Device` protocol only, so that a recording fake can run whole training steps on CPU
 and check the order of everything.
@@ -7,8 +7,9 @@ and check the order of everything.
 Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another,
 all-reduces over replicas on a third. A
 buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
-once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream`` and no host
-synchronization.
+once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream``. The host waits
+for memory of its own only: offloaded gradients that it reads, and offloaded shards before the user's code may write
+them.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
   Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
@@ -157,7 +158,7 @@ def device_for(device: torch.device) -> Device:
 
 
 def finish_current_stream(device: torch.device) -> None:
-    """Block the host until the current stream has done what it was given. Not for the engine: it never does this."""
+    """Block the host until the current stream is done. Not for the engine, which waits for single events."""
     through = device_for(device)
     through.block_host(through.record(through.current_stream()))
 

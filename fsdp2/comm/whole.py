@@ -1,7 +1,8 @@
 """Whole tensors from this rank's shards, of many tensors at once: for what happens rarely, outside any plan.
 
-Knows the rule that rank r holds rows ``[r * ceil(size / W), (r + 1) * ceil(size / W))`` of the dim that is cut, and one
-all-gather; or that one rank has the whole. Unlike the engine's gathers it keeps no buffer and copies everything.
+Knows that the ranks hold, in their order, the rows (or blocks of rows) of the dim that is cut, the last ones fewer; or
+that one rank has the whole. One all-gather brings them. Unlike the engine's gathers it keeps no buffer and copies
+everything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The reduction of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
 
-Owns the sharded-gradient buffer and the DTensors over it; issues no collective.
+Owns the sharded-gradient buffer and the DTensors over it; issues no collective of the reduction.
 
 [Note: reusing the sharded-gradient buffer]
 The reduce-scatter writes into one flat buffer under gradient DTensors that are built once: building them anew costs

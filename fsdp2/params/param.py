@@ -1,7 +1,8 @@
 """`FSDPParam`: one parameter of a group, from the user's original to its sharded and unsharded forms.
 
 Owns the identities: which `nn.Parameter` objects exist, and in which module slots they are registered. Knows nothing
-of buffers beyond the tensor it is given to lie on, and nothing of communication.
+of buffers beyond the tensor it is given to lie on. Communicates only where a gradient arrives with other placements
+than its parameter, as tensor parallelism may leave it: that is redistributed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Parameters that live whole on one rank: where they lie in the region that they share. Pure arithmetic.
 
 All owned parameters of one buffer form one *region*. Every rank has room for ``capacity`` elements there, the most that
-any rank owns, in which its own parameters follow each other. Three ranks; rank 0 owns ``a`` and ``b``, rank 2 ``c``::
+any rank owns, in which its own parameters follow each other. Three ranks, an alignment of one element (the engine's is
+128 bytes); rank 0 owns ``a`` and ``b``, rank 2 ``c``::
 
     shard buffers, rank by rank   | a a b |   | 0 0 0 |   | c c 0 |       capacity = 3
     unsharded buffer              | a a b | 0 0 0 | c c 0 |
