@@ -2,6 +2,7 @@
 
 import fsdp2.comm.peers  # noqa: F401  gloo's sends and receives, which take the place of its collectives
 from fsdp2 import optim
+from fsdp2._moved import know_former_names
 from fsdp2.api import fully_shard
 from fsdp2.common import (
     FSDPError,
@@ -28,7 +29,10 @@ from fsdp2.plan.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSD
 from fsdp2.plan.owners import Owned, balanced_owners
 from fsdp2.plan.placement import RowBlocks, ShardPlacementResult
 from fsdp2.plan.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.plan.ragged import RaggedDTensor, RaggedShard
+from fsdp2.ragged.dtensor import RaggedDTensor
+from fsdp2.ragged.placement import RaggedShard
+
+know_former_names()
 
 __all__ = [
     "AllGather",

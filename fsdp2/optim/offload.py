@@ -27,7 +27,7 @@ from fsdp2.arguments import checked
 from fsdp2.comm.comm_context import finish_current_stream
 from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.params.param import fsdp_param_of
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.dtensors import dtensor_over
 
 Chooses = Callable[[torch.Tensor], bool]
 

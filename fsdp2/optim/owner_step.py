@@ -19,7 +19,7 @@ from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.guard import GUARD
 from fsdp2.optim.offload import is_offloaded
 from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.dtensors import dtensor_over
 
 
 @checked()

@@ -21,7 +21,7 @@ from fsdp2.common import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.runs import Run, runs_of
 from fsdp2.params.buffers import storage_slice
 from fsdp2.params.param import fsdp_param_of
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.dtensors import dtensor_over
 
 State = dict[Any, Any]
 """Of one parameter: values by name. Of all: states by parameter."""

@@ -34,8 +34,8 @@ from fsdp2.params.host_sums import HostSum
 from fsdp2.params.memory import MemoryPool
 from fsdp2.params.packing import packing_for, scatter_rows
 from fsdp2.params.param import FSDPParam
+from fsdp2.plan.dtensors import dtensor_at_offset
 from fsdp2.plan.layout import GradientLayout
-from fsdp2.plan.ragged import dtensor_at_offset
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
 _DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")

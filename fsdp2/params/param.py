@@ -22,10 +22,10 @@ from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
 from fsdp2.params.replaced import OWN, Link, mark_replaced, note_former_sharding
 from fsdp2.params.write_counter import WriteCounter
+from fsdp2.plan.dtensors import class_of, dtensor_over, parameter_at_offset
 from fsdp2.plan.layout import Partition
 from fsdp2.plan.placement import Sharding, local_shard
 from fsdp2.plan.policies import MixedPrecisionPolicy
-from fsdp2.plan.ragged import RaggedDTensor, dtensor_over, is_ragged, parameter_at_offset
 from fsdp2.plan.whole_operators import serve
 
 
@@ -404,7 +404,7 @@ class FSDPParam:
             and found.shape == self.sharded.shape
             and found.device_mesh == spec.mesh
             and tuple(found.placements) == tuple(spec.placements)
-            and (not is_ragged(spec) or _is_a_part(found, self.local))
+            and _is_a_part(found, spec, self.local)
         ):
             return found
         raise FSDPRuntimeError(
@@ -428,9 +428,10 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _is_a_part(found: DTensor, local: torch.Tensor) -> bool:
-    """Whether ``found``, of ragged placements, is what they say: torch's functions may make DTensors that are not."""
-    return isinstance(found, RaggedDTensor) and _torch.local_of(found).shape == local.shape
+def _is_a_part(found: DTensor, spec: Any, local: torch.Tensor) -> bool:
+    """Whether ``found`` is what its placements say: torch may make others of those that it does not know."""
+    own = class_of(spec)
+    return own is DTensor or (isinstance(found, own) and _torch.local_of(found).shape == local.shape)
 
 
 def _padded_shard(data: torch.Tensor, partition: Partition, world_size: int, rank: int) -> torch.Tensor:

@@ -15,10 +15,10 @@ from fsdp2 import _torch
 from fsdp2.params.buffers import Allocate, DtypeBuffers, Resizable, in_memory_order, storage_alias
 from fsdp2.params.gather import Gather, Source
 from fsdp2.params.param import FSDPParam
+from fsdp2.plan.dtensors import parameter_at_offset
 from fsdp2.plan.layout import Partition
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.placement import local_shard, post_forward_placement
-from fsdp2.plan.ragged import parameter_at_offset
 
 
 class PostForwardShards:

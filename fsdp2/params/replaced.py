@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.common import FSDPRuntimeError
-from fsdp2.plan.ragged import dtensor_over
+from fsdp2.plan.dtensors import dtensor_over
 
 Target = TypeVar("Target")
 

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.plan.dtensors import OF_ROWS
 from fsdp2.plan.layout import Partition, memory_order
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.plan.owners import Owned
-from fsdp2.plan.ragged import RaggedShard
 
 
 @checked_class(rows=ANYTHING)
@@ -210,9 +210,10 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
 def _placement(partition: Partition, world_size: int) -> Placement:
     if partition.dim is None:
         return Replicate()
-    return (
-        Shard(partition.dim) if partition.is_chunked(world_size) else RaggedShard(partition.rows_of_ranks(world_size))
-    )
+    if partition.is_chunked(world_size):
+        return Shard(partition.dim)
+    (of_rows,) = OF_ROWS
+    return of_rows(partition.rows_of_ranks(world_size))
 
 
 def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:

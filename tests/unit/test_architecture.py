@@ -25,12 +25,12 @@ LAYERS = {
         "reduction_groups",
         "owners",
         "whole_operators",
-        "ragged_operators",
-        "ragged",
+        "dtensors",
         "placement",
         "group_plan",
         "structure",
     ),
+    "ragged": ("placement", "operators", "dtensor"),
     "params": (
         "write_counter",
         "replaced",
@@ -104,12 +104,21 @@ LAYERS = {
         "torch_patches",
     ),
 }
-TOP = ("api", "grouping.module_tree", "grouping.blocks", "grouping.group_choice", "grouping.sharding", "__init__")
+TOP = (
+    "_moved",
+    "api",
+    "grouping.module_tree",
+    "grouping.blocks",
+    "grouping.group_choice",
+    "grouping.sharding",
+    "__init__",
+)
 NAMES = [*(f"{folder}.{name}".strip(".") for folder, names in LAYERS.items() for name in names), *TOP]
 RANK = {name: index for index, name in enumerate(NAMES)}
 # Of a folder, its docstring, and of `optim` its public names.
 FACES = {
-    f"{folder}.__init__" for folder in ("plan", "params", "comm", "runtime", "compiled", "optim", "modules", "grouping")
+    f"{folder}.__init__"
+    for folder in ("plan", "ragged", "params", "comm", "runtime", "compiled", "optim", "modules", "grouping")
 }
 
 

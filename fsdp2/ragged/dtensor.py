@@ -1,13 +1,7 @@
-"""`RaggedShard`: rows dealt out in any numbers, and `RaggedDTensor`: the DTensor that has this placement.
+"""`RaggedDTensor`: the DTensor that has a `RaggedShard`.
 
-torch's ``Shard`` deals out rows as ``torch.chunk`` does. Where shards must not cut through a block of rows, or a rank
-holds everything, they do not: that needs a placement that says how many rows each rank has, and a DTensor that torch's
-operators, which do not know it, are kept away from (`ragged_operators`). Whole tensors, copies, pickles and distributed
-checkpoints are as of any DTensor. veScale-FSDP has the same placement.
-
-Three ranks, ``RaggedShard((4, 0, 3))``, a tensor of 7 rows::
-
-    rank 0  | r0 r1 r2 r3 |        rank 1  | |        rank 2  | r4 r5 r6 |
+torch's operators, which do not know that placement, are kept away from it (`operators`). Whole tensors, copies, pickles
+and distributed checkpoints are as of any DTensor. Knows nothing of modules and groups.
 """
 
 from __future__ import annotations
@@ -17,137 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPTypeError, FSDPValueError
-from fsdp2.plan import ragged_operators
+from fsdp2.common import FSDPValueError
+from fsdp2.plan.dtensors import CLASSES, OF_ROWS
 from fsdp2.plan.layout import contiguous_stride
 from fsdp2.plan.whole_operators import chunk_of
-
-
-class RaggedShard(Placement):
-    """Dim 0 is cut; ``rows[r]`` consecutive rows lie on rank r of the mesh dim, in rank order.
-
-    Immutable; equal to another of the same rows.
-
-    Attributes:
-        rows: one number for each rank of the mesh dim, 0 allowed; their sum is the tensor's size in dim 0.
-    """
-
-    rows: tuple[int, ...]
-
-    @checked()
-    def __init__(self, rows: Sequence[int]) -> None:
-        """Check ``rows``.
-
-        Raises:
-            FSDPTypeError: a number of rows that is no int.
-            FSDPValueError: a negative one, or none at all.
-        """
-        super().__init__()
-        rows = tuple(rows)
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in rows):
-            raise FSDPTypeError(f"RaggedShard takes one int for each rank of the mesh dim, got {rows}.")
-        if not rows or min(rows) < 0:
-            raise FSDPValueError(f"RaggedShard takes one number >= 0 for each rank of the mesh dim, got {rows}.")
-        object.__setattr__(self, "rows", rows)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"RaggedShard is immutable; make another one to change {name}.")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RaggedShard) and self.rows == other.rows
-
-    def __hash__(self) -> int:
-        return hash((RaggedShard, self.rows))
-
-    def __repr__(self) -> str:
-        return f"RaggedShard({self.rows})"
-
-    def __reduce__(self) -> Any:
-        return RaggedShard, (self.rows,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
-        return self
-
-    def start(self, rank: int) -> int:
-        """The first row of ``rank``."""
-        return sum(self.rows[:rank])
-
-
-def is_ragged(spec: Any) -> bool:
-    """Whether a tensor of ``spec`` (a DTensorSpec) is a `RaggedDTensor`."""
-    return any(isinstance(placement, RaggedShard) for placement in spec.placements)
-
-
-def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
-    """A DTensor over ``local`` of the class that ``spec`` asks for."""
-    return RaggedDTensor._over(local, spec) if is_ragged(spec) else _torch.make_dtensor(local, spec)
-
-
-def dtensor_at_offset(local: torch.Tensor, spec: Any) -> DTensor:
-    """The same for a ``local`` that lies at an offset in memory that it shares, with copies and pickles of its own.
-
-    The wrapper has that offset too: Dynamo (up to torch 2.14) cannot take up one that has another. Its own storage is
-    null, and torch would try to copy it from there; so `copy.deepcopy` and `torch.save` are told to copy its own part.
-    """
-    dtensor = dtensor_over(local, spec)
-    dtensor.__deepcopy__ = _DeepCopy(local, spec)  # type: ignore[method-assign]
-    dtensor.__reduce_ex__ = _Reduce(local, spec)  # type: ignore[method-assign,assignment]
-    return dtensor
-
-
-def parameter_at_offset(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter of the same kind; how it is copied is the caller's affair."""
-    parameter = nn.Parameter(dtensor_over(local, spec), requires_grad=requires_grad)
-    _torch.set_local(parameter, local)
-    parameter.__reduce_ex__ = _ReduceParameter(local, spec)  # type: ignore[method-assign,assignment]
-    return parameter
-
-
-class _OnItsOwn:
-    """What a DTensor's local tensor holds, as a DTensor on memory of its own. Does not travel with copies."""
-
-    __slots__ = ("_local", "_spec")
-
-    def __init__(self, local: torch.Tensor, spec: Any) -> None:
-        self._local = local
-        self._spec = spec
-
-    def _made(self) -> DTensor:
-        return dtensor_over(self._local.detach().clone(), self._spec)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copied as None."""
-
-    def __reduce__(self) -> Any:
-        """Pickled as None."""
-        return type(None), ()
-
-
-class _DeepCopy(_OnItsOwn):
-    __slots__ = ()
-
-    def __call__(self, memo: dict[int, Any]) -> DTensor:
-        return self._made()
-
-
-class _Reduce(_OnItsOwn):
-    __slots__ = ()
-
-    def __call__(self, protocol: Any) -> Any:
-        return self._made().__reduce_ex__(protocol)
-
-
-class _ReduceParameter(_OnItsOwn):
-    __slots__ = ()
-
-    def __call__(self, protocol: Any) -> Any:
-        return nn.Parameter(self._made()).__reduce_ex__(protocol)
+from fsdp2.ragged import operators
+from fsdp2.ragged.placement import RaggedShard
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> int:
@@ -195,7 +69,7 @@ class RaggedDTensor(_torch.OwnOperators):
     @classmethod
     def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on local tensors, or refuse it."""
-        return ragged_operators.run(func, args, kwargs, local_part)
+        return operators.run(func, args, kwargs, local_part)
 
     @staticmethod
     @checked()
@@ -305,6 +179,8 @@ class RaggedDTensor(_torch.OwnOperators):
         return _torch.local_of(self)
 
 
+CLASSES[RaggedShard] = RaggedDTensor
+OF_ROWS.append(RaggedShard)
 torch.serialization.add_safe_globals([RaggedShard, RaggedDTensor])
 
 

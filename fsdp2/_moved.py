@@ -1,0 +1,60 @@
+"""Names that files of earlier versions have for what is elsewhere now: pickles name modules and classes.
+
+A module of `MODULES` exists, empty, for whoever imports it by its former name; what is looked up in it comes from where
+it is now. `torch.load(weights_only=True)` knows tensors by these names too. Programs import public names from `fsdp2`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+
+MODULES = {
+    "fsdp2.plan.ragged": ("fsdp2.ragged.dtensor", "fsdp2.ragged.placement"),
+}
+"""Where the names of a former module are now."""
+
+TENSORS = {
+    "fsdp2.plan.ragged": ("RaggedDTensor", "RaggedShard"),
+}
+"""What state dicts are made of, by the module that it was in."""
+
+
+class _Former(types.ModuleType):
+    """A module that was."""
+
+    def __getattr__(self, name: str) -> Any:
+        for now in MODULES[self.__name__]:
+            if not name.startswith("__") and hasattr(importlib.import_module(now), name):
+                return getattr(importlib.import_module(now), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}; import public names from fsdp2.")
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds the modules that were."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """Of former names only."""
+        return ModuleSpec(name, self) if name in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        """Empty."""
+        return _Former(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing to run."""
+
+
+def know_former_names() -> None:
+    """Let pickles of earlier versions find what they name. Once, when the package is imported."""
+    sys.meta_path.append(_Finder())
+    for former, names in TENSORS.items():
+        for name in names:
+            torch.serialization.add_safe_globals([(getattr(importlib.import_module(former), name), f"{former}.{name}")])
