@@ -10,11 +10,12 @@ export OMP_NUM_THREADS ?= 1
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check test test-full test-clients test-pool lint bench torch-gaps clean
+.PHONY: help train train-check quick test test-full test-clients test-pool lint bench torch-gaps clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
 	@echo "make train-check  the same training against an unsharded reference, loss by loss"
+	@echo "make quick        the core on one and two ranks, for the minute after an edit"
 	@echo "make test         lint, types and the test suite (TORCH=2.15.0 for another torch)"
 	@echo "make test-full    the suite with its slow part, then the tests of arithmetic on each vector width of this processor"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
@@ -37,6 +38,9 @@ train-check: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+quick: $(STAMP)
+	$(BIN)/python -m tests.quick $(ARGS)
 
 test: lint
 	$(BIN)/python -m tests -m "not full" $(ARGS)

@@ -1,0 +1,68 @@
+"""The core's behaviour on one and two ranks, in under two minutes on two cores: for the minute after an edit.
+
+`make quick` runs it: `python -m tests.quick`, with arguments for pytest. What it leaves out (four ranks, other meshes,
+drawn programs, graphs, optimizers, every feature beside the core) is for `make test`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ON_ONE = (
+    "tests/unit/test_architecture.py",
+    "tests/unit/test_errors.py",
+    "tests/unit/test_gather.py",
+    "tests/unit/test_hooks.py",
+    "tests/unit/test_layout.py",
+    "tests/unit/test_packing.py",
+    "tests/unit/test_placement.py",
+    "tests/unit/test_scaling.py",
+    "tests/unit/test_transport.py",
+    "tests/fake_pg/test_backward_memory.py",
+    "tests/fake_pg/test_batching.py",
+    "tests/fake_pg/test_checkpointing.py",
+    "tests/fake_pg/test_host_calls.py",
+    "tests/fake_pg/test_streams.py",
+)
+"""Arithmetic, what is refused, the order of collectives, memory, streams, calls."""
+
+ON_TWO = (
+    "tests/multi_rank/test_checkpointing.py",
+    "tests/multi_rank/test_gradient_reduction.py",
+    "tests/multi_rank/test_matches_reference.py",
+    "tests/multi_rank/test_misuse.py",
+    "tests/multi_rank/test_peers.py",
+    "tests/multi_rank/test_recovery.py",
+    "tests/multi_rank/test_replaced_parameters.py",
+    "tests/multi_rank/test_several_roots.py",
+    "tests/multi_rank/test_state_dict.py",
+    "tests/multi_rank/test_unusual_outputs.py",
+    "tests/parity/test_communication_control.py",
+    "tests/parity/test_mixed_precision.py",
+    "tests/parity/test_prefetch.py",
+    "tests/parity/test_reduction.py",
+    "tests/parity/test_reshard.py",
+    "tests/parity/test_structures.py",
+    "tests/parity/test_unshard.py",
+)
+"""Training against the unsharded model, settings, failures, what users replace and save."""
+
+FEWER_THAN = "not (3ranks or 4ranks or 8ranks or 4threads)"
+
+
+def main(arguments: list[str]) -> int:
+    """The exit status of the first part that failed, else 0."""
+    command = [sys.executable, "-m", "pytest", "-m", "not full", "-k", FEWER_THAN, *arguments]
+    beside = subprocess.Popen([*command, *ON_ONE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        found = subprocess.call([*command, *ON_TWO])
+        print(beside.communicate()[0], flush=True)
+    except BaseException:
+        beside.kill()
+        raise
+    return found or beside.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
