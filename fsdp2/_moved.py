@@ -1,6 +1,6 @@
 """Names that files of earlier versions have for what is elsewhere now: pickles name modules and classes.
 
-A module of `MODULES` exists, empty, for whoever imports it by its former name; what is looked up in it comes from where
+A module of `MOVED` exists, empty, for whoever imports it by its former name; what is looked up in it comes from where
 it is now. `torch.load(weights_only=True)` knows tensors by these names too. Programs import public names from `fsdp2`.
 """
 
@@ -16,25 +16,20 @@ from typing import Any
 
 import torch
 
-MODULES = {
-    "fsdp2.plan.ragged": ("fsdp2.ragged.dtensor", "fsdp2.ragged.placement"),
+MOVED = {
+    "fsdp2.plan.ragged": {"RaggedDTensor": "fsdp2.ragged.dtensor", "RaggedShard": "fsdp2.ragged.placement"},
 }
-"""Where the names of a former module are now."""
-
-TENSORS = {
-    "fsdp2.plan.ragged": ("RaggedDTensor", "RaggedShard"),
-}
-"""What state dicts are made of, by the module that it was in."""
+"""By former modules, what state dicts name in them, and where that is now."""
 
 
 class _Former(types.ModuleType):
     """A module that was."""
 
     def __getattr__(self, name: str) -> Any:
-        for now in MODULES[self.__name__]:
-            if not name.startswith("__") and hasattr(importlib.import_module(now), name):
-                return getattr(importlib.import_module(now), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}; import public names from fsdp2.")
+        now = MOVED[self.__name__].get(name)
+        if now is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}; import public names from fsdp2.")
+        return getattr(importlib.import_module(now), name)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -42,7 +37,7 @@ class _Finder(MetaPathFinder, Loader):
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         """Of former names only."""
-        return ModuleSpec(name, self) if name in MODULES else None
+        return ModuleSpec(name, self) if name in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """Empty."""
@@ -55,6 +50,6 @@ class _Finder(MetaPathFinder, Loader):
 def know_former_names() -> None:
     """Let pickles of earlier versions find what they name. Once, when the package is imported."""
     sys.meta_path.append(_Finder())
-    for former, names in TENSORS.items():
-        for name in names:
-            torch.serialization.add_safe_globals([(getattr(importlib.import_module(former), name), f"{former}.{name}")])
+    for former, names in MOVED.items():
+        for name, now in names.items():
+            torch.serialization.add_safe_globals([(getattr(importlib.import_module(now), name), f"{former}.{name}")])

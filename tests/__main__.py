@@ -10,45 +10,57 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.unit.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
 ONE_PROCESS = ("tests/unit", "tests/fake_pg")
-"""Folders whose tests start no ranks."""
+"""Folders whose tests start no ranks, but for few."""
 
 NOTHING_COLLECTED = 5
 
 
-def lanes() -> list[list[str]]:
-    """The folders that hold tests, dealt out to processes."""
+def lanes() -> tuple[list[str], list[str]]:
+    """The folders that hold tests, dealt out to processes: those on ranks, and the others."""
     folders = sorted({f"tests/{path.relative_to('tests').parts[0]}" for path in Path("tests").rglob("test_*.py")})
-    return [[folder for folder in folders if folder not in ONE_PROCESS], list(ONE_PROCESS)]
+    return [folder for folder in folders if folder not in ONE_PROCESS], list(ONE_PROCESS)
 
 
-def main(arguments: list[str]) -> int:
-    """Run all lanes; the exit status of the first that failed, else 0."""
-    pytest = [sys.executable, "-m", "pytest", *arguments]
-    if any(Path(each.split("::")[0]).exists() for each in arguments):
-        return subprocess.call(pytest)
-    ranks, one_process = lanes()
-    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/printed", "w+") as printed:
-        record = Path(folder) / "record"
-        environment = os.environ | {RECORD: str(record)}
-        beside = subprocess.Popen([*pytest, *one_process], stdout=printed, stderr=subprocess.STDOUT, env=environment)
+def side_by_side(first: Sequence[str], second: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run both command lines, and print what the second has printed at the end; the exit status of both together."""
+    with tempfile.TemporaryFile("w+") as printed:
+        beside = subprocess.Popen(second, stdout=printed, stderr=subprocess.STDOUT, env=environment)
         try:
-            found = [subprocess.call([*pytest, *ranks], env=environment), beside.wait()]
+            found = [subprocess.call(first, env=environment), beside.wait()]
         except BaseException:
             beside.kill()
             raise
         printed.seek(0)
-        print(f"----- {', '.join(one_process)}, beside the tests above", printed.read(), sep="\n", flush=True)
-        missing = what_the_record_has_not_shown(record)
-        if missing:
-            print(f"----- {NOT_SHOWN}", *missing, sep="\n", flush=True)
-    if found == [NOTHING_COLLECTED] * len(found):
+        print("----- beside the tests above", printed.read(), sep="\n", flush=True)
+    return status_of(found)
+
+
+def status_of(found: Sequence[int]) -> int:
+    """Of two runs of pytest as of one: one that had no tests is no failure if the other had some."""
+    if all(status == NOTHING_COLLECTED for status in found):
         return NOTHING_COLLECTED
     return next((status for status in found if status not in (0, NOTHING_COLLECTED)), 0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all; the exit status of the first that failed, else 0."""
+    pytest = [sys.executable, "-m", "pytest", *arguments]
+    if any(Path(each.split("::")[0]).exists() for each in arguments):
+        return subprocess.call(pytest)
+    ranks, one_process = lanes()
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "record"
+        status = side_by_side([*pytest, *ranks], [*pytest, *one_process], os.environ | {RECORD: str(record)})
+        missing = what_the_record_has_not_shown(record)
+    if missing:
+        print(f"----- {NOT_SHOWN}", *missing, sep="\n", flush=True)
+    return status
 
 
 if __name__ == "__main__":

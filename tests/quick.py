@@ -6,8 +6,9 @@ drawn programs, graphs, optimizers, every feature beside the core) is for `make 
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from tests.__main__ import side_by_side
 
 ON_ONE = (
     "tests/unit/test_architecture.py",
@@ -54,14 +55,7 @@ FEWER_THAN = "not (3ranks or 4ranks or 8ranks or 4threads)"
 def main(arguments: list[str]) -> int:
     """The exit status of the first part that failed, else 0."""
     command = [sys.executable, "-m", "pytest", "-m", "not full", "-k", FEWER_THAN, *arguments]
-    beside = subprocess.Popen([*command, *ON_ONE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        found = subprocess.call([*command, *ON_TWO])
-        print(beside.communicate()[0], flush=True)
-    except BaseException:
-        beside.kill()
-        raise
-    return found or beside.returncode
+    return side_by_side([*command, *ON_TWO], [*command, *ON_ONE])
 
 
 if __name__ == "__main__":

@@ -205,6 +205,7 @@ class PendingReduce(CommHandle):
     stage: Stage
 
     def __init__(self, has_streams: bool) -> None:
+        self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
         self.held: object = None
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
@@ -404,8 +405,8 @@ class FSDPCommContext:
             self._wait(pending)
             if pending.stage is Stage.LAUNCHED:  # without streams only
                 self._finish_all_reduces()
-                self._all_reducing.append(self._pending.popleft())
                 pending.is_launching = self.was_interrupted = True
+                self._all_reducing.append(self._pending.popleft())
                 pending.launch()
                 pending.is_launching = self.was_interrupted = False
             else:

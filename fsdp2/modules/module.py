@@ -37,7 +37,7 @@ from fsdp2.runtime.misuse import explanation_of, refuse_data_parallel
 from fsdp2.runtime.param_group import FSDPParamGroup
 from fsdp2.runtime.root import Unit
 from fsdp2.runtime.root_checks import refuse_finalization
-from fsdp2.runtime.settings import GroupSettings, RootSettings, denominator_of
+from fsdp2.runtime.settings import DEFAULT, FREE, RootSettings, denominator_of
 from fsdp2.runtime.state import FSDPState, state_of, states_below
 
 
@@ -91,13 +91,18 @@ class FSDPModule:
 
     def _configure(self, recurse: bool = False, **changes: Any) -> None:
         """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
-        GroupSettings(**changes)  # whatever is wrong with them by themselves
         groups = self._groups(recurse)
-        settings = [dataclasses.replace(group.settings, **changes) for group in groups]
-        for group, each in zip(groups, settings, strict=True):
-            group.refuse_settings(each)
-        for group, each in zip(groups, settings, strict=True):
-            group.configure(each)
+        # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
+        made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
+        settings = [made[group.settings] for group in groups]
+        if not changes.keys() <= FREE:
+            for group, each in zip(groups, settings, strict=True):
+                group.refuse_settings(each)
+            for group, each in zip(groups, settings, strict=True):
+                group.configure(each)
+        else:
+            for group, each in zip(groups, settings, strict=True):
+                group.settings = group.reducer.settings = each
 
     def _configure_as_root(self, method: str, **changes: Any) -> None:
         """Change settings of roots, between iterations."""

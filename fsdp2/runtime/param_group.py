@@ -24,7 +24,7 @@ from fsdp2.params.write_counter import WriteCounter
 from fsdp2.plan.group_plan import GradientsPlan, GroupPlan
 from fsdp2.plan.mesh import DataParallelMesh
 from fsdp2.runtime.reducer import GradientReducer
-from fsdp2.runtime.settings import GroupSettings
+from fsdp2.runtime.settings import DEFAULT, GroupSettings
 
 
 class FSDPParamGroup:
@@ -59,7 +59,7 @@ class FSDPParamGroup:
         self.mesh = mesh
         self.storage = GroupStorage(params, mesh, offloading)
         self.reducer = GradientReducer(mesh, offloading)
-        self.settings = GroupSettings()
+        self.settings = DEFAULT
         self.sharers: list[Any] = []
         self.users: set[object] = set()
         self.took_part = False
@@ -172,8 +172,8 @@ class FSDPParamGroup:
             self.quiesce()  # what is kept lies in memory of the other stream
         if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
             self.reshard()
-        self.settings = settings
         self.reducer.configure(settings)
+        self.settings = settings
         if settings.custom_all_gather is not before.custom_all_gather:
             with torch.inference_mode(False):
                 custom = settings.custom_all_gather

@@ -28,7 +28,7 @@ from fsdp2.params.memory import MemoryPool
 from fsdp2.params.param import FSDPParam
 from fsdp2.plan.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.plan.mesh import DataParallelMesh, own_reduce_scatter_group
-from fsdp2.runtime.settings import GroupSettings
+from fsdp2.runtime.settings import DEFAULT, GroupSettings
 
 _LARGE_DIVISOR = 1024.0
 
@@ -73,7 +73,7 @@ class GradientReducer:
     owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
     def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
-        self.settings = GroupSettings()
+        self.settings = DEFAULT
         self.is_last = True
         # What has been issued and not been delivered; it may still be on its way.
         self._awaits_all_reduce = False
@@ -176,11 +176,17 @@ class GradientReducer:
 
     def configure(self, settings: GroupSettings) -> None:
         """Go on with other settings. Where they change the layout of reductions, none is in flight."""
-        before, self.settings = self.settings, settings
-        if settings.changes_layout(before):
-            self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
+        before, group_before = self.settings, self.scatter_group
+        self.settings = settings
+        if not settings.changes_layout(before):
+            return
+        self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
+        try:
             if self._params:
                 self.lay_out(self._params)
+        except BaseException:  # gradients wait that do not fit: everything stays as it was
+            self.settings, self.scatter_group = before, group_before
+            raise
 
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         mesh, settings, group = self._mesh, self.settings, self.group
@@ -341,7 +347,7 @@ class GradientReducer:
             pending.held = sent
             for op, members in _launches(sent):
                 self._transport.reduce_scatter(members, op, None if device.has_streams else pending.works, memory)
-        del taken
+        del taken, members  # this frame lives on: what is sent is to be let go of as soon as it was
         if not device.has_streams:
             for each in sent:
                 each.packed.inputs = []  # what was packed has been read
@@ -365,6 +371,7 @@ class GradientReducer:
                 with device.use(stream):
                     self._finish(sent, keeps)
             else:
+                self.is_reducing = False  # nothing is under way any more, whatever the user's hook raises
                 self._finish(sent, keeps, memory)
         pending.event = device.record(stream)
         yield Stage.DONE

@@ -92,6 +92,13 @@ class GroupSettings:
         )
 
 
+DEFAULT = GroupSettings()
+"""Groups that are set alike share one value, so that changing many of them makes one new one."""
+
+FREE = frozenset({"requires_gradient_sync", "requires_all_reduce", "max_pending"})
+"""What is only looked at when a backward begins or ends: changed from microbatch to microbatch, at no cost."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RootSettings:
     """How iterations go, on the outermost sharded module.

@@ -639,6 +639,7 @@ class FSDPState(CopyableState):
     def _forget_root(self) -> None:
         if self.own_root is not None:
             self._root_settings, self.shared_comm = self.own_root.settings, self.own_root.shared_comm
+            self.post_optim_event = self.own_root.post_optim_event
             release(self.own_root, self.states)
             self.states = ()
 

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 
 import fsdp2
-from tests.__main__ import lanes
 from tests.unit import torch_api
 from tests.unit.parity_table import (
     DIFFERENCES,
@@ -189,10 +188,3 @@ def test_parts_of_a_run_are_told_of_together(tmp_path: Path, monkeypatch: pytest
         report_what_was_not_shown(reporter)
         assert reporter.lines == []
     assert what_the_record_has_not_shown(tmp_path / "record") == [f"tests/{first}"]
-
-
-def test_both_parts_together_have_every_folder_of_tests() -> None:
-    ranks, one_process = lanes()
-    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
-    assert not {*ranks} & {*one_process}
-    assert {*ranks, *one_process} == {f"tests/{folder}" for folder in folders}
