@@ -407,6 +407,10 @@ class GradientBucket:
         if self._buffer is not None and self._are_cleared():
             self._buffer.release()
 
+    def leave_buffer(self) -> None:
+        """Neither free nor use the gradient buffer again: a collective that nothing can wait for may write there."""
+        self._buffer = None
+
     def needs_values(self, packed: PackedGradients) -> bool:
         """Whether `set_grads` does more than to set ``.grad``."""
         if packed.delivered is None or not self._are_cleared() or self._have_tensor_hooks():

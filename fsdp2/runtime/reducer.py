@@ -474,6 +474,7 @@ class GradientReducer:
         self.is_reducing = False  # whatever the interrupted one was
         for bucket in self.buckets:
             bucket.drop()
+            bucket.leave_buffer()
             for param in bucket.params:
                 if param.unsharded is not None:
                     param.unsharded.grad = None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from fsdp2.params.buffers import Resizable
 from fsdp2.runtime.state import states_below
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
@@ -601,10 +602,12 @@ def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: 
         fully_shard(unit, mesh=mesh)
     optimizer = adamw(list(model.parameters()))
     calls, original = itertools.count(), dist.all_reduce
+    in_flight, freed = [], []  # addresses: a reference would keep the memory
 
     def launched_in_vain(*args: Any, **kwargs: Any) -> Any:
         work = original(*args, **kwargs)
         if next(calls) == call:
+            in_flight.append(args[0].data_ptr())
             raise KeyboardInterrupt
         return work
 
@@ -613,5 +616,15 @@ def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: 
         with pytest.raises(KeyboardInterrupt):
             loss_of(model).backward()
     optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        free = Resizable.free
+
+        def noted(buffer: Resizable) -> None:
+            freed.append(buffer.flat.data_ptr())
+            free(buffer)
+
+        patch.setattr(Resizable, "free", noted)
+        loss_of(model)
+    assert not set(in_flight) & set(freed), "the thread of the collective may still write there"
     reference = Reference(CASE, world_size=world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)
