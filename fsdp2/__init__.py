@@ -1,34 +1,32 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
-import fsdp2.comm.peers  # noqa: F401  gloo's sends and receives, which take the place of its collectives
+import fsdp2.features.gloo_p2p  # noqa: F401  gloo's sends and receives, which take the place of its collectives
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
-from fsdp2.api import fully_shard
-from fsdp2.common import (
-    FSDPError,
-    FSDPNotImplementedError,
-    FSDPRuntimeError,
-    FSDPTypeError,
-    FSDPValueError,
-)
 from fsdp2.compiled.entry import prepare_compile
 from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
 from fsdp2.compiled.support import set_graph_capture
+from fsdp2.core.functions import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.core.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp2.core.module import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    disable_fsdp_module_new_init,
+    get_cls_to_fsdp_cls,
+)
+from fsdp2.core.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core.shard import fully_shard
+from fsdp2.core.sharding import RowBlocks, ShardPlacementResult
+from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.features.owned import Owned, balanced_owners
+from fsdp2.features.unwrap import unwrap
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
-from fsdp2.modules.functions import register_fsdp_forward_method, share_comm_ctx
-from fsdp2.modules.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.modules.module import FSDPModule, get_cls_to_fsdp_cls
-from fsdp2.modules.new_modules import disable_fsdp_module_new_init
-from fsdp2.modules.unwrapping import unwrap
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
-from fsdp2.params.custom_comm import AllGather, Comm, ReduceScatter
-from fsdp2.plan.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fsdp2.plan.owners import Owned, balanced_owners
-from fsdp2.plan.placement import RowBlocks, ShardPlacementResult
-from fsdp2.plan.policies import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union
 
 import torch
 
-from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Class = TypeVar("Class")

@@ -124,7 +124,7 @@ def install() -> Swap:
 
         >>> import fsdp2.compat
         >>> print(fsdp2.compat.install())
-        torch.distributed.fsdp.FSDPModule -> fsdp2.modules.module.FSDPModule
+        torch.distributed.fsdp.FSDPModule -> fsdp2.core.module.FSDPModule
         ...
         >>> from accelerate import Accelerator
 

@@ -11,17 +11,17 @@ from torch import nn
 
 from fsdp2 import _torch_compiler
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPNotImplementedError, FSDPTypeError
 from fsdp2.compiled.grad_sinks import grad_sinks_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
 from fsdp2.compiled.unsharding import unshard
-from fsdp2.params.buffers import storage_alias
-from fsdp2.params.param import FSDPParam
-from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, state_of, states_below
+from fsdp2.core.buffers import storage_alias
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import FSDPParam
+from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 
 
 @functools.cache

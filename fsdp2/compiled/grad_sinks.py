@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fsdp2.common import FSDPRuntimeError
 from fsdp2.compiled.specs import ReduceSpec
-from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.errors import FSDPRuntimeError
 
 
 def grad_sinks_of(group: FSDPParamGroup, reduces: tuple[ReduceSpec, ...]) -> tuple[torch.Tensor, ...]:

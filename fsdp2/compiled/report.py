@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPValueError
 from fsdp2.compiled.tracing import RefusedState, TracedState
-from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, states_below
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.state import FSDPState, states_below
+from fsdp2.errors import FSDPValueError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fsdp2.comm.scaling import Scaling
-from fsdp2.common import FSDPNotImplementedError
-from fsdp2.plan.layout import BufferLayout, GradientLayout
+from fsdp2.core.layout import BufferLayout, GradientLayout
+from fsdp2.core.reduce import Scaling
+from fsdp2.errors import FSDPNotImplementedError
 
 _OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 """Of functional collectives, by those of the process group."""

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPRuntimeError, FSDPValueError
-from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import FSDPState, state_of, states_below
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 
 def reason_against(state: FSDPState, inside: Collection[FSDPState]) -> str | None:

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.common import FSDPNotImplementedError
 from fsdp2.compiled.unsharding import unshard
-from fsdp2.plan.policies import ModulePolicy
-from fsdp2.runtime.trees import argument_names, cast_named
+from fsdp2.core.options import ModulePolicy
+from fsdp2.core.trees import argument_names, cast_named
+from fsdp2.errors import FSDPNotImplementedError
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class TracedState:
 def _cast(dtype: torch.dtype, tree: Any) -> Any:
     """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt.
 
-    Not `fsdp2.runtime.trees.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
+    Not `fsdp2.core.trees.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
     whether one is another.
     """
     if isinstance(tree, torch.Tensor):

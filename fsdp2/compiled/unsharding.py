@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
-from fsdp2.params.buffers import on_the_wire
-from fsdp2.params.packing import scatter_rows
-from fsdp2.plan.layout import Partition, Slot
+from fsdp2.core.buffers import on_the_wire
+from fsdp2.core.gradients import scatter_rows
+from fsdp2.core.layout import Partition, Slot
 
 
 def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.core.structure import has_forward
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.module_tree import CONTAINERS, ModuleTree, Node, plain_class
-from fsdp2.plan.structure import has_forward
 
 Kind = type[nn.Module] | str
 """A class of modules, or its name."""

@@ -17,12 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPValueError
-from fsdp2.modules.module import FSDPModule
-from fsdp2.params.param import fsdp_param_of
-from fsdp2.params.replaced import replacement_of
-from fsdp2.plan.structure import has_forward
-from fsdp2.runtime.state import state_of
+from fsdp2.core.module import FSDPModule
+from fsdp2.core.param import fsdp_param_of, replacement_of
+from fsdp2.core.state import state_of
+from fsdp2.core.structure import has_forward
+from fsdp2.errors import FSDPValueError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

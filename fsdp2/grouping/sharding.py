@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api import fully_shard, ignored_below, validated_ignored
 from fsdp2.arguments import ANYTHING, Rule, checked
-from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.core.options import MixedPrecisionPolicy, PolicyFunction, policy_or_function
+from fsdp2.core.shard import fully_shard, ignored_below, validated_ignored
+from fsdp2.core.state import state_of
+from fsdp2.core.structure import refuse_container
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.module_tree import ItemSize, ModuleTree, Node
-from fsdp2.plan.policies import MixedPrecisionPolicy, PolicyFunction, policy_or_function
-from fsdp2.plan.structure import refuse_container
-from fsdp2.runtime.state import state_of
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 from fsdp2.optim.state_cache import StepStateCache
 from fsdp2.optim.step_targets import LentState, State, StepTargets, known_in, refuse_partial
 from fsdp2.optim.zeroing import clear_waiting

@@ -40,11 +40,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, at_least, checked, is_number
-from fsdp2.common import FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.params.param import fsdp_param_of
-from fsdp2.params.replaced import replacement_of
-from fsdp2.plan.mesh import device_of
-from fsdp2.plan.reduction_groups import RankGroup, ReductionGroups, reduction_groups_of
+from fsdp2.core.mesh import device_of
+from fsdp2.core.param import fsdp_param_of, replacement_of
+from fsdp2.core.sharding import RankGroup, ReductionGroups, reduction_groups_of
+from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 

@@ -25,13 +25,11 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2 import _torch, _torch_compiler
-from fsdp2.comm.whole import Former
-from fsdp2.common import FSDPRuntimeError
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import FSDPParam, WriteCounter, former_of, fsdp_param_of, is_orphan_copy, replacement_of
+from fsdp2.errors import FSDPRuntimeError
+from fsdp2.features.whole_tensors import Former
 from fsdp2.optim.offload import offload_as_policies_ask
-from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.params.replaced import former_of, is_orphan_copy, replacement_of
-from fsdp2.params.write_counter import WriteCounter
-from fsdp2.runtime.param_group import FSDPParamGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import checked
-from fsdp2.comm.comm_context import finish_current_stream
-from fsdp2.common import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.params.param import fsdp_param_of
-from fsdp2.plan.dtensors import dtensor_over
+from fsdp2.core.param import fsdp_param_of
+from fsdp2.core.sharding import dtensor_over
+from fsdp2.core.streams import finish_current_stream
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 Chooses = Callable[[torch.Tensor], bool]
 

@@ -15,11 +15,11 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPNotImplementedError, FSDPValueError
+from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.sharding import dtensor_over
+from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.guard import GUARD
 from fsdp2.optim.offload import is_offloaded
-from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.plan.dtensors import dtensor_over
 
 
 @checked()

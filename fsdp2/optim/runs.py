@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.buffers import DtypeBuffers
-from fsdp2.params.gradients import GradientBucket
-from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.plan.layout import GradientSlot, Slot
-from fsdp2.runtime.param_group import FSDPParamGroup
+from fsdp2.core.buffers import DtypeBuffers
+from fsdp2.core.gradients import GradientBucket
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.layout import GradientSlot, Slot
+from fsdp2.core.param import FSDPParam, fsdp_param_of
 
 _gradient_of = operator.attrgetter("grad")
 _known_local_of = operator.attrgetter("_fsdp_param.target.local")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core.buffers import DtypeBuffers
+from fsdp2.core.param import fsdp_param_of
 from fsdp2.optim.step_targets import State
-from fsdp2.params.buffers import DtypeBuffers
-from fsdp2.params.param import fsdp_param_of
 
 
 class StepStateCache:

@@ -17,11 +17,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPValueError
+from fsdp2.core.buffers import storage_slice
+from fsdp2.core.param import fsdp_param_of
+from fsdp2.core.sharding import dtensor_over
+from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.runs import Run, runs_of
-from fsdp2.params.buffers import storage_slice
-from fsdp2.params.param import fsdp_param_of
-from fsdp2.plan.dtensors import dtensor_over
 
 State = dict[Any, Any]
 """Of one parameter: values by name. Of all: states by parameter."""

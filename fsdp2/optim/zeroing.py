@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
-from fsdp2.params.param import FSDPParam, fsdp_param_of
-from fsdp2.params.replaced import replacement_of
-from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.reducer import GradientReducer
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
+from fsdp2.core.reduce import GradientReducer
 
 
 def install() -> None:

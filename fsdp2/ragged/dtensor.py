@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPValueError
-from fsdp2.plan.dtensors import CLASSES, OF_ROWS
-from fsdp2.plan.layout import contiguous_stride
-from fsdp2.plan.whole_operators import chunk_of
+from fsdp2.core.layout import contiguous_stride
+from fsdp2.core.sharding import CLASSES, OF_ROWS
+from fsdp2.errors import FSDPValueError
+from fsdp2.features.whole_operators import chunk_of
 from fsdp2.ragged import operators
 from fsdp2.ragged.placement import RaggedShard
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2 import _torch
-from fsdp2.common import FSDPNotImplementedError, FSDPValueError
-from fsdp2.plan.layout import contiguous_stride
-from fsdp2.plan.reduction_groups import reduction_groups_of
-from fsdp2.plan.whole_operators import run_on_whole, tensors_in
+from fsdp2.core.layout import contiguous_stride
+from fsdp2.core.sharding import reduction_groups_of
+from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
+from fsdp2.features.whole_operators import run_on_whole, tensors_in
 
 _LOCAL = frozenset(
     {

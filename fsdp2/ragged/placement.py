@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.tensor import Placement
 
 from fsdp2.arguments import checked
-from fsdp2.common import FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 
 class RaggedShard(Placement):

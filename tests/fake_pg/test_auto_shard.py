@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp2 import FSDPTypeError, FSDPValueError, MixedPrecisionPolicy, auto_shard, choose_groups, fully_shard
-from fsdp2.runtime.state import FSDPState, state_of, states_below
+from fsdp2.core.state import FSDPState, state_of, states_below
 from tests.harness import fake_world
 from tests.unit.grouped_models import GPTBlock, Shaped
 

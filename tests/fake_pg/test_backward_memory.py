@@ -1,6 +1,6 @@
 """What is alive at the peak of a backward, and in which order the collectives are that make it so.
 
-See [Note: half a backward each] in `fsdp2.runtime.half_backward`. What is measured are storages, on the fake group.
+See [Note: half a backward each] in `fsdp2.features.half_backward`. What is measured are storages, on the fake group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.memory import StepMemory, measure_step_memory
 from benchmarks.models import LARGE_PARAMETERS, ModelSpec
 from benchmarks.step import Trainer
 from fsdp2 import fully_shard
-from fsdp2.comm.transport import Native
+from fsdp2.core.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import gathered_first, groups_of
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
-from fsdp2.comm.transport import Native
-from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES
-from fsdp2.runtime.state import state_of, states_below
+from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES
+from fsdp2.core.state import state_of, states_below
+from fsdp2.core.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import (
     allocated_bytes,

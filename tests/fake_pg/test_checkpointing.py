@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import fully_shard
-from fsdp2.comm.transport import Native
+from fsdp2.core.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import gathered_first, groups_of
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPValueError, clip_grad_norm_, fully_shard, get_total_norm
-from fsdp2.plan.reduction_groups import reduction_groups_of
+from fsdp2.core.sharding import reduction_groups_of
 from tests.harness import FakeWorlds, fake_world
 
 AXES = {"replicate": (1, 5), "shard": (1, 3), "tp": (0, 1)}

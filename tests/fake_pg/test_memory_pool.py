@@ -17,7 +17,7 @@ from benchmarks.memory import measure_step_memory
 from benchmarks.models import LARGE_PARAMETERS
 from benchmarks.step import Trainer
 from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, MixedPrecisionPolicy, fully_shard
-from fsdp2.params.memory import SLACK, MemoryPool
+from fsdp2.features.memory_pool import SLACK, MemoryPool
 from tests.harness import fake_world
 from tests.harness.happens_before import EventRecord, Operation, StreamWait
 from tests.harness.internals import allocated_bytes, groups_of, unsharded_bytes
@@ -94,8 +94,8 @@ STEPS: list[Callable[[nn.Sequential, int], None]] = [
 
 def pool_of(model: nn.Module) -> MemoryPool:
     comm = groups_of(model)[0].comm
-    assert comm is not None and comm.gather_memory is not None
-    return comm.gather_memory
+    assert comm is not None and isinstance(comm.gather_arena, MemoryPool)
+    return comm.gather_arena
 
 
 @contextmanager

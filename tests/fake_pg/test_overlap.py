@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-import fsdp2.runtime.root
-from fsdp2.runtime.param_group import FSDPParamGroup
+import fsdp2.core.root
+from fsdp2.core.group import FSDPParamGroup
 from tests.harness import fake_world
 from tests.harness.happens_before import Allocation, Operation, Order
 from tests.harness.recording import recording
@@ -50,7 +50,7 @@ def test_overlap_is_seen_to_be_lost() -> None:
         self.comm.retire_reduces(0)  # type: ignore[union-attr]
 
     with (
-        mock.patch.object(fsdp2.runtime.root, "PREFETCH_DEPTH", 0),
+        mock.patch.object(fsdp2.core.root, "PREFETCH_DEPTH", 0),
         mock.patch.object(FSDPParamGroup, "reduce", impatient),
         fake_world(4, 1),
         recording() as recorder,

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.comm import transport
-from fsdp2.comm.comm_context import FSDPCommContext, HostDevice, PendingReduce
-from fsdp2.comm.transport import Native
+from fsdp2.core import transport
+from fsdp2.core.streams import FSDPCommContext, HostDevice, PendingReduce
+from fsdp2.core.transport import Native
 from tests.harness.fake import fake_world
 from tests.harness.internals import groups_of
 

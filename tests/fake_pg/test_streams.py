@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.comm.comm_context import Wait
-from fsdp2.params.gather import Gather
-from fsdp2.params.gradients import GradientBucket, PackedGradients
-from fsdp2.params.storage import GroupStorage
+from fsdp2.core.gather import Gather
+from fsdp2.core.gradients import GradientBucket, PackedGradients
+from fsdp2.core.storage import GroupStorage
+from fsdp2.core.streams import Wait
 from tests.harness import fake_world
 from tests.harness.happens_before import (
     HOST,
@@ -163,9 +163,9 @@ PACK, ALL_REDUCE, GATHER = "aten._chunk_cat", "c10d.allreduce_", "c10d._allgathe
 @pytest.mark.parametrize(
     ("scenario", "operation", "at"),
     [
-        ("reduce_fails", PACK, "reducer.reduce:"),
-        ("all_reduce_fails", ALL_REDUCE, "reducer.reduce:"),
-        ("hook_fails", ALL_REDUCE, "reducer.reduce:"),
+        ("reduce_fails", PACK, "reduce.reduce:"),
+        ("all_reduce_fails", ALL_REDUCE, "reduce.reduce:"),
+        ("hook_fails", ALL_REDUCE, "reduce.reduce:"),
         ("deleted_in_flight", PACK, None),
         ("deleted_in_flight", GATHER, None),
         ("replicated_deleted_in_flight", ALL_REDUCE, None),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fsdp2.runtime.param_group import FSDPParamGroup
-from fsdp2.runtime.state import states_below
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.state import states_below
 
 
 def groups_of(model: nn.Module) -> list[FSDPParamGroup]:

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from fsdp2 import _torch
-from fsdp2.comm.comm_context import Device, FSDPCommContext
+from fsdp2.core.streams import Device, FSDPCommContext
 
 needs_pool = pytest.mark.skipif(not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on")
 

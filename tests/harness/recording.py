@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2._torch
-import fsdp2.comm.comm_context
-import fsdp2.runtime.state
+import fsdp2.core.state
+import fsdp2.core.streams
 from tests.harness.happens_before import (
     HOST,
     Access,
@@ -53,7 +53,7 @@ COMPUTE = 0
 """The stream that is current to begin with."""
 
 _PACKAGE = str(Path(fsdp2.__file__).parent)
-_SEAM = fsdp2.comm.comm_context.__file__
+_SEAM = fsdp2.core.streams.__file__
 
 # Positional arguments that these write are not read (those of ``out=`` never are).
 _OVERWRITES = {"copy_", "fill_", "zero_", "uniform_", "normal_", "_foreach_copy_", "_foreach_zero_"}
@@ -104,7 +104,7 @@ class RecordingDevice:
         return event
 
     def wait(self, stream: int, event: int, why: object) -> None:
-        """Record a wait, and which functions of fsdp2 outside of `comm_context` led to it."""
+        """Record a wait, and which functions of fsdp2 outside of `core.streams` led to it."""
         self._recorder.trace.append(StreamWait(stream, event, why, tuple(_sites())))
 
     def is_capturing(self) -> bool:
@@ -363,7 +363,7 @@ def recording() -> Iterator[Recorder]:
 
     gather, scatter = fsdp2._torch.all_gather_single, fsdp2._torch.reduce_scatter_single
     with (
-        mock.patch.object(fsdp2.runtime.state, "device_for", lambda device: RecordingDevice(recorder)),
+        mock.patch.object(fsdp2.core.state, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         mock.patch.object(fsdp2._torch, "swap_memory", swap_memory),
         mock.patch.object(fsdp2._torch, "all_gather_single", with_recorded_works(recorder, gather)),

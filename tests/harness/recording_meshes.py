@@ -28,8 +28,8 @@ from fsdp2 import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp2.comm import transport
-from fsdp2.params.gradients import GradientBucket
+from fsdp2.core import transport
+from fsdp2.core.gradients import GradientBucket
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import STEPS, Expected, Stack, Training
 

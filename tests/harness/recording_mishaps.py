@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from fsdp2.comm.transport import Native
+from fsdp2.core.transport import Native
 from tests.harness.recording import Recorder
 from tests.harness.recording_training import Expected, Training, adamw
 

@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import fsdp2.plan.mesh
+import fsdp2.core.mesh
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
-from fsdp2.params.buffers import Offloading
-from fsdp2.params.gather import Source
+from fsdp2.core.buffers import Offloading
+from fsdp2.core.gather import Source
 from tests.harness.recording import Recorder
 from tests.harness.recording_meshes import HALF, replicate_and_shard
 from tests.harness.recording_training import STEPS, Expected, Stack, Training
@@ -43,7 +43,7 @@ def _host_is_another_place(recorder: Recorder) -> Iterator[None]:
         return source.shard.dtype == source.unsharded.dtype and not recorder.is_on_host(source.shard)
 
     with (
-        mock.patch.object(fsdp2.plan.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
+        mock.patch.object(fsdp2.core.mesh, "device_of", lambda mesh: torch.device("cpu", 0)),
         mock.patch.object(Offloading, "zeros", on_host(Offloading.zeros)),
         mock.patch.object(Offloading, "empty", on_host(Offloading.empty)),
         mock.patch.object(Source, "is_sent_as_it_lies", property(is_sent_as_it_lies)),

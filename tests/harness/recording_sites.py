@@ -1,6 +1,6 @@
 """Where fsdp2 makes streams, or the host, wait, read from its source. A part of `recording`.
 
-A *site* is a call, outside of `comm_context`, by which a wait is issued: of ``device.wait`` or ``device.block_host``
+A *site* is a call, outside of `core.streams`, by which a wait is issued: of ``device.wait`` or ``device.block_host``
 itself, or of a method of `FSDPCommContext` that leads to one.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fsdp2
 
-SEAM = "comm_context"
+SEAM = "streams"
 _CONTEXT = "FSDPCommContext"
 _WAIT_ARGUMENTS = 3  # stream, event, why: a work's or a handle's wait() has none
 

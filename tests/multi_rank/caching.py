@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.params import gather
+from fsdp2.core import gather
 from tests.harness.models import ModelCase
 from tests.multi_rank.training import CASE, loss_on
 

@@ -23,7 +23,7 @@ from fsdp2 import (
     balanced_owners,
     fully_shard,
 )
-from fsdp2.plan.owners import noted_owner
+from fsdp2.features.owned import noted_owner
 from tests.multi_rank.drawing import Program, UnitDraw
 from tests.multi_rank.drawn_model import OWN, Drawn
 

@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp2 import (
-    FSDPRuntimeError,
-    FSDPValueError,
-    clip_grad_norm_,
-    clip_grads_with_norm_,
-    get_total_norm,
-)
+from fsdp2 import FSDPRuntimeError, FSDPValueError, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from tests.harness import Reference, assert_same, assert_sharded_same, multi_rank
 from tests.harness.compare import gather, gradients_of
 from tests.harness.models import MLP

@@ -26,7 +26,7 @@ from fsdp2 import (
     register_fsdp_forward_method,
     unwrap,
 )
-from fsdp2.runtime.state import state_of, states_below
+from fsdp2.core.state import state_of, states_below
 from tests.harness import multi_rank
 from tests.harness.compare import (
     SUM_ORDER,

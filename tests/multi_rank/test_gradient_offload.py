@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, offload_optimizer_state
-from fsdp2.params.buffers import Offloading
+from fsdp2.core.buffers import Offloading
 from tests.harness import Accumulation, Reference, Tolerance, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.internals import groups_of

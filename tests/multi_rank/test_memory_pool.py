@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, _torch, fully_shard
-from fsdp2.comm import transport
+from fsdp2.core import transport
+from fsdp2.features.memory_pool import MemoryPool
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, tolerance_for
 from tests.harness.internals import groups_of
@@ -73,10 +74,10 @@ def sharded(case: ModelCase, pooled: bool, **options: object) -> FSDPModule:
 
 def assert_nothing_is_allocated(model: FSDPModule, step: Callable[[], None]) -> None:
     comm = groups_of(model)[0].comm  # type: ignore[arg-type]
-    assert comm is not None and comm.gather_memory is not None
-    before = comm.gather_memory.allocations
+    assert comm is not None and isinstance(comm.gather_arena, MemoryPool)
+    before = comm.gather_arena.allocations
     step()
-    assert comm.gather_memory.allocations == before
+    assert comm.gather_arena.allocations == before
 
 
 def assert_trains_and_then_allocates_nothing(case: ModelCase, pooled: bool, world_size: int) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fsdp2 import HSDPMeshInfo, ShardPlacementResult, fully_shard
+from fsdp2.core.param import WriteCounter
 from fsdp2.optim.guard import GUARD
-from fsdp2.params.write_counter import WriteCounter
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MLP

@@ -18,12 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    Owned,
-    fully_shard,
-)
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, fully_shard
 from tests.harness import Accumulation, Reference, adamw, multi_rank, others_full, use_native_collectives
 from tests.harness.compare import (
     FUSED,
@@ -357,7 +352,7 @@ def test_unwrapped_and_wrapped_again(world_size: int) -> None:
     assert_sharded_same("whole", parameters_of(model), parameters_of(reference.model), tolerance=tolerance)
     mesh = init_device_mesh("cpu", (world_size,))
     for unit in NET.units(model):
-        fully_shard(unit, mesh=mesh, shard_placement_fn=fsdp2.plan.owners.noted_owner)
+        fully_shard(unit, mesh=mesh, shard_placement_fn=fsdp2.features.owned.noted_owner)
     assert fsdp_param_of(model.blocks[0].up.weight) is not None, "what balanced_owners noted is still there"
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
-from fsdp2.comm import peers
-from fsdp2.comm.transport import VARIABLE, Alone, Native, transport_of
+from fsdp2.core.transport import VARIABLE, Alone, Native, transport_of
+from fsdp2.features import gloo_p2p as peers
 from tests.harness import multi_rank
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

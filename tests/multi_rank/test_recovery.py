@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
-from fsdp2.params.buffers import Resizable
-from fsdp2.runtime.state import states_below
+from fsdp2.core.buffers import Resizable
+from fsdp2.core.state import states_below
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import TRANSFORMER
@@ -340,23 +340,23 @@ def test_a_grouped_module_called_alone_joins_the_iteration(world_size: int) -> N
 
 
 FAULTS = [
-    "fsdp2.params.buffers.Resizable.allocate",
-    "fsdp2.comm.peers.PeerToPeer.all_gather",
-    "fsdp2.comm.peers.PeerToPeer.reduce_scatter",
-    "fsdp2.comm.comm_context.FSDPCommContext.compute_follows_gather",
-    "fsdp2.comm.comm_context.FSDPCommContext.gathers_follow_readers",
-    "fsdp2.comm.comm_context.FSDPCommContext.add_pending",
-    "fsdp2.params.gather.Gather.allocate",
-    "fsdp2.params.gather.Gather.copy_in",
-    "fsdp2.params.gather.Gather.copy_out",
-    "fsdp2.params.gradients.GradientBucket.pack",
-    "fsdp2.params.gradients.GradientBucket.finish",
-    "fsdp2.params.gradients.GradientBucket.set_grads",
-    "fsdp2.runtime.param_group.FSDPParamGroup.reduce",
-    "fsdp2.runtime.param_group.FSDPParamGroup.reshard",
-    "fsdp2.runtime.param_group.FSDPParamGroup.wait_for_unshard",
-    "fsdp2.runtime.state.after_backward_of_inputs",
-    "fsdp2.runtime.state.before_backward_of_outputs",
+    "fsdp2.core.buffers.Resizable.allocate",
+    "fsdp2.features.gloo_p2p.PeerToPeer.all_gather",
+    "fsdp2.features.gloo_p2p.PeerToPeer.reduce_scatter",
+    "fsdp2.core.streams.FSDPCommContext.compute_follows_gather",
+    "fsdp2.core.streams.FSDPCommContext.gathers_follow_readers",
+    "fsdp2.core.streams.FSDPCommContext.add_pending",
+    "fsdp2.core.gather.Gather.allocate",
+    "fsdp2.core.gather.Gather.copy_in",
+    "fsdp2.core.gather.Gather.copy_out",
+    "fsdp2.core.gradients.GradientBucket.pack",
+    "fsdp2.core.gradients.GradientBucket.finish",
+    "fsdp2.core.gradients.GradientBucket.set_grads",
+    "fsdp2.core.group.FSDPParamGroup.reduce",
+    "fsdp2.core.group.FSDPParamGroup.reshard",
+    "fsdp2.core.group.FSDPParamGroup.wait_for_unshard",
+    "fsdp2.core.state.after_backward_of_inputs",
+    "fsdp2.core.state.before_backward_of_outputs",
 ]
 
 
@@ -425,7 +425,7 @@ def test_a_manual_unshard_that_fails(world_size: int) -> None:
     model = sharded()
     assert isinstance(model, FSDPModule)
     model.unshard()
-    with failing_call("fsdp2.params.gather.Gather.allocate", 0), pytest.raises(torch.OutOfMemoryError):
+    with failing_call("fsdp2.core.gather.Gather.allocate", 0), pytest.raises(torch.OutOfMemoryError):
         model.blocks[0].unshard()
     assert_trains_on(model, world_size)
 

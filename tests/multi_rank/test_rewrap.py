@@ -18,7 +18,7 @@ from fsdp2 import (
     OffloadPolicy,
     fully_shard,
 )
-from fsdp2.runtime.state import state_of
+from fsdp2.core.state import state_of
 from tests.harness import multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx, unwrap
-from fsdp2.runtime.state import state_of, states_below_all
+from fsdp2.core.state import state_of, states_below_all
 from tests.harness import multi_rank
 from tests.harness.compare import assert_sharded_same, tolerance_for
 from tests.harness.reference import adamw

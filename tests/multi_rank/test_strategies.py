@@ -24,7 +24,7 @@ from fsdp2 import (
     fully_shard,
     unwrap,
 )
-from fsdp2.runtime.state import state_of
+from fsdp2.core.state import state_of
 from tests.harness import multi_rank, use_native_collectives
 from tests.harness.compare import (
     SUM_ORDER,

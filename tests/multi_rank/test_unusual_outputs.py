@@ -15,14 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FSDPNotImplementedError,
-    FSDPTypeError,
-    OffloadPolicy,
-    fully_shard,
-)
+from fsdp2 import CPUOffloadPolicy, FSDPModule, FSDPNotImplementedError, FSDPTypeError, OffloadPolicy, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 

@@ -10,12 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    Owned,
-    fully_shard,
-    step_on_owners,
-)
+from fsdp2 import CPUOffloadPolicy, Owned, fully_shard, step_on_owners
 from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 from tests.multi_rank.caching import (

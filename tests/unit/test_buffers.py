@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.params.buffers import Resizable
+from fsdp2.core.buffers import Resizable
 
 
 def test_it_has_memory_between_allocate_and_free() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.params.buffers import Resizable, in_memory_order
-from fsdp2.params.custom_comm import AllGather
-from fsdp2.params.gather import Gather, Source
-from fsdp2.plan.layout import BufferLayout, Partition
+from fsdp2.core.buffers import Resizable, in_memory_order
+from fsdp2.core.gather import Gather, Source
+from fsdp2.core.layout import BufferLayout, Partition
+from fsdp2.features.custom_collectives import AllGather
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]

@@ -13,12 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.runtime.hooks import (
-    ForwardCall,
-    after_backward_of_inputs,
-    before_backward_of_outputs,
-)
-from fsdp2.runtime.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
+from fsdp2.core.hooks import ForwardCall, after_backward_of_inputs, before_backward_of_outputs
+from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
 
 Pair = namedtuple("Pair", ["a", "b"])
 

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from fsdp2.params.packing import scatter_rows
-from fsdp2.plan.layout import (
+from fsdp2.core.gradients import scatter_rows
+from fsdp2.core.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
     SMALLEST_ALIGNED_BYTES,

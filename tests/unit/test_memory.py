@@ -8,15 +8,17 @@ import pytest
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params.buffers import Resizable
-from fsdp2.params.memory import SLACK, MemoryPool
+from fsdp2.core.buffers import Resizable
+from fsdp2.features.memory_pool import SLACK, MemoryPool
 
 pytestmark = pytest.mark.skipif(not _torch.can_swap_memory, reason="torch moves memory between storages from 2.13 on")
 HOST = torch.device("cpu")
 
 
 def taken(memory: MemoryPool, numel: int) -> Resizable:
-    return Resizable.taken(memory, numel, dtype=torch.float32, device=HOST)
+    buffers: list[Resizable] = []
+    memory.empty(numel, dtype=torch.float32, device=HOST, taken=buffers)
+    return buffers[0]
 
 
 def empty(numel: int) -> Resizable:

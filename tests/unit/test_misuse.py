@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import FSDPRuntimeError, FSDPTypeError, fully_shard, get_cls_to_fsdp_cls
-from fsdp2.plan.other_words import INSTEAD
+from fsdp2.core.other_words import INSTEAD
 from tests.harness.fake import FakeWorlds
 
 IDS = torch.zeros(2, 3, dtype=torch.long)
@@ -131,7 +131,7 @@ def test_other_errors_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as failure:
         model.block(torch.zeros(2, 5))
     assert not isinstance(failure.value, fsdp2.FSDPError)
-    plain = distribute_tensor(torch.zeros(4), fsdp2.plan.mesh.default_mesh())  # type: ignore[attr-defined]
+    plain = distribute_tensor(torch.zeros(4), fsdp2.core.mesh.default_mesh())  # type: ignore[attr-defined]
     assert "fsdp2" not in explained(capsys, lambda: plain.add_(torch.zeros(4)))
 
 

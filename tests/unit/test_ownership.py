@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp2.params.gather import Gather
-from fsdp2.plan.group_plan import BuffersPlan, GroupPlan, ParamPlan
-from fsdp2.plan.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition
-from fsdp2.plan.ownership import Region
+from fsdp2.core.gather import Gather
+from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition
+from fsdp2.core.plan import BuffersPlan, GroupPlan, ParamPlan
+from fsdp2.features.ownership import Region
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 

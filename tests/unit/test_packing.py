@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from fsdp2 import _torch
-from fsdp2.params import packing
-from fsdp2.params.packing import packing_for
-from fsdp2.params.wider_dtype import view_as_wider_dtype
-from fsdp2.plan.layout import GradientLayout, Partition
+from fsdp2.core import gradients as packing
+from fsdp2.core.buffers import view_as_wider_dtype
+from fsdp2.core.gradients import packing_for
+from fsdp2.core.layout import GradientLayout, Partition
 
 HOST = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 import fsdp2
 from fsdp2 import FSDPValueError
-from fsdp2.plan.mesh import DataParallelMesh, mesh_info
-from fsdp2.plan.placement import requested_placement, sharding_of
-from fsdp2.plan.policies import DataParallelMeshDims
+from fsdp2.core.mesh import DataParallelMesh, mesh_info
+from fsdp2.core.options import DataParallelMeshDims
+from fsdp2.core.sharding import requested_placement, sharding_of
 from tests.harness import fake_world
 
 SHAPES = [(16, 8), (13, 8), (5, 16), (1, 8), (8,), (3,), (16, 8, 2)]

@@ -11,7 +11,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fsdp2 import FSDPTypeError, FSDPValueError
-from fsdp2.plan.policies import (
+from fsdp2.core.options import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.comm.scaling import Scaling
+from fsdp2.core.reduce import Scaling
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (3, 2), (8, 4), (64, 16)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from fsdp2.runtime.schedule import ExecutionOrder
+from fsdp2.core.schedule import ExecutionOrder
 
 
 def run(order: ExecutionOrder[str], items: str, depth: int = 1) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.modules import torch_patches
+from fsdp2.features import torch_patches
 from tests.harness import FakeWorlds
 
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"

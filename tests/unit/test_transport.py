@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fsdp2 import FSDPValueError, _torch
-from fsdp2.comm.peers import MAX_PEERS, PeerToPeer
-from fsdp2.comm.transport import VARIABLE, Alone, Custom, Native, Transport, transport_of
+from fsdp2.core.transport import VARIABLE, Alone, Custom, Native, Transport, transport_of
+from fsdp2.features.gloo_p2p import MAX_PEERS, PeerToPeer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

@@ -1,1 +1,0 @@
-"""Communication: streams and events, collectives in the form that suits each backend."""

@@ -1,0 +1,296 @@
+"""The all-gather of one group: what is sent, where it arrives, and the copies before and after it.
+
+Owns the send and staging buffers; knows the layout, nothing of phases, streams or process groups.
+
+::
+
+    shard buffers --(copy in: only to cast, to leave the host, or to join dtypes)--> send buffer
+    send buffer or shard buffers --all-gather--> staging buffer (packed), unsharded buffer (direct)
+    staging buffer --(copy out)--> unsharded buffer
+
+Parameters of several dtypes share one packed all-gather, as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import ALLOCATOR, Allocate, Arena, DtypeBuffers, Resizable, on_the_wire, view_as_wider_dtype
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
+
+Transfer = tuple[torch.Tensor, torch.Tensor]
+"""The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """Shards in one dtype, and the unsharded buffer that they are gathered into.
+
+    Attributes:
+        buffers: whose unsharded buffer is filled.
+        shard: flat, this rank's shards.
+        layout: of ``shard`` over the ranks that take part, and of the unsharded buffer.
+    """
+
+    buffers: DtypeBuffers
+    shard: torch.Tensor
+    layout: BufferLayout
+
+    @property
+    def unsharded(self) -> torch.Tensor:
+        """Flat; has memory from `Gather.allocate` or `Gather.copy_out` on."""
+        return self.buffers.unsharded.flat
+
+    @property
+    def is_sent_as_it_lies(self) -> bool:
+        """Whether the shards need neither cast nor move before they are sent."""
+        return self.shard.dtype == self.unsharded.dtype and self.shard.device == self.unsharded.device
+
+    @property
+    def packed_bytes(self) -> int:
+        """What one rank sends of it to the staging buffer."""
+        return self.layout.packed_numel * self.unsharded.element_size()
+
+
+class Gather:
+    """One way of filling a group's unsharded buffers: all buffers, views and copies of it, built once.
+
+    Attributes:
+        members: what the collective carries, packed part first.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], world_size: int, rank: int, device: torch.device, allocate: Allocate | None
+    ) -> None:
+        self._sources = tuple(sources)
+        self._world_size = world_size
+        self._rank = rank
+        self._allocate = allocate
+        self._device = device
+        self._packed = [source for source in self._sources if source.layout.packed_numel]
+        self._joins = len(self._packed) > 1
+        self._heads, head_bytes = self._offsets(self._packed)
+        sends_head = self._joins or any(not source.is_sent_as_it_lies for source in self._packed)
+        self._copies_head = sends_head or (allocate is not None and bool(self._packed))
+        tails = [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
+        # The head of the send buffer is what is packed, then come the direct slots of sources that must be copied.
+        self._tails, tail_bytes = self._offsets(tails, tail=True)
+        own_head = head_bytes if sends_head and allocate is None else 0
+        self._head_bytes, self._send_head_bytes = head_bytes, own_head
+        self._send = Resizable(torch.empty(own_head + tail_bytes, dtype=torch.uint8, device=device))
+        self._staging = Resizable(
+            torch.empty(0 if allocate is not None else world_size * head_bytes, dtype=torch.uint8, device=device)
+        )
+        self._temporary = [buffer for buffer in (self._send, self._staging) if buffer.nbytes]
+        self._has_memory = True
+        self._arena = ALLOCATOR
+        self._sent_version: object = None
+        self._has_direct = any(_has_direct(source) for source in self._sources)
+        self._copy_in_sources: list[torch.Tensor] = []
+        self._copy_in_destinations: list[torch.Tensor] = []
+        self._copy_out_sources: list[torch.Tensor] = []
+        self._copy_out_destinations: list[torch.Tensor] = []
+        self.members: tuple[Transfer, ...] = ()
+        if allocate is None:
+            self._bind(self._staging.flat, self._send.flat[:own_head])
+
+    @staticmethod
+    def _offsets(sources: Sequence[Source], *, tail: bool = False) -> tuple[list[int], int]:
+        offsets, offset = [], 0
+        for source in sources:
+            offset = align(offset, PACKED_ALIGNMENT_BYTES)
+            offsets.append(offset)
+            itemsize = source.unsharded.element_size()
+            offset += source.layout.shard_numel * itemsize - source.packed_bytes if tail else source.packed_bytes
+        return offsets, align(offset, PACKED_ALIGNMENT_BYTES) if len(sources) > 1 else offset
+
+    def _bind(self, staging: torch.Tensor, head: torch.Tensor) -> None:
+        """Build every view, given the staging buffer (world_size * n,) and this rank's packed input (n,), in bytes."""
+        self._copy_in_sources, self._copy_in_destinations = [], []
+        self._copy_out_sources, self._copy_out_destinations = [], []
+        members: list[Transfer] = []
+        if self._packed:
+            members.append(self._packed_member(staging, head))
+        staged = staging.view(self._world_size, self._head_bytes)
+        for source, offset in zip(self._packed, self._heads, strict=True):
+            part = staged[:, offset : offset + source.packed_bytes].view(source.unsharded.dtype)
+            for slots in _moved_as_one(source.layout):
+                if len(slots) > 1:
+                    self._add_copies_out(source.unsharded, part, slots)
+                else:
+                    self._add_copy_out(source.unsharded, part, slots[0])
+        tails = {id(source): offset for source, offset in zip(self._tail_sources(), self._tails, strict=True)}
+        for source in self._sources:
+            members += self._direct_members(source, tails.get(id(source)))
+        self.members = tuple(members)
+
+    def _tail_sources(self) -> list[Source]:
+        return [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
+
+    def _packed_member(self, staging: torch.Tensor, head: torch.Tensor) -> Transfer:
+        if not self._copies_head:
+            (source,) = self._packed
+            shard = source.shard[: source.layout.packed_numel]
+            return on_the_wire(staging.view(shard.dtype)), on_the_wire(shard)
+        for source, offset in zip(self._packed, self._heads, strict=True):
+            self._copy_in_sources.append(source.shard[: source.layout.packed_numel])
+            self._copy_in_destinations.append(head[offset : offset + source.packed_bytes].view(source.unsharded.dtype))
+        if self._joins:
+            return staging, head
+        dtype = self._packed[0].unsharded.dtype
+        return on_the_wire(staging.view(dtype)), on_the_wire(head.view(dtype))
+
+    def _direct_members(self, source: Source, tail_offset: int | None) -> list[Transfer]:
+        if not _has_direct(source):
+            return []
+        shard, first = source.shard, 0
+        if tail_offset is not None:
+            first = source.layout.packed_numel
+            start = self._send_head_bytes + tail_offset
+            nbytes = (source.layout.shard_numel - first) * source.unsharded.element_size()
+            shard = self._send.flat[start : start + nbytes].view(source.unsharded.dtype)
+            self._copy_in_sources.append(source.shard[first:])
+            self._copy_in_destinations.append(shard)
+        members = []
+        for slot in source.layout.carried:
+            if slot.direct and slot.shard_numel:
+                whole = source.unsharded.narrow(0, slot.unsharded_offset, self._world_size * slot.shard_numel)
+                part = shard.narrow(0, slot.shard_offset - first, slot.shard_numel)
+                members.append((on_the_wire(whole), on_the_wire(part)))
+        return members
+
+    def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
+        """From (world_size, ...) rank-major to the slot, where ranks alternate if a dim behind the first is cut."""
+        partition, rows, world_size = slot.partition, slot.rows, self._world_size
+        piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
+        if partition.dim is None:  # all ranks have sent the same
+            self._add_copy(piece[0], unsharded.narrow(0, slot.unsharded_offset, partition.numel))
+        elif partition.outer == 1:
+            whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
+            self._add_copy(piece, whole.view(world_size, slot.shard_numel))
+        else:
+            outer, row_numel = partition.outer, partition.row_numel
+            full, rest = divmod(partition.size, rows)
+            whole = unsharded.narrow(0, slot.unsharded_offset, partition.numel).view(outer, partition.size * row_numel)
+            evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
+            self._add_copy(piece[:full].unflatten(1, (outer, rows * row_numel)), evenly)
+            if rest:  # of the rank that has fewer
+                last = piece[full, : outer * rest * row_numel].view(outer, rest * row_numel)
+                self._add_copy(last, whole[:, full * rows * row_numel :])
+
+    def _add_copies_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slots: Sequence[Slot]) -> None:
+        """The same for slots that `_moved_as_one`: (world_size, slot, row) to (slot, world_size, row)."""
+        first, second = slots[0], slots[1]
+        ranks, count, numel = self._world_size, len(slots), first.shard_numel
+        strides = (staged.stride(0), second.shard_offset - first.shard_offset, 1)
+        pieces = staged.as_strided((ranks, count, numel), strides, staged.storage_offset() + first.shard_offset)
+        strides = (numel, second.unsharded_offset - first.unsharded_offset, 1)
+        self._add_copy(pieces, unsharded.as_strided((ranks, count, numel), strides, first.unsharded_offset))
+
+    def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        if self._device.type == "cpu":
+            source, destination = view_as_wider_dtype((source, destination))
+        self._copy_out_sources.append(source)
+        self._copy_out_destinations.append(destination)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that the send and the staging buffer have at the moment."""
+        return self._send.storage.nbytes() + self._staging.storage.nbytes()
+
+    def allocate(self, arena: Arena = ALLOCATOR) -> None:
+        """Give memory from ``arena`` to what is sent and what is gathered into. On the stream that writes it first."""
+        self._has_memory = True
+        self._arena = arena
+        for buffer in self._temporary:
+            buffer.allocate(arena)
+        if self._has_direct or self._allocate is not None:
+            self._allocate_unsharded()
+        if self._allocate is not None and self._packed:
+            self._borrow(self._allocate)
+
+    def _borrow(self, allocate: Allocate) -> None:
+        dtype = torch.uint8 if self._joins else self._packed[0].unsharded.dtype
+        numel = self._head_bytes // dtype.itemsize
+        size = (self._world_size * numel,)
+        staging = allocate(size, dtype=dtype, device=self._device).view(torch.uint8)
+        self._bind(staging, staging[self._rank * self._head_bytes : (self._rank + 1) * self._head_bytes])
+
+    def _allocate_unsharded(self) -> None:
+        for source in self._sources:
+            source.buffers.unsharded.allocate(self._arena)
+
+    def copy_in(self, version: object = None) -> None:
+        """Cast, join or move to the device what cannot be sent as it lies: one copy of each element.
+
+        ``version``: of the shards. What is copied then stays, and is sent again as long as the version is the same.
+        None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing.)
+        """
+        if not self._copy_in_sources or (version is not None and version == self._sent_version):
+            return
+        self._sent_version = None
+        _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
+        if self._allocate is None:
+            self._sent_version = version
+
+    def forget(self) -> None:
+        """Keep nothing of what was copied in before."""
+        self._sent_version = None
+        if not self._has_memory:
+            self._send.free()
+
+    def copy_out(self) -> None:
+        """Move packed parameters from the staging buffer to their slots, and free what the gather needed.
+
+        On the stream that gathered, so that freeing needs no wait.
+        """
+        if not self._has_direct and self._allocate is None:
+            self._allocate_unsharded()  # not before: while it is in flight, a gather holds its staging buffer only
+        if self._copy_out_sources:
+            _torch.foreach_copy(self._copy_out_destinations, self._copy_out_sources)
+        self.free()
+
+    def free(self) -> None:
+        """Free the staging buffer, and the send buffer unless what lies there is kept."""
+        if not self._has_memory:
+            return
+        self._has_memory = False
+        for buffer in self._temporary:
+            if buffer is not self._send or self._sent_version is None:
+                buffer.free()
+        if self._allocate is not None:  # what was borrowed goes back with the last view of it
+            self.members = ()
+            self._copy_in_sources, self._copy_in_destinations = [], []
+            self._copy_out_sources, self._copy_out_destinations = [], []
+
+
+def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:
+    """The packed slots as they lie, those together that are equal and equally far from each other in both buffers."""
+    runs: list[list[Slot]] = []
+    packed = [slot for slot in layout.carried if not slot.direct and slot.shard_numel]
+    for slot in sorted(packed, key=lambda slot: slot.shard_offset):
+        if runs and _continues(runs[-1], slot):
+            runs[-1].append(slot)
+        else:
+            runs.append([slot])
+    return runs
+
+
+def _continues(run: Sequence[Slot], slot: Slot) -> bool:
+    first, last = run[0], run[-1]
+    arrives_in_order = all(each.partition.dim is not None and each.partition.outer == 1 for each in (first, slot))
+    if not arrives_in_order or slot.shard_numel != first.shard_numel:
+        return False
+    return len(run) == 1 or _distances(last, slot) == _distances(first, run[1])
+
+
+def _distances(slot: Slot, other: Slot) -> tuple[int, int]:
+    return other.shard_offset - slot.shard_offset, other.unsharded_offset - slot.unsharded_offset
+
+
+def _has_direct(source: Source) -> bool:
+    return any(slot.direct and slot.shard_numel for slot in source.layout.carried)

@@ -1,0 +1,655 @@
+"""The reduction of one group's gradients in one dtype: packing, the sharded-gradient buffer, delivery.
+
+Owns the sharded-gradient buffer and the DTensors over it; issues no collective of the reduction.
+
+[Note: reusing the sharded-gradient buffer]
+The reduce-scatter writes into one flat buffer under gradient DTensors that are built once: building them anew costs
+more than the rest of the reduction. The buffer is used again only when no ``.grad`` is set and nobody else holds what
+lies on it: the Python references of every gradient and of its local tensor, and the users of the buffer's storage, are
+at the counts they had when they were built. Otherwise a new buffer is built, so a gradient (or a view of one) that the
+user keeps never changes. From the first forward after gradients were cleared until they are reduced again the buffer
+has no memory, as if it did not exist.
+
+Where gradients are delivered in another dtype or place than they are reduced in, the reduction arrives in a temporary,
+and one copy of it goes to the buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import (
+    ALLOCATOR,
+    Allocate,
+    Arena,
+    Offloading,
+    Resizable,
+    can_be_one,
+    storage_alias,
+    view_as_wider_dtype,
+)
+from fsdp2.core.gather import Transfer
+from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
+from fsdp2.core.param import FSDPParam
+from fsdp2.core.sharding import dtensor_at_offset
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
+from fsdp2.features.host_accumulation import HostSum
+
+# `GradientBuffer`: what sharded gradients of one group and dtype lie on, from step to step.
+#
+# Knows who holds them; when it may be used again, see [Note: reusing the sharded-gradient buffer] in `gradients`.
+
+
+class GradientBuffer:
+    """A flat sharded-gradient buffer and the gradients on it.
+
+    Attributes:
+        resizable: the buffer, to be given memory on the stream that writes it first.
+    """
+
+    def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
+        self.flat = flat
+        self.gradients = gradients
+        self.resizable = Resizable(flat)
+        self._storage = self.resizable.storage
+        self._baseline = self._counts()
+
+    def _counts(self) -> list[int]:
+        """Holders of the storage, then of each gradient and of its local tensor."""
+        count = sys.getrefcount
+        locals_ = map(_torch.local_of, self.gradients)
+        own = (count(self._storage), _torch.storage_use_count(self._storage))
+        return [*own, *map(count, self.gradients), *map(count, locals_)]
+
+    def is_free(self) -> bool:
+        """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""
+        return self._counts() == self._baseline
+
+    def release(self) -> None:
+        """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
+        if self.resizable.has_memory and self._counts() == self._baseline:
+            self.resizable.free()
+
+
+# How gradients are put side by side for a reduce-scatter: one row for each rank, of what that rank reduces.
+#
+# Knows tensors and the layout; nothing of parameters, buffers or collectives. Which way is taken is decided when a
+# group is laid out; all give the same bytes.
+
+
+Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
+"""Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
+
+COLUMNS_FROM = 1024
+"""From so many ranks on, pieces of a few bytes take longer to pack as chunks than as columns."""
+
+
+def packing_for(
+    layout: GradientLayout, world_size: int, device: torch.device, dtype: torch.dtype, *, casts: bool
+) -> Pack:
+    """The way of packing that is fastest for what ``layout`` packs as ``dtype``. ``casts``: from another."""
+    if device.type != "cpu":
+        return _torch.chunk_cat  # one kernel, which casts
+    if world_size >= COLUMNS_FROM and _are_columns(layout, world_size, dtype, casts=casts):
+        return _columns
+    return _cast_chunks if casts else _torch.chunk_cat
+
+
+def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *, casts: bool) -> bool:
+    """Whether what is packed is alike, and a rank's piece of each one element, or (uncast) can be seen as one."""
+    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
+    if not packed or len({slot.partition for slot in packed}) > 1:
+        return False
+    numel = packed[0].shard_numel
+    if any(slot.is_dealt_out or slot.pad_numel or slot.partition.size != slot.rows * world_size for slot in packed):
+        return False
+    if numel == 1:
+        return True
+    return not casts and can_be_one(numel * dtype.itemsize) and layout.packed_numel % numel == 0
+
+
+def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
+    """Cast, unless that takes much memory, after packing: the operator itself takes three to five times as long."""
+    dtype = tensors[-1].dtype
+    if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
+        _torch.chunk_cat(tensors, world_size, packed)
+        return
+    uncast = torch.empty(packed.shape, dtype=dtype)
+    _torch.chunk_cat(tensors, world_size, uncast)
+    packed.copy_(uncast)
+
+
+def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
+    """Of tensors of which each rank gets a few bytes, all alike, and a last one (world_size, ...)."""
+    *parts, last = tensors
+    width = packed.shape[1] - last.shape[1]
+    whole = torch.cat(parts).view(len(parts), world_size, width // len(parts)).transpose(0, 1)
+    columns = packed[:, :width].view(whole.shape)
+    if whole.dtype is packed.dtype:
+        whole, columns = view_as_wider_dtype((whole, columns))
+    columns.copy_(whole)
+    packed[:, width:].copy_(last)
+
+
+def scatter_rows(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
+    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
+
+    Writes into nothing, so that it can be part of a graph.
+    """
+    partition = slot.partition
+    if partition.dim is None:
+        return gradient.reshape(1, -1).expand(world_size, -1)
+    rows, size, outer, row_numel = slot.rows, partition.size, partition.outer, partition.row_numel
+    width = rows * row_numel
+    if rows * world_size == size:
+        return gradient.reshape(outer, world_size, width).transpose(0, 1)
+    if outer == 1:
+        flat = gradient.reshape(-1)
+        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
+    full = size // rows
+    whole = gradient.reshape(outer, size * row_numel)
+    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
+    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
+    lacking = world_size * slot.shard_numel - gradient.numel()
+    return torch.cat([*pieces, gradient.new_zeros(lacking)]).view(world_size, -1)
+
+
+_SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
+_DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
+
+
+@dataclass(slots=True)
+class PackedGradients:
+    """One reduction under way: what it sends, where it arrives, and what must stay alive until it has.
+
+    Attributes:
+        members: of the reduce-scatter.
+        output: flat, where it arrives, in the reduce dtype.
+        delivered: flat, what the gradients lie on; None until `GradientBucket.finish`.
+        missing: indices of parameters without a gradient on this rank.
+        inputs: the gradients themselves.
+        is_borrowed: ``output`` is a custom collective's, which may use it again.
+        taken: buffers, of those sent and arrived in, that go back to their arena once the gradients are delivered.
+    """
+
+    members: list[Transfer]
+    output: torch.Tensor
+    delivered: torch.Tensor | None
+    missing: list[int]
+    inputs: list[torch.Tensor | None]
+    is_borrowed: bool
+    taken: list[Resizable] = field(default_factory=list)
+
+    def give_back(self) -> None:
+        """Everything was sent, has arrived and been delivered."""
+        for buffer in self.taken:
+            buffer.free()
+
+    def release_inputs(self) -> None:
+        """Let go of what was sent, once it has been."""
+        self.members = []
+        self.inputs = []
+
+
+class GradientBucket:
+    """Packs the unsharded gradients of a group's trainable parameters that are reduced in one dtype, and delivers them.
+
+    Attributes:
+        params: the parameters, in the order of the group.
+        dtype: in which gradients are reduced.
+        layout: of the reduce-scatter.
+        reduce_scattered: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
+        sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
+        presence_scale: what says that a parameter has a gradient on this rank.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        layout: GradientLayout,
+        dtype: torch.dtype,
+        *,
+        world_size: int,
+        rank: int,
+        device: torch.device,
+        offloading: Offloading,
+    ) -> None:
+        self.params = tuple(params)
+        self.layout = layout
+        self.dtype = dtype
+        self.reduce_scattered: torch.Tensor | None = None
+        self._reduce_scattered_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
+        self.presence_scale = 1.0
+        self._world_size = world_size
+        self._device = device
+        self._home = offloading
+        self._local_shapes = [slot.local_shape(rank) for slot in layout.slots]
+        dtypes = {param.delivery_dtype(dtype) for param in self.params}
+        self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        self._arrives_in_place = self._delivery_dtype is dtype and offloading.device == device
+        self.sum: HostSum | None = None
+        if offloading.sums_on_host:
+            self.sum = HostSum(offloading, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
+        self._buffer: GradientBuffer | None = None
+        self._carried = layout.carried
+        self._holes = self._make_holes()
+        self._carriages = [
+            (index, hole, slot)
+            for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
+            if hole is not None
+        ]
+        casts = any(param.param_dtype != dtype for param in self.params)
+        self._pack = packing_for(layout, world_size, device, dtype, casts=casts)
+        self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
+
+    def _template_of(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What is packed, in the ``dtype`` of the gradients that go to its holes: alignment, and last presence."""
+        if dtype not in self._templates:
+            packed = [slot for slot, hole in zip(self._carried, self._holes, strict=True) if hole not in (None, -1)]
+            sizes = {0, *(slot.pad_numel for slot in packed)}
+            zeros = {n: torch.zeros(self._world_size, n, dtype=dtype, device=self._device) for n in sizes}
+            template: list[torch.Tensor] = []
+            for slot in sorted(packed, key=lambda slot: slot.offset):
+                if slot.pad_numel:
+                    template.append(zeros[slot.pad_numel])
+                template.append(zeros[0])
+            shape = (self._world_size, len(self.params))
+            template.append(torch.full(shape, self.presence_scale, dtype=dtype, device=self._device))
+            self._templates[dtype] = template
+        return self._templates[dtype]
+
+    def _make_holes(self) -> list[int | None]:
+        """Where each gradient goes in what is packed: -1 if it travels alone, None if it has no elements."""
+        holes: list[int | None] = [-1 if slot.shard_numel else None for slot in self._carried]
+        position = 0
+        for index, slot in sorted(enumerate(self._carried), key=lambda pair: pair[1].offset):
+            if slot.shard_numel and not slot.direct:
+                position += 1 if slot.pad_numel else 0
+                holes[index] = position
+                position += 1
+        return holes
+
+    def expect_divisor(self, divisor: float) -> None:
+        """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
+        self.presence_scale = min(max(1.0, divisor), 1024.0)
+        self._templates.clear()
+
+    def pop_grads(self) -> list[torch.Tensor | None]:
+        """Take autograd's gradients off the unsharded parameters."""
+        if not self._are_plain:
+            return [param.pop_grad() for param in self.params]
+        gradients: list[torch.Tensor | None] = []
+        for param in self.params:
+            unsharded = param.unsharded
+            if unsharded is None:
+                gradients += [None]
+            else:
+                gradients += [unsharded.grad]
+                unsharded.grad = None
+        return gradients
+
+    def pack(
+        self,
+        gradients: list[torch.Tensor | None],
+        *,
+        in_place: bool,
+        allocate: Allocate | None,
+        arena: Arena = ALLOCATOR,
+        lets_go: bool = False,
+    ) -> PackedGradients:
+        """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
+
+        On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
+        written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
+        ``arena``: of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
+        ``gradients`` before the next copy is made, as no stream may still read it.
+        """
+        layout, world_size = self.layout, self._world_size
+        numel = layout.numel
+        taken: list[Resizable] = []
+        if allocate is not None:
+            output = allocate((numel,), dtype=self.dtype, device=self._device)
+        elif in_place and self._arrives_in_place:
+            output = self._delivery_flat(arena)
+        else:
+            passes_on = in_place and self._is_copied_to_delivery
+            output = (arena if passes_on else ALLOCATOR).empty(
+                numel, dtype=self.dtype, device=self._device, taken=taken
+            )
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        dtype = self._common_dtype(gradients, missing)
+        packing = self._template_of(dtype).copy()
+        direct: list[Transfer] = []
+        carried = gradients if layout.region is None else self._with_region(gradients, dtype)
+        for index, hole, slot in self._carriages:
+            gradient = carried[index]
+            if gradient is None:
+                gradient = torch.zeros(
+                    slot.partition.shape, dtype=self.dtype if slot.direct else dtype, device=self._device
+                )
+            if gradient.is_sparse:
+                self._refuse_sparse(gradient, gradients)
+            if slot.partition.order:
+                gradient = gradient.permute(slot.partition.order)
+            if slot.direct:
+                destination = output.narrow(0, slot.offset, slot.shard_numel)
+                if gradient.dtype is not self.dtype:
+                    flat = arena.empty(gradient.numel(), dtype=self.dtype, device=self._device, taken=taken)
+                    gradient = flat.view(gradient.shape).copy_(gradient)
+                    if lets_go:
+                        carried[index] = None
+                direct.append((destination, gradient.contiguous().view(-1)))
+                continue
+            if gradient.dtype is not dtype:
+                gradient = gradient.to(dtype)
+            if slot.is_dealt_out:
+                gradient = scatter_rows(gradient, slot, world_size)
+            packing[hole] = gradient
+        if missing:
+            packing[-1] = self._without(packing[-1], missing)
+        size = world_size * layout.packed_numel
+        if allocate is not None:
+            packed = allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+        else:
+            packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken).view(world_size, -1)
+        self._pack(packing, world_size, packed)
+        members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
+        # Gradients may be delivered where they arrived if that is their buffer.
+        delivered = output if self._buffer is not None and output is self._buffer.flat else None
+        return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)
+
+    def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
+        layout = self.layout
+        assert layout.region is not None, "some are owned"
+        dtype = self.dtype if layout.region.direct else dtype
+        flat = torch.empty(layout.region.partition.numel, dtype=dtype, device=self._device)
+        pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
+        gaps, filled, sources, start = [], [], [], 0
+        for (index, numel), piece in zip(layout.filling, pieces, strict=True):
+            offset, start = start, start + numel
+            gradient = None if index is None else gradients[index]
+            if index is None or gradient is None:
+                gaps.append(piece)
+                continue
+            if gradient.is_sparse:
+                self._refuse_sparse(gradient, gradients)
+            partition = layout.slots[index].partition
+            filled.append(storage_alias(flat, offset, partition.shape, partition.stride(partition.shape)))
+            sources.append(gradient)
+        if gaps:
+            _torch.foreach_zero(gaps)  # padding, and what has no gradient on this rank
+        if filled:
+            _torch.foreach_copy(filled, sources)
+        return [
+            *(each for each, slot in zip(gradients, layout.slots, strict=True) if slot.partition.owner is None),
+            flat,
+        ]
+
+    def _refuse_sparse(self, gradient: torch.Tensor, gradients: list[torch.Tensor | None]) -> NoReturn:
+        index = next(index for index, each in enumerate(gradients) if each is gradient)
+        raise FSDPNotImplementedError(
+            f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use sparse=False."
+        )
+
+    def _common_dtype(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> torch.dtype:
+        """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
+        present = [each for each in gradients if each is not None] if missing else gradients
+        dtypes = set(map(_DTYPE, present))
+        if len(dtypes) != 1:
+            return self.dtype
+        (dtype,) = dtypes
+        return dtype
+
+    @property
+    def _is_copied_to_delivery(self) -> bool:
+        """Whether nothing of a temporary that gradients arrive in is needed after their delivery."""
+        return self._delivery_dtype is not None and not self._arrives_in_place and self.sum is None
+
+    @staticmethod
+    def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
+        presence = presence.clone()
+        presence[:, missing] = 0
+        return presence
+
+    def keep_reduce_scattered(self, packed: PackedGradients) -> None:
+        """Keep what was reduced over shards until it is all-reduced over replicas. On the reduce-scatter stream."""
+        if self.reduce_scattered is None:
+            self.reduce_scattered = packed.output.clone() if packed.is_borrowed else packed.output
+            self._reduce_scattered_missing = set(packed.missing)
+        else:
+            self.reduce_scattered.add_(packed.output)
+            self._reduce_scattered_missing.intersection_update(packed.missing)
+
+    def add_reduce_scattered(self, packed: PackedGradients) -> None:
+        """Add what `keep_reduce_scattered` kept. On the reduce-scatter stream."""
+        if self.reduce_scattered is not None:
+            packed.output.add_(self.reduce_scattered)
+            packed.missing = [index for index in packed.missing if index in self._reduce_scattered_missing]
+            self.reduce_scattered = None
+
+    def continues(self, earlier: GradientBucket) -> bool:
+        """Whether what waits in ``earlier`` can wait here."""
+        dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
+        return self.layout == earlier.layout and dtypes[0] == dtypes[1]
+
+    def take_reduce_scattered(self, earlier: GradientBucket) -> None:
+        """Go on with what ``earlier``, which this continues, has kept."""
+        self.reduce_scattered, earlier.reduce_scattered = earlier.reduce_scattered, None
+        self._reduce_scattered_missing = earlier._reduce_scattered_missing
+        self.sum = earlier.sum
+
+    def waits(self) -> bool:
+        """Whether a later backward is to go on with what earlier ones have reduced."""
+        return self.reduce_scattered is not None or (self.sum is not None and self.sum.waits)
+
+    def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
+        """Make zeros of what waits of these parameters; ``set_to_none``: as if they had no gradient on this rank."""
+        waiting = [] if self.reduce_scattered is None else [self.reduce_scattered]
+        if self.sum is not None and self.sum.waiting is not None:
+            waiting.append(self.sum.waiting)
+        for flat in waiting:
+            for index in indices:
+                slot, shape = self.layout.slots[index], self._local_shapes[index]
+                storage_alias(flat, slot.offset, shape, slot.partition.stride(shape)).zero_()
+                if set_to_none:
+                    flat[self.layout.presence_offset + index].zero_()
+        if set_to_none:
+            self._reduce_scattered_missing.update(indices)
+            if self.sum is not None:
+                self.sum.missing |= frozenset(indices)
+
+    def drop(self) -> None:
+        """Forget what waits."""
+        self.reduce_scattered = None
+        if self.sum is not None:
+            self.sum.drop()
+
+    def finish(
+        self,
+        packed: PackedGradients,
+        divisor: float | torch.Tensor | None,
+        keeps: bool,
+        arena: Arena = ALLOCATOR,
+    ) -> None:
+        """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
+
+        ``keeps``: to the host instead, where it waits for the last backward. ``arena``: as in `pack`.
+
+        On the stream that reduced last; the current stream where there are none.
+        """
+        if divisor is not None:
+            packed.output.div_(divisor)
+        if self.sum is not None and (keeps or self.sum.waits):
+            packed.output = self.sum.added_to(packed.output)
+            if keeps:
+                self.sum.keep(packed.output, packed.missing)
+                return
+            packed.missing = sorted(self.sum.still_missing(packed.missing))
+            self.sum.drop()
+        if self._delivery_dtype is None and packed.is_borrowed:
+            packed.output = packed.output.clone()
+        if packed.delivered is None and self._delivery_dtype is not None:
+            if self._arrives_in_place and not packed.is_borrowed:
+                packed.delivered = packed.output
+            else:
+                packed.delivered = self._delivery_flat(arena)
+                packed.delivered.copy_(packed.output, non_blocking=True)
+
+    def _delivery_flat(self, arena: Arena) -> torch.Tensor:
+        """Where gradients are delivered: their own buffer (in a pool), or a temporary if some ``.grad`` is set."""
+        assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
+        if not self._are_cleared():
+            return self._home.empty(self.layout.numel, self._delivery_dtype)
+        if self._buffer is None or (self._buffer.resizable.has_memory and not self._buffer.is_free()):
+            flat = self._home.empty(self.layout.numel, self._delivery_dtype)
+            self._buffer = GradientBuffer(flat, self._gradients_on(flat))
+        self._buffer.resizable.allocate(ALLOCATOR if self._home.is_host else arena)
+        return self._buffer.flat
+
+    @property
+    def delivered(self) -> GradientBuffer | None:
+        """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
+        return self._buffer
+
+    def release(self) -> None:
+        """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
+        if self._buffer is not None and self._are_cleared():
+            self._buffer.release()
+
+    def leave_buffer(self) -> None:
+        """Neither free nor use the gradient buffer again: a collective that nothing can wait for may write there."""
+        self._buffer = None
+
+    def needs_values(self, packed: PackedGradients) -> bool:
+        """Whether `set_grads` does more than to set ``.grad``."""
+        if packed.delivered is None or not self._are_cleared() or self._have_tensor_hooks():
+            return True
+        return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
+
+    def _are_cleared(self) -> bool:
+        """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
+        with _torch.plain_attributes():
+            for param in self.params:  # noqa: SIM110
+                if param.sharded.grad is not None:
+                    return False
+            return True
+
+    def _have_tensor_hooks(self) -> bool:
+        with _torch.plain_attributes():
+            for param in self.params:  # noqa: SIM110
+                if _torch.tensor_hooks(param.sharded):
+                    return True
+            return False
+
+    def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
+        return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
+
+    def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
+        """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
+        slot, shape = self.layout.slots[index], self._local_shapes[index]
+        local = storage_alias(flat, slot.offset, shape, slot.partition.stride(shape))
+        local = local.to(device=self._home.device, dtype=dtype)
+        spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)
+        return dtensor_at_offset(local, spec)
+
+    def set_grads(self, packed: PackedGradients, *, zeros_for_unused: bool) -> None:
+        """Set or add to ``.grad`` of the sharded parameters, once the reduction has arrived.
+
+        A parameter that had no gradient on any rank is left as it is, unless ``zeros_for_unused``. The users' hooks on
+        parameters are called here, with the reduced gradient: autograd never sees the sharded parameters.
+        """
+        absent = set() if zeros_for_unused else self._absent(packed)
+        buffer, delivered = self._buffer, packed.delivered
+        if delivered is None or self._have_tensor_hooks():
+            self._accumulate_each(packed.output if delivered is None else delivered, absent)
+        elif buffer is not None and delivered is buffer.flat:
+            met: list[tuple[FSDPParam, DTensor]] = []  # autograd has set a gradient since these were sent
+            with _torch.plain_attributes():
+                for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
+                    if index not in absent:
+                        if param.sharded.grad is None:
+                            param.sharded.grad = gradient
+                        else:
+                            met.append((param, gradient))
+            for param, gradient in met:
+                self._add(param, gradient)
+        elif buffer is not None and not absent and self._accumulates_in(buffer):
+            buffer.flat.add_(delivered)
+        else:
+            self._accumulate_each(delivered, absent)
+        self._call_hooks(absent)
+
+    def _absent(self, packed: PackedGradients) -> set[int]:
+        """Parameters without a gradient on any rank. Reads the device only if one is missing on this rank."""
+        if not packed.missing:
+            return set()
+        start = self.layout.presence_offset
+        presence = packed.output[start : start + len(self.params)].tolist()
+        return {index for index in packed.missing if presence[index] == 0}
+
+    def _accumulates_in(self, buffer: GradientBuffer) -> bool:
+        return all(
+            param.sharded.grad is gradient for param, gradient in zip(self.params, buffer.gradients, strict=True)
+        )
+
+    def _accumulate_each(self, flat: torch.Tensor, absent: set[int]) -> None:
+        for index, param in enumerate(self.params):
+            if index in absent:
+                continue
+            gradient: torch.Tensor = self._gradient_on(flat, index, param.delivery_dtype(self.dtype))
+            for hook in (_torch.tensor_hooks(param.sharded) or {}).values():
+                if _torch.is_of_several(hook):
+                    self._refuse_hook_of_several(param)
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            self._add(param, gradient)
+
+    @staticmethod
+    def _add(param: FSDPParam, gradient: torch.Tensor) -> None:
+        """Set ``.grad`` of the sharded parameter, or add to what is there.
+
+        DTensor's own operators may have left a gradient with other placements, as of parameters that are cut unevenly.
+        """
+        existing, spec = param.sharded.grad, _torch.spec_of(param.sharded)
+        if existing is None:
+            param.sharded.grad = gradient
+            return
+        if not isinstance(existing, DTensor) or existing.device_mesh != spec.mesh:
+            raise FSDPRuntimeError(
+                f"the gradient of '{param.path}' was set to a {type(existing).__name__} that is not on the mesh of its "
+                "parameter, so the next one cannot be added to it; set .grad to None or to a DTensor with the "
+                "parameter's placements."
+            )
+        if tuple(existing.placements) == tuple(spec.placements):
+            existing.add_(gradient)
+        else:
+            param.sharded.grad = existing.redistribute(placements=spec.placements).add_(gradient)
+
+    @staticmethod
+    def _refuse_hook_of_several(param: FSDPParam) -> NoReturn:
+        raise FSDPNotImplementedError(
+            f"torch.autograd.graph.register_multi_grad_hook was given the sharded parameter '{param.path}', which is "
+            "in no autograd graph: the hook would never be called, or without this gradient. Use "
+            "register_post_accumulate_grad_hook on each parameter, a module's register_full_backward_hook, or what "
+            "follows backward()."
+        )
+
+    def _call_hooks(self, absent: set[int]) -> None:
+        """Call the users' post-accumulate-grad hooks."""
+        with _torch.plain_attributes():
+            hooks_of = list(map(_torch.post_accumulate_grad_hooks, map(_SHARDED, self.params)))
+        for index, hooks in enumerate(hooks_of):
+            if hooks and index not in absent:
+                for hook in tuple(hooks.values()):
+                    hook(self.params[index].sharded)

@@ -1,0 +1,588 @@
+"""`FSDPParamGroup`: the parameters of one `fully_shard` call on one mesh, and the three operations on them.
+
+Unshard, reshard and reduce: a phase machine over flat buffers. Does not know modules' hooks, order or prefetch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import ALLOCATOR, Offloading
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.options import DEFAULT, GroupSettings
+from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
+from fsdp2.core.plan import GradientsPlan, GroupPlan
+from fsdp2.core.reduce import GradientReducer
+from fsdp2.core.storage import GroupStorage
+from fsdp2.core.streams import CommHandle, FSDPCommContext
+from fsdp2.core.transport import Alone, Transport, transport_of
+from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase
+
+
+class FSDPParamGroup:
+    """The parameters that are gathered together and whose gradients are reduced together.
+
+    Attributes:
+        name: of the module, below the root once that is known.
+        params: all of one mesh.
+        mesh: over which they are sharded and replicated.
+        storage: the memory that they lie on.
+        reducer: the gradient side.
+        settings: what users have set on it.
+        sharers: whose modules hold its parameters: several, if weights are tied across `fully_shard` calls. It is then
+            gathered for each of them, and reduced when the backward of all is over.
+        users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
+        took_part: whether the running backward has come to any of them.
+        identity: by which copies of other modules refer to it.
+        graph_inputs: what was prepared for graphs; None before the first.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        mesh: DataParallelMesh,
+        offloading: Offloading,
+        *,
+        write_counter: WriteCounter,
+        name: str,
+    ) -> None:
+        self.name = name
+        self.params = tuple(params)
+        self.mesh = mesh
+        self.storage = GroupStorage(params, mesh, offloading)
+        self.reducer = GradientReducer(mesh, offloading)
+        self.settings = DEFAULT
+        self.sharers: list[Any] = []
+        self.users: set[object] = set()
+        self.took_part = False
+        self.identity = Identity()
+        self.comm: FSDPCommContext | None = None
+        self.plan: GroupPlan | None = None
+        self.graph_inputs: Any = None
+        self._write_counter = write_counter
+        self._phase = ParamPhase.SHARDED
+        self._handle: CommHandle | None = None
+        self._issuing = False
+        self._resumes = False  # the gather under way is from where the parameters rest after forward
+        self._awaits_copy_out = False
+        self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
+        self._left_to_do: bool | None = None  # see `leave_later`
+        self._user_initiated = False
+        self._take_sharded()
+        self._gathered_version: int | None = 0
+        self._gathered_writes = 0
+        self._reuses = False  # the gather under way may send what was cast for an earlier one
+        self._registrations = Registrations(self.params)
+        self._transport: Transport = Alone()
+        self._transport_among_neighbours: Transport = self._transport
+        for param in self.params:
+            param.group = self
+        self._lay_out()
+
+    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
+        self.name = name
+        for param in self.params:
+            param.rename(paths)
+        if self.plan is not None:
+            self.plan = dataclasses.replace(self.plan, name=name)
+
+    # -- what the group is made of
+
+    def tie(self, param: FSDPParam, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let modules outside of this group's own hold ``param`` as well."""
+        self.reshard()
+        param.tie(uses)
+        self._registrations = Registrations(self.params)
+        self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether weights are tied across `fully_shard` calls."""
+        return len(self.sharers) > 1
+
+    def _lay_out(self) -> None:
+        self.plan = None
+        self._rests_in_place = False
+        self.storage.lay_out()
+
+    def prepare(self, comm: FSDPCommContext) -> None:
+        """Freeze the plan and build everything that the hot path uses. Nothing is communicated.
+
+        Raises:
+            FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
+        """
+        self.adopt_replaced()
+        self.storage.check_devices(self.name)
+        self.comm = comm
+        # Buffers made under inference mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self.storage.prepare()
+        self.reducer.lay_out(self.params)
+        buffers, extended = self.storage.plans()
+        gradients = tuple(GradientsPlan(bucket.dtype, bucket.layout) for bucket in self.reducer.buckets)
+        self._bind_transports()
+        ranks = ", ".join(filter(None, (str(self.mesh), transport_of(self.mesh.shard_group, self.mesh.device).way)))
+        self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
+
+    def _bind_transports(self) -> None:
+        custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
+        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom)
+        if post_forward is not None:
+            self._transport_among_neighbours = transport_of(post_forward.mesh.shard_group, self.mesh.device, custom)
+
+    def refuse_settings(self, settings: GroupSettings) -> None:
+        """Refuse what this group cannot do, or not now.
+
+        Raises:
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce.
+            FSDPValueError: it could not work.
+        """
+        if not settings.scales_like(self.settings):
+            self._refuse_rescaling()
+        if settings.all_reduce_hook_stream is not None and self.mesh.replicate_group is not None:
+            raise FSDPValueError(
+                "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "
+                "whose all-reduce has a stream already; the hook runs there."
+            )
+        if self.is_shared and not settings.unshards_in_backward:
+            raise FSDPValueError(
+                f"set_unshard_in_backward(False) on '{self.name}', whose weights are tied to those of another "
+                "module: that one's backward may need them."
+            )
+        if settings.zeros_for_unused:
+            self.reducer.refuse_zeros_of_any_dtype()
+
+    def configure(self, settings: GroupSettings) -> None:
+        """Go on with other settings, once the reductions in flight have ended as they began."""
+        before = self.settings
+        if self.comm is not None and (
+            settings.changes_layout(before) or settings.denominator is not before.denominator
+        ):
+            self.comm.retire_reduces(0)
+        if settings.gathers_on_compute is not before.gathers_on_compute:
+            self.quiesce()  # what is kept lies in memory of the other stream
+        if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
+            self.reshard()
+        self.reducer.configure(settings)
+        self.settings = settings
+        if settings.custom_all_gather is not before.custom_all_gather:
+            with torch.inference_mode(False):
+                custom = settings.custom_all_gather
+                self.storage.set_allocate(None if custom is None else custom.allocate)
+            self._bind_transports()
+        if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
+            self._keep_unsharded_storage(settings.keeps_unsharded_storage)
+
+    def _refuse_rescaling(self) -> None:
+        if self.comm is not None:
+            self.comm.retire_reduces(0)
+        if self.reducer.awaits_all_reduce():
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
+                "over replicas; change how gradients are scaled before a backward with set_requires_all_reduce(False), "
+                "or after the one that all-reduces."
+            )
+
+    def rest_on_all_ranks(self) -> None:
+        """Reshard to all ranks after forward, or not at all, if it was to fewer."""
+        is_under_way = self._phase is ParamPhase.UNSHARDING and self._resumes
+        if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
+            self.reshard()
+        self.storage.post_forward = None
+
+    def _keep_unsharded_storage(self, keep: bool) -> None:
+        self.storage.keep_memory(keep)
+        if not keep and self._phase in (ParamPhase.SHARDED, ParamPhase.SHARDED_POST_FORWARD):
+            self._free_unsharded()
+
+    def written(self) -> tuple[int, int]:
+        """Changes with writes to the sharded parameters, as far as they can be seen."""
+        return self._write_counter.writes, _torch.sum_of_versions(self._sharded)
+
+    def is_stale(self) -> bool:
+        """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
+        if self._gathered_writes != self._write_counter.writes:
+            return True
+        return self._gathered_version != _torch.sum_of_versions(self._sharded)
+
+    def _sent_version(self) -> object:
+        """Changes with writes to this rank's shards; None if they may be written unseen."""
+        if WriteCounter.unwatched:
+            return None
+        of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
+        return _torch.sum_of_versions(self._sharded), of_locals, self._write_counter.writes, WriteCounter.steps
+
+    def quiesce(self, *, frees: bool = True) -> None:
+        """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
+
+        Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
+        """
+        if frees or not self._rests_in_place:
+            self.reshard()
+        self.storage.forget_sent()
+
+    # -- replaced parameters
+
+    def adopt_replaced(self) -> None:
+        """Take over sharded parameters that the user replaced, moved, converted, froze or unfroze.
+
+        Only while the sharded parameters are registered. The buffers are rebuilt where values moved, and the plan if
+        there was one.
+
+        Raises:
+            FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
+        """
+        if self._phase is not ParamPhase.SHARDED or self._registrations.hold_sharded() or self._adopt_in_place():
+            return
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        self._take_over(self._replacements())
+        self._gathered_version = None
+        with torch.inference_mode(False):
+            self._lay_out()
+        if self.comm is not None:
+            self.comm.gathers_follow_compute()  # which has just written the new shard buffers
+        if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
+            self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+
+    def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
+        """What is registered now, all of it looked at before anything is changed."""
+        return [(param, param.registered()) for param in self.params]
+
+    def _take_over(self, replacements: list[tuple[FSDPParam, nn.Parameter]]) -> None:
+        for param, found in replacements:
+            if found is not param.sharded:
+                mark_replaced(param.sharded, found)
+            param.adopt(found)
+        self._take_sharded()
+
+    def _take_sharded(self) -> None:
+        self._sharded = tuple(param.sharded for param in self.params)
+        self._addresses = list(map(_torch.storage_address, self._sharded))
+
+    def _adopt_in_place(self) -> bool:
+        """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
+
+        Unsharded parameters and buffers stay, so that this may be between a forward and its backward.
+
+        Returns:
+            Whether that was all.
+        """
+        replacements = self._replacements()
+        if not all(param.lies_under(found) for param, found in replacements):
+            return False
+        if self.comm is not None:
+            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+        was_stale = self.is_stale()
+        self._take_over(replacements)
+        self._gathered_version = _torch.sum_of_versions(self._sharded) if not was_stale else None
+        self.storage.forget_sent()  # its version was that of others
+        if self.plan is not None:
+            self.reducer.lay_out(self.params)
+        return True
+
+    # -- unshard
+
+    @property
+    def phase(self) -> ParamPhase:
+        """Where the parameters stand."""
+        return self._phase
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether an exception came while the all-gather was being issued."""
+        return self._issuing or (self._phase is ParamPhase.UNSHARDING and not self._user_initiated)
+
+    def _enter(self, phase: ParamPhase) -> None:
+        assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
+        self._phase = phase
+
+    def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> None:
+        """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
+
+        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
+        ``user_initiated``: the user waits for it, so a custom all-gather may be asynchronous. ``is_prefetch``: of a
+        backward that is only expected: nothing is done if the values of its forward are gone.
+
+        Raises:
+            FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
+
+        Stream: allocates, copies in, gathers and copies out on the all-gather stream.
+        """
+        self._user_initiated = user_initiated
+        # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
+        self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
+        if for_backward and is_prefetch and self.is_stale():
+            return
+        if self._rests_in_place:
+            # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
+            if for_backward and self._registrations.hold_sharded() and not self.is_stale():
+                self._rests_in_place = False
+                self._registrations.register_unsharded()
+                self._enter(ParamPhase.UNSHARDED)
+                return
+            self._free_unsharded()
+        if self._left_to_do is not None and not for_backward and not self.users:
+            self.reshard_after_forward(self._left_to_do)
+        if self._phase is not ParamPhase.SHARDED:
+            is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
+            if for_backward or not (is_toggled or self.is_stale()):
+                if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
+                    return
+                if self._rests_as_left():
+                    self._start()
+                    return
+            self.reshard()
+        if for_backward and not is_prefetch and self.is_stale():
+            self.refuse_backward()
+        if not self._registrations.hold_sharded():
+            if for_backward and not self._adopt_in_place():
+                self.refuse_backward()
+            self.adopt_replaced()
+        if self.plan is None and self.comm is not None:
+            self.prepare(self.comm)
+        self._start(is_as_gathered=for_backward)
+
+    def _rests_as_left(self) -> bool:
+        """Whether what is registered after forward is what was, neither written nor frozen."""
+        post_forward = self.storage.post_forward
+        assert post_forward is not None, "the parameters rest there"
+        return post_forward.changed() is None and self._registrations.hold_post_forward()
+
+    def refuse_backward(self) -> NoReturn:
+        """Raise `FSDPRuntimeError`: parameters that the running backward needs were written since its forward."""
+        raise FSDPRuntimeError(
+            f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
+            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
+        )
+
+    def _start(self, *, is_as_gathered: bool = False) -> None:
+        self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
+        # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
+        self._enter(ParamPhase.UNSHARDING)
+        if not (self._resumes or is_as_gathered):
+            self._gathered_writes = self._write_counter.writes
+            self._gathered_version = _torch.sum_of_versions(self._sharded)
+        if _torch.profiler_is_running():
+            with _torch.in_range(f"FSDP::all_gather ({self.name})"):
+                self._issue_all_gather()
+        else:
+            self._issue_all_gather()
+
+    def _issue_all_gather(self) -> None:
+        assert self.comm is not None, "unshard follows lazy initialization"
+        device, storage = self.comm.device, self.storage
+        as_works = not device.has_streams or self.settings.gathers_on_compute
+        stream = device.current_stream() if self.settings.gathers_on_compute else self.comm.all_gather_stream
+        with device.use(stream):
+            gather = storage.gather_from(resumes=self._resumes)
+            gather.allocate(ALLOCATOR if self.settings.gathers_on_compute else self.comm.gather_arena)
+            self._handle = CommHandle([])
+            self._issuing = self._awaits_copy_out = True
+            version = self._sent_version() if self._reuses and not self._resumes else None
+            members = storage.copy_in(gather, resumes=self._resumes, version=version)
+            if storage.offloading.is_host and device.has_streams:
+                self.comm.host_writes_shards_after(device.record(stream))
+            works = self._handle.works if as_works else None
+            user_waits = self._user_initiated or self.settings.gathers_on_compute
+            transport = self._transport if not self._resumes else self._transport_among_neighbours
+            transport.all_gather(members, works, user_waits)
+            self._issuing = False
+            if not as_works:
+                self._copy_out()
+                self._handle.event = device.record(stream)
+
+    def _copy_out(self) -> None:
+        self.storage.copy_out(resumes=self._resumes)
+        self._awaits_copy_out = False
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
+
+        Stream: the current stream waits; on CPU the host does.
+        """
+        if self._phase is not ParamPhase.UNSHARDING:
+            return
+        self._finish_all_gather()
+        self._registrations.register_unsharded()
+        if self.storage.post_forward is not None:
+            self.storage.post_forward.free()
+        self._enter(ParamPhase.UNSHARDED)
+
+    def _finish_all_gather(self) -> None:
+        assert self.comm is not None and self._handle is not None, "an all-gather is under way"
+        self.comm.compute_follows_gather(self._handle)
+        self._handle = None
+        if self._awaits_copy_out:
+            self._copy_out()
+
+    # -- reshard
+
+    def reshard_after_forward(self, awaits_backward: bool) -> None:
+        """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
+        self._left_to_do = None
+        post_forward = self.storage.post_forward if awaits_backward else None
+        if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
+            self.reshard()
+            return
+        post_forward.take()
+        self._registrations.register_post_forward()
+        self._enter(ParamPhase.SHARDED_POST_FORWARD)
+        self._free_unsharded()
+
+    def leave_later(self, awaits_backward: bool) -> None:
+        """Do what `reshard_after_forward` does when the next forward comes: a backward may begin before, unnoticed.
+
+        A rank on which an exception came before the outputs were seen has done it already, and gathers then.
+        """
+        self._left_to_do = awaits_backward
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
+
+        Stream: the all-gather stream waits for the current stream, which may still be reading.
+
+        Raises:
+            FSDPRuntimeError: the user changed a parameter while it was unsharded.
+        """
+        if self._phase is ParamPhase.SHARDED:
+            if self._rests_in_place:
+                self._free_unsharded()
+            return
+        self._left_to_do = None
+        assert self.comm is not None, "resharding follows unsharding"
+        if self._handle is not None and not self._issuing:
+            self._finish_all_gather()
+        elif self._handle is not None:
+            self._handle.wait_for_works()
+        self._handle = None
+        replaced: FSDPParam | None = None
+        if self._phase is ParamPhase.UNSHARDED:
+            replaced = self.storage.changed()
+        elif self._phase is ParamPhase.SHARDED_POST_FORWARD and self.storage.post_forward is not None:
+            replaced = self.storage.post_forward.changed()
+        if self._registrations.hold_unsharded():
+            self._registrations.register_sharded()
+        else:
+            replaced = self._registrations.restore_sharded() or replaced
+        if self._issuing:
+            # An exception came while collectives were issued, and one may run that nothing here can wait for.
+            self.comm.compute_follows_gathers()
+            self._issuing = self._awaits_copy_out = False
+            self.plan = None
+        else:
+            self.storage.free_rests()
+            self._free_unsharded()
+        self._enter(ParamPhase.SHARDED)
+        if replaced is not None:
+            self._refuse(replaced)
+
+    def rest_in_place(self) -> None:
+        """Register the sharded parameters, and leave the unsharded ones their values: a recorded graph reads them.
+
+        The next backward finds them there, unless parameters were written since; a reshard frees them, and a forward
+        gathers them anew. No communication.
+        """
+        if self._phase is not ParamPhase.UNSHARDED or self.users:
+            return
+        if self.storage.changed() is None and self._registrations.hold_unsharded():
+            self._registrations.register_sharded()
+            self._enter(ParamPhase.SHARDED)
+            self._rests_in_place = True
+
+    def free_in_place(self) -> None:
+        """Free what `rest_in_place` has left, if nothing has unsharded it since."""
+        if self._rests_in_place:
+            self._free_unsharded()
+
+    def _free_unsharded(self) -> None:
+        self._rests_in_place = False
+        if self.comm is not None:
+            self.comm.gathers_follow_readers()
+        self.storage.free()
+
+    def _refuse(self, replaced: FSDPParam) -> None:
+        self.plan = None  # the unsharded parameters are laid out anew
+        raise FSDPRuntimeError(
+            f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
+            "value is lost, the sharded parameter is registered again. Change parameters only while they are "
+            "sharded: call reshard() on the module that fully_shard was called on first. A module whose forward itself "
+            "writes them, as nn.Embedding(max_norm=...) does, is left to torch: give it to ignored_params."
+        )
+
+    # -- gradients
+
+    def reduce(self) -> None:
+        """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
+        assert self.comm is not None, "reducing follows lazy initialization"
+        if _torch.profiler_is_running():
+            with _torch.in_range(f"FSDP::post_backward_reduce ({self.name})"):
+                self.reducer.reduce(self.comm)
+        else:
+            self.reducer.reduce(self.comm)
+
+    def clear_waiting(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
+        """Drop gradients of ``params`` that are not in ``.grad`` yet, or make them zeros."""
+        if self.comm is not None and self.reducer.is_reducing:
+            self.comm.retire_reduces(0)
+        self.reducer.clear(params, set_to_none)
+
+    def refuse_set_data(self) -> None:
+        """Refuse that ``.data`` of a sharded parameter was set.
+
+        Raises:
+            FSDPRuntimeError: once, naming the parameter; the values of before are used from then on.
+        """
+        addresses = list(map(_torch.storage_address, self._sharded))
+        if addresses == self._addresses:
+            return
+        changed = [one for one, *both in zip(self.params, self._addresses, addresses, strict=True) if len({*both}) > 1]
+        self._addresses = addresses
+        for param in changed:
+            if _torch.local_of(param.sharded) is param.local:  # else it was converted or moved, which is adopted
+                raise FSDPRuntimeError(
+                    f".data was set on parameter '{param.path}'. A DTensor ignores that: the parameter has its former "
+                    "values. Copy into it instead, under torch.no_grad(): parameter.copy_(value)."
+                )
+
+    def begin_iteration(self, *, ends_by_itself: bool) -> None:
+        """The root's forward begins.
+
+        Args:
+            ends_by_itself: gradients of earlier backwards have been reduced.
+
+        Raises:
+            FSDPRuntimeError: a backward left gradients that no hook noticed, or ``.data`` was set on a parameter; with
+                its name and the remedy.
+        """
+        reducer = self.reducer
+        if list(map(_torch.storage_address, self._sharded)) != self._addresses:
+            self.refuse_set_data()
+        reducer.release()
+        if not ends_by_itself:
+            return
+        if self.settings.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
+            raise FSDPRuntimeError(
+                f"a backward left gradients in '{self.name}' that were not reduced over the ranks, because it was not "
+                "noticed: no tensor was found in what the sharded modules returned, or .grad was set while the "
+                "parameters were unsharded. Return tensors, or tuples, lists, dicts or dataclasses of them; call "
+                "reshard() before setting .grad."
+            )
+
+    # -- after an exception
+
+    def abandon(self) -> bool:
+        """Drop what an iteration that failed left behind; the reductions in flight have been dropped before.
+
+        Returns:
+            Whether gradients of earlier microbatches, accumulated without communication, were lost.
+        """
+        lost = self.reducer.abandon()
+        self.reshard()
+        return lost

@@ -1,0 +1,468 @@
+"""Where every parameter lies in the flat buffers of its group: pure arithmetic, no tensor.
+
+Used by the eager and the traced execution alike. Offsets and sizes count elements (``_numel``) or rows
+(``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), both packed::
+
+    rows(a) = ceil(3/2) = 2       rows(b) = 1
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot of 128 bytes would start at a multiple of 16 bytes
+    shard buffer, rank 1      | a2 a2 0  0  | b1 |      a has one row here, the second is padding
+    staging buffer (gathered) | a0 a0 a1 a1 | b0 | a2 a2 0  0  | b1 |
+    unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
+
+Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
+rows, is the parameter: contiguous, without a copy. Parameters that one rank owns whole share a slot: see `ownership`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp2.features.ownership import Region
+
+DIRECT_ALIGNMENT_BYTES = 128
+"""Direct slots start at multiples of this, as collectives like it."""
+
+PACKED_ALIGNMENT_BYTES = 16
+"""Packed slots start at multiples of this: the vector width of foreach and fused optimizer kernels."""
+
+SMALLEST_ALIGNED_BYTES = 8 * PACKED_ALIGNMENT_BYTES
+"""What a rank has of a smaller packed slot follows the one before directly: alignment adds less than an eighth."""
+
+DIRECT_THRESHOLD_BYTES = 1 << 20
+"""Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """ceil(numerator / denominator) for non-negative integers."""
+    return -(-numerator // denominator)
+
+
+def align(numel: int, alignment: int) -> int:
+    """The smallest multiple of ``alignment`` that is at least ``numel``."""
+    return ceil_div(numel, alignment) * alignment
+
+
+def alignment_numel(*, direct: bool, itemsize: int) -> int:
+    """How many elements of ``itemsize`` bytes an aligned slot's offset is a multiple of."""
+    alignment_bytes = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES
+    return max(alignment_bytes // itemsize, 1)
+
+
+def shard_start(end: int, numel: int, *, direct: bool, itemsize: int) -> int:
+    """Where ``numel`` elements of ``itemsize`` bytes start in what one rank holds, if others have filled it to ``end``.
+
+    With many ranks, alignment of small slots would make up most of what is exchanged.
+    """
+    if not direct and numel * itemsize < SMALLEST_ALIGNED_BYTES:
+        return end
+    return align(end, alignment_numel(direct=direct, itemsize=itemsize))
+
+
+def byte_start(end: int, nbytes: int, itemsize: int) -> int:
+    """The same in bytes, where elements of several sizes follow each other: each at a multiple of its size."""
+    return align(shard_start(end, nbytes, direct=False, itemsize=1), itemsize)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost; () if it is contiguous, or not dense."""
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return ()
+        step *= shape[dim]
+    dims = [dim for dim in order if shape[dim] != 1]
+    return () if dims == sorted(dims) or step == 0 else order
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
+
+    Attributes:
+        shape: of the parameter.
+        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
+        order: its dims as they follow each other in memory, outermost first; () if contiguous.
+        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
+        owner: the rank that has all rows; None: they are dealt out evenly.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    order: tuple[int, ...] = ()
+    block_rows: int = 1
+    owner: int | None = None
+
+    @property
+    def partition_key(self) -> tuple[int | None, int, int | None]:
+        """What tells apart ways of dealing out: dim, block_rows and owner."""
+        return self.dim, self.block_rows, self.owner
+
+    @property
+    def size(self) -> int:
+        """Entries of ``dim``: the rows that are dealt out."""
+        return 1 if self.dim is None else self.shape[self.dim]
+
+    @property
+    def outer(self) -> int:
+        """How many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied."""
+        return math.prod(self._memory_shape[: self.memory_dim])
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row in one of these pieces: the sizes behind ``dim``, multiplied."""
+        return math.prod(self._memory_shape if self.dim is None else self._memory_shape[self.memory_dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def memory_dim(self) -> int:
+        """Where ``dim`` is in memory order."""
+        if self.dim is None:
+            return 0
+        return self.order.index(self.dim) if self.order else self.dim
+
+    @property
+    def _memory_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
+
+    def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The strides of a tensor of ``shape``, dense and in this order."""
+        if not self.order:
+            return contiguous_stride(shape)
+        dense = contiguous_stride([shape[dim] for dim in self.order])
+        return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
+
+    def rows(self, world_size: int) -> int:
+        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        if self.dim is None:
+            return 1
+        if self.owner is not None:
+            return self.size
+        return min(ceil_div(ceil_div(self.size, self.block_rows), world_size) * self.block_rows, self.size)
+
+    def is_chunked(self, world_size: int) -> bool:
+        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        if self.owner is not None:
+            return world_size == 1
+        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
+        # Both deal out the same number to every rank but the last that has any.
+        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
+
+    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        rows = self.rows(world_size)
+        parts = [self.part(rows, rank) for rank in range(world_size)]
+        return tuple(stop - start for start, stop in parts)
+
+    def part(self, rows: int, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
+        if self.owner is not None:
+            return (0, self.size if rank == self.owner else 0)
+        return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
+
+    def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` keeps."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.part(rows, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the shard buffer and in the unsharded buffer of its group.
+
+    Attributes:
+        partition: how it is dealt out.
+        rows: that every rank keeps room for.
+        shard_offset: first element in the shard buffer.
+        unsharded_offset: first element in the unsharded buffer.
+        direct: gathered straight into the unsharded buffer; else through the staging buffer.
+    """
+
+    partition: Partition
+    rows: int
+    shard_offset: int
+    unsharded_offset: int
+    direct: bool
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements that every rank keeps room for."""
+        return self.partition.outer * self.rows * self.partition.row_numel
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the sharded parameter's local tensor on ``rank``."""
+        return self.partition.local_shape(self.rows, rank)
+
+
+def largest_first(partitions: Sequence[Partition], world_size: int) -> list[int]:
+    """The indices of ``partitions`` in the order in which they lie, without those that are owned.
+
+    Equal ones follow each other, so that one copy moves all of them, and optimizers step on them as one.
+    """
+    sizes = [
+        (-partition.outer * partition.rows(world_size) * partition.row_numel, -partition.numel)
+        for partition in partitions
+    ]
+    return sorted(
+        (index for index, partition in enumerate(partitions) if partition.owner is None), key=sizes.__getitem__
+    )
+
+
+def unsharded_room(partition: Partition, world_size: int) -> int:
+    """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
+    if partition.dim is None or partition.outer > 1:
+        return partition.numel
+    return world_size * partition.rows(world_size) * partition.row_numel
+
+
+def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
+    start = min(rows * rank, size)
+    return start, min(start + rows, size)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferLayout:
+    """The layout of one group's parameters of one dtype over ``world_size`` ranks.
+
+    ``slots`` follow the order of the parameters; in the buffers the packed ones come first, the largest first of these
+    and of the direct ones.
+
+    Attributes:
+        packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
+        shard_numel: length of the shard buffer, the same on every rank.
+        unsharded_numel: length of the unsharded buffer.
+        region: the slot that owned parameters share, as of one flat parameter that is dealt out evenly.
+    """
+
+    world_size: int
+    slots: tuple[Slot, ...]
+    packed_numel: int
+    shard_numel: int
+    unsharded_numel: int
+    region: Slot | None = None
+
+    @property
+    def carried(self) -> tuple[Slot, ...]:
+        """What a gather moves: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.partition.owner is None), self.region)
+
+    @classmethod
+    def build(
+        cls,
+        partitions: Sequence[Partition],
+        *,
+        world_size: int,
+        itemsize: int,
+        direct_threshold_bytes: float = DIRECT_THRESHOLD_BYTES,
+    ) -> BufferLayout:
+        """Lay out one parameter for each of ``partitions``."""
+        region = region_of(partitions, world_size=world_size, itemsize=itemsize)
+        carried = [*partitions, Partition((world_size * region.capacity,))] if region else list(partitions)
+        slots: dict[int, Slot] = {}
+        shard_offset = unsharded_offset = packed_numel = 0
+        for wanted in (False, True):
+            alignment = alignment_numel(direct=wanted, itemsize=itemsize)
+            for index in largest_first(carried, world_size):
+                partition = carried[index]
+                rows, room = partition.rows(world_size), unsharded_room(partition, world_size)
+                # Only where one piece of memory is cut is rank order the order of the parameter.
+                may = partition.dim is not None and partition.outer == 1
+                if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
+                    continue
+                unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
+                numel = partition.outer * rows * partition.row_numel
+                shard_offset = shard_start(shard_offset, numel, direct=wanted, itemsize=itemsize)
+                slots[index] = Slot(partition, rows, shard_offset, unsharded_offset, wanted)
+                shard_offset += numel
+                unsharded_offset += room
+            if not wanted:
+                packed_numel = shard_offset
+        shared = slots[len(partitions)] if region else None
+        if region and shared:
+            for index, place in enumerate(region.offsets):
+                if place is not None:
+                    slots[index] = _in_region(partitions[index], shared, shared.unsharded_offset + place)
+        placed = tuple(slots[index] for index in range(len(partitions)))
+        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
+
+    def all_packed(self) -> BufferLayout:
+        """The same buffers, every slot gathered through the staging buffer."""
+        slots = tuple(replace(slot, direct=False) for slot in self.slots)
+        region = None if self.region is None else replace(self.region, direct=False)
+        return replace(self, slots=slots, region=region, packed_numel=self.shard_numel)
+
+    def over(self, world_size: int, itemsize: int) -> BufferLayout:
+        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``.
+
+        What several ranks own, one has then.
+        """
+        moved: dict[int, Slot] = {}
+        offset = packed_numel = 0
+        for wanted in (False, True):
+            for index, slot in sorted(enumerate(self.carried), key=lambda pair: pair[1].unsharded_offset):
+                if slot.direct is wanted:
+                    shard = replace(slot, rows=slot.partition.rows(world_size))
+                    offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
+                    moved[index] = replace(shard, shard_offset=offset)
+                    offset += shard.shard_numel
+            if not wanted:
+                packed_numel = offset
+        carried = iter([moved[index] for index in range(len(moved))])
+        region = None if self.region is None else moved[len(moved) - 1]
+        placed = []
+        for slot in self.slots:
+            if region is not None and slot.partition.owner is not None:
+                partition = replace(slot.partition, owner=slot.partition.owner * world_size // self.world_size)
+                placed.append(_in_region(partition, region, slot.unsharded_offset))
+            else:
+                placed.append(next(carried))
+        return BufferLayout(world_size, tuple(placed), packed_numel, offset, self.unsharded_numel, region)
+
+
+def region_of(partitions: Sequence[Partition], *, world_size: int, itemsize: int) -> Region | None:
+    """Where the owned ones of ``partitions`` lie in the region that they share; None if there are none."""
+    owners = [partition.owner for partition in partitions]
+    if all(owner is None for owner in owners):
+        return None
+    alignment = alignment_numel(direct=True, itemsize=itemsize)
+    return Region.build(
+        owners, [partition.numel for partition in partitions], world_size=world_size, alignment=alignment
+    )
+
+
+def _in_region(partition: Partition, region: Slot, unsharded_offset: int) -> Slot:
+    """The slot of an owned parameter. (Its place in the shard buffer is the owner's; others keep nothing.)"""
+    place = (unsharded_offset - region.unsharded_offset) % region.shard_numel if region.shard_numel else 0
+    return Slot(partition, partition.size, region.shard_offset + place, unsharded_offset, region.direct)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSlot:
+    """One trainable parameter's place in the output of a reduce-scatter.
+
+    Attributes:
+        partition: of the parameter.
+        rows: that every rank receives.
+        shard_numel: elements that every rank receives, padding of short ranks included.
+        offset: first element in the output.
+        direct: its gradient is itself the input of the reduce-scatter; else it is packed.
+        is_dealt_out: what the ranks receive is not the gradient as ``torch.chunk`` cuts it, which must be rearranged.
+        pad_numel: alignment before a packed slot.
+    """
+
+    partition: Partition
+    rows: int
+    shard_numel: int
+    offset: int
+    direct: bool
+    is_dealt_out: bool
+    pad_numel: int
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the part that ``rank`` receives."""
+        return self.partition.local_shape(self.rows, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """The layout of the reduce-scatter of one group's trainable parameters in one dtype.
+
+    Two trainable parameters, one packed, one direct::
+
+        output, per rank  | pad | packed slot | presence (one element per parameter) | pad | direct slot |
+        packed input      | the same head for rank 0 | for rank 1 | ...                  direct input: the gradient
+
+    What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
+    ``presence`` says so; the reduced presence tells every rank whether any rank had a gradient.
+
+    Owned parameters share a slot, the ``region``, as one flat gradient would that is dealt out evenly; it is put
+    together from theirs as ``filling`` says.
+    """
+
+    slots: tuple[GradientSlot, ...]
+    presence_offset: int
+    packed_numel: int
+    numel: int
+    region: GradientSlot | None = None
+    filling: tuple[tuple[int | None, int], ...] = ()
+
+    @property
+    def carried(self) -> tuple[GradientSlot, ...]:
+        """What the reduce-scatter carries: the slots, but the region in the place of those that lie in it."""
+        if self.region is None:
+            return self.slots
+        return (*(slot for slot in self.slots if slot.partition.owner is None), self.region)
+
+    @classmethod
+    def build(
+        cls,
+        partitions: Sequence[Partition],
+        direct: Sequence[bool],
+        *,
+        world_size: int,
+        itemsize: int,
+        region_threshold_bytes: float = math.inf,
+    ) -> GradientLayout:
+        """Lay out one gradient for each of ``partitions``.
+
+        ``direct`` says which may travel alone; one whose rows do not divide by ``world_size`` needs the packing's
+        padding all the same. So does the region if it has ``region_threshold_bytes``.
+        """
+        region = region_of(partitions, world_size=world_size, itemsize=itemsize)
+        carried = list(partitions)
+        alone = [
+            may and partition.rows(world_size) * world_size == partition.size
+            for may, partition in zip(direct, partitions, strict=True)
+        ]
+        if region:
+            carried.append(Partition((world_size * region.capacity,)))
+            alone = [may and partition.owner is None for may, partition in zip(alone, partitions, strict=True)]
+            alone.append(carried[-1].numel * itemsize >= region_threshold_bytes)
+        placed: dict[int, GradientSlot] = {}
+        offset = 0
+        presence_offset = packed_numel = 0
+        for wanted in (False, True):
+            for index in largest_first(carried, world_size):
+                if alone[index] is not wanted:
+                    continue
+                partition = carried[index]
+                rows = partition.rows(world_size)
+                numel = partition.outer * rows * partition.row_numel
+                start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
+                is_dealt_out = (
+                    partition.dim is None or partition.memory_dim > 0 or rows != ceil_div(partition.size, world_size)
+                )
+                pad_numel = 0 if wanted else start - offset
+                placed[index] = GradientSlot(partition, rows, numel, start, wanted, is_dealt_out, pad_numel)
+                offset = start + numel
+            if not wanted:
+                presence_offset = offset
+                offset = packed_numel = presence_offset + len(partitions)
+        shared = placed.get(len(partitions))
+        for index, place in enumerate(region.offsets if region else ()):
+            if place is not None and region and shared:
+                start = shared.offset + (place % region.capacity if region.capacity else 0)
+                pad_numel = shared.pad_numel if start == shared.offset else 0
+                placed[index] = replace(shared, partition=partitions[index], offset=start, pad_numel=pad_numel)
+        ordered = tuple(placed[index] for index in range(len(partitions)))
+        return cls(ordered, presence_offset, packed_numel, offset, shared, region.filling if region else ())

@@ -1,0 +1,325 @@
+"""From a `DeviceMesh` to the process groups, ranks and device that a group of parameters communicates over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2 import _torch
+from fsdp2.arguments import checked_class
+from fsdp2.core.options import DataParallelMeshDims
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.copies.meshes import know
+
+
+@checked_class()
+@dataclass
+class DataParallelMeshInfo:
+    """Which dims of a mesh shard parameters and which replicate them: what `ShardPlacementResult` carries.
+
+    Attributes:
+        mesh: the data-parallel mesh, of one or two dims.
+        shard_mesh_dim: the dim to shard over, None to replicate only.
+        replicate_mesh_dim: the dim to replicate over, None to shard only.
+        dp_mesh_dims: the named dims, if ``mesh`` was taken out of a larger one.
+        spmd_mesh: that larger mesh.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+    is_spmd_mesh: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
+            raise FSDPValueError(f"{type(self).__name__} needs at least one of shard_mesh_dim and replicate_mesh_dim.")
+        for name in ("shard_mesh_dim", "replicate_mesh_dim"):
+            dim = getattr(self, name)
+            if dim is not None and not 0 <= dim < self.mesh.ndim:
+                raise FSDPValueError(f"{type(self).__name__}: {name}={dim} is no dim of {self.mesh}.")
+        self.is_spmd_mesh = self.dp_mesh_dims is not None
+
+
+@checked_class()
+@dataclass
+class FSDPMeshInfo(DataParallelMeshInfo):
+    """Parameters are sharded over ``shard_mesh_dim``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shard_mesh_dim is None:
+            raise FSDPValueError("FSDPMeshInfo needs shard_mesh_dim.")
+        self.shard_mesh_size: int = self.mesh.size(self.shard_mesh_dim)
+        self.shard_process_group = self.mesh.get_group(self.shard_mesh_dim)
+        self.shard_mesh_rank: int = self.mesh.get_local_rank(self.shard_mesh_dim)
+
+
+@checked_class()
+@dataclass
+class DDPMeshInfo(DataParallelMeshInfo):
+    """Parameters are replicated over ``replicate_mesh_dim``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.replicate_mesh_dim is None:
+            raise FSDPValueError("DDPMeshInfo needs replicate_mesh_dim.")
+        self.replicate_mesh_size: int = self.mesh.size(self.replicate_mesh_dim)
+        self.replicate_process_group = self.mesh.get_group(self.replicate_mesh_dim)
+        self.replicate_mesh_rank: int = self.mesh.get_local_rank(self.replicate_mesh_dim)
+
+
+@checked_class()
+@dataclass
+class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
+    """Parameters are sharded over one dim and replicated over the other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DataParallelMesh:
+    """Over which ranks a group of parameters is sharded and replicated.
+
+    Attributes:
+        device_mesh: the data-parallel dims: (shard,), (replicate, shard) or (replicate,).
+        device: where this process computes.
+        shard_group: of the ranks that hold the shards of one copy; None if there is one shard only, the whole.
+        shard_size: how many shards there are.
+        shard_rank: which of them this process holds.
+        replicate_group: of the ranks that hold the same shard; None if there is one copy.
+        replicate_size: how many copies there are.
+        dims: the named dims, where the mesh was taken out of a larger one.
+        spmd_mesh: that larger mesh, which every parameter must be a DTensor on.
+    """
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    shard_group: dist.ProcessGroup | None
+    shard_size: int
+    shard_rank: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def from_info(cls, info: Any) -> DataParallelMesh:
+        """Read a mesh info: ours, or one of torch's own class.
+
+        Raises:
+            FSDPValueError: a device type that this process does not have, or other dims than those of the mesh.
+        """
+        mesh, shard, replicate = info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim
+        used = [dim for dim in (replicate, shard) if dim is not None]
+        if used != list(range(mesh.ndim)):
+            raise FSDPValueError(
+                "a mesh info must use all dims of its mesh, (replicate, shard) in this order; got "
+                f"{type(info).__name__} with shard_mesh_dim={shard}, replicate_mesh_dim={replicate} on {mesh}. Take "
+                "the dims out of a larger mesh first, e.g. FSDPMeshInfo(mesh['shard'], shard_mesh_dim=0)."
+            )
+        return cls(
+            mesh,
+            device_of(mesh),
+            None if shard is None else mesh.get_group(shard),
+            1 if shard is None else mesh.size(shard),
+            0 if shard is None else mesh.get_local_rank(shard),
+            None if replicate is None else mesh.get_group(replicate),
+            1 if replicate is None else mesh.size(replicate),
+            getattr(info, "dp_mesh_dims", None),  # torch 2.11's own have neither
+            getattr(info, "spmd_mesh", None),
+        )
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The dim that is sharded over, as a mesh of one dim (the only dim, where nothing is sharded)."""
+        if self.device_mesh.ndim == 1:
+            return self.device_mesh
+        names = self.device_mesh.mesh_dim_names
+        assert names is not None, "a mesh of two dims has names"
+        return self.device_mesh[names[-1]]
+
+    @property
+    def key(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Parameters with equal keys can be communicated together."""
+        return self.shard_group, self.replicate_group
+
+    def __str__(self) -> str:
+        sizes = f"{self.shard_size} ranks"
+        return sizes if self.replicate_group is None else f"{sizes} x {self.replicate_size} replicas"
+
+
+def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
+    """How ``mesh`` is used: 1D shards, 2D is (replicate, shard), N-D as ``dims`` says.
+
+    Several named dims are flattened into one, which makes process groups: then all ranks must call this.
+
+    Raises:
+        FSDPTypeError: not a `DeviceMesh`, or ``dims`` is not a `DataParallelMeshDims`.
+        FSDPValueError: a number of dims, or names, that do not fit.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
+    know(mesh)
+    if dims is not None:
+        dims = _validated_dims(mesh, dims)
+    if mesh.get_coordinate() is None:
+        raise FSDPValueError(
+            f"rank {dist.get_rank()} is not part of {mesh}; call fully_shard only on the ranks of its mesh."
+        )
+    if dims is not None:
+        return _info_of_named_dims(mesh, dims)
+    if mesh.ndim not in (1, 2):
+        raise FSDPValueError(
+            f"fully_shard expects a 1D or 2D mesh, (shard) or (replicate, shard), got {mesh.ndim} dims "
+            f"{mesh.mesh_dim_names}; pass some of its dims, e.g. mesh['shard'], or name them in dp_mesh_dims."
+        )
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.mesh_dim_names is None:
+        raise FSDPValueError(
+            "a mesh of 2 dims (replicate, shard) needs names: init_device_mesh(..., mesh_dim_names=('replicate', "
+            "'shard'))."
+        )
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
+    """The ranks of ``info``, all of them copies of one another: two dims become one, which makes process groups.
+
+    All ranks must call this.
+    """
+    mesh = info.mesh
+    if mesh.ndim > 1:
+        assert mesh.mesh_dim_names is not None, "a mesh of two dims has names"
+        mesh = _torch.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names))
+        know(mesh)
+    return DDPMeshInfo(mesh, replicate_mesh_dim=0, dp_mesh_dims=info.dp_mesh_dims, spmd_mesh=info.spmd_mesh)
+
+
+def _validated_dims(mesh: DeviceMesh, dims: Any) -> DataParallelMeshDims:
+    if not (hasattr(dims, "shard_names") and hasattr(dims, "replicate_names")):
+        raise FSDPTypeError(f"dp_mesh_dims must be a DataParallelMeshDims, got {dims!r}.")
+    ours = DataParallelMeshDims(dims.shard, dims.replicate)
+    if mesh.mesh_dim_names is None:
+        raise FSDPValueError(f"dp_mesh_dims names dims of the mesh, but {mesh} has no mesh_dim_names.")
+    names = ours.shard_names + ours.replicate_names
+    for name in names:
+        if name not in mesh.mesh_dim_names:
+            raise FSDPValueError(f"dp_mesh_dims names '{name}', but the mesh has the dims {mesh.mesh_dim_names}.")
+    if len(set(names)) != len(names):
+        raise FSDPValueError(f"dp_mesh_dims names a dim twice: {names}; a dim either shards or replicates.")
+    return ours
+
+
+def _info_of_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    named = {"dp_mesh_dims": dims, "spmd_mesh": mesh}
+    if not dims.shard_names:
+        return DDPMeshInfo(_flattened(mesh, dims.replicate_names), replicate_mesh_dim=0, **named)  # type: ignore[arg-type]
+    shard = _flattened(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return FSDPMeshInfo(shard, shard_mesh_dim=0, **named)  # type: ignore[arg-type]
+    both = _torch.concatenate_meshes([_flattened(mesh, dims.replicate_names), shard])
+    return HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0, **named)  # type: ignore[arg-type]
+
+
+def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else _torch.flatten_mesh(mesh[names], "_".join(names))
+
+
+_SMALLER: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
+
+
+def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
+    """The mesh of groups of ``size`` neighbours in ``mesh``, for resharding to fewer ranks after forward.
+
+    Makes process groups, once per process group of ``mesh`` and size: all ranks must call this, also those of other
+    slices of the mesh that ``mesh`` is a slice of. The dims of that which are not data parallel follow in the mesh that
+    the result is a slice of.
+
+    Raises:
+        FSDPNotImplementedError: ``mesh`` is a slice with flattened dims.
+    """
+    assert mesh.shard_group is not None, "something is sharded"
+    known = _SMALLER.setdefault(mesh.shard_group, {})
+    key = (mesh.replicate_size, size)
+    if key not in known:
+        known[key] = _neighbours(mesh.device_mesh, size)
+    return DataParallelMesh.from_info(HSDPMeshInfo(known[key], shard_mesh_dim=1, replicate_mesh_dim=0))
+
+
+def _neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    root, names = _torch.root_mesh(mesh), mesh.mesh_dim_names
+    if root is None or root.size() == mesh.size():  # all of them see the same ranks
+        return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
+    if names is None or root.mesh_dim_names is None or any(name not in root.mesh_dim_names for name in names):
+        raise FSDPNotImplementedError(
+            f"reshard_after_forward as an int is not supported on {mesh}, of which a dim was flattened from several of "
+            f"{root}; pass True or False."
+        )
+    others = [name for name in root.mesh_dim_names if name not in names]
+    order = [root.mesh_dim_names.index(name) for name in (*names, *others)]
+    ranks = root.mesh.permute(order).reshape(-1, size, *(root.size(index) for index in order[len(names) :]))
+    ours = (f"{names[-1]}_groups", f"{names[-1]}_neighbours")
+    return DeviceMesh(root.device_type, ranks, mesh_dim_names=(*ours, *others))[ours]
+
+
+_SCATTERING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def own_reduce_scatter_group(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
+    """A second process group of the ranks that ``mesh`` shards over, made once: these ranks must call this."""
+    if mesh.shard_group is None:
+        return None
+    if mesh.shard_group not in _SCATTERING:
+        _SCATTERING[mesh.shard_group] = new_group_like(mesh.shard_group)
+    return _SCATTERING[mesh.shard_group]
+
+
+def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another process group of the ranks of ``group``, which all must call."""
+    ranks = dist.get_process_group_ranks(group)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))  # this rank is one of them
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this process in ``mesh``: the current one of its type.
+
+    Raises:
+        FSDPValueError: there is no such device here.
+    """
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    module = getattr(torch, mesh.device_type, None)
+    if module is None or not module.is_available():
+        raise FSDPValueError(
+            f"the mesh is of device type '{mesh.device_type}', which is not available in this process; "
+            "build the mesh with the device type of the processes' own devices, e.g. init_device_mesh('cpu', ...)."
+        )
+    return torch.device(mesh.device_type, module.current_device())
+
+
+def default_mesh() -> DeviceMesh:
+    """One dim over all ranks, on the current accelerator if there is one, else on CPU.
+
+    Under a launcher such as ``torchrun`` the default process group is initialized from the environment if the program
+    has not done so. Collective over all ranks.
+
+    Raises:
+        FSDPRuntimeError: there is no process group and no launcher's environment to make one from.
+    """
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+            raise FSDPRuntimeError(
+                "fully_shard needs a process group, and none is initialized: call "
+                "torch.distributed.init_process_group() first, or start the program with torchrun."
+            )
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if accelerator is None else accelerator.type
+    return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -1,0 +1,259 @@
+"""Sharded parameters that are used where nothing has gathered them: what to say beside DTensor's own errors.
+
+Everything here runs when something has failed already, but for `refuse_whole_tensors`. What the user's program was
+doing is read off the call stack.
+
+[Note: explained errors]
+    DTensor refuses to compute with plain tensors in C++, where nothing can be put in between, and a method of a module
+    that is called directly has no frame of ours around it. So the explanation is raised where the error leaves a call
+    of a sharded module, and where it leaves the program it is printed with it, by ``sys.excepthook``. A call costs
+    nothing more.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.core.hooks import STATE
+from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.structure import module_paths
+from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.features.whole_operators import is_ours, tensors_in
+
+_CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
+"""The methods of sharded modules that gather."""
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+_RAGGED = "dealt out otherwise than torch.chunk does"
+
+Running = Sequence[tuple[Any, FrameType]]
+"""Objects whose methods run, with the frames of these: the innermost first."""
+
+
+def explain_errors() -> None:
+    """From now on, errors of DTensor's that sharded parameters meet are explained."""
+    _torch.handle_operators(dict.fromkeys(_torch.collective_operators(), _refuse_collective))
+    if _Hook.former is None:
+        _Hook.former, sys.excepthook = sys.excepthook, _excepthook
+
+
+class _Hook:
+    """The state of ``sys.excepthook``, of which there is one.
+
+    Attributes:
+        former: the hook before ours; None before the first `fully_shard`.
+        runs: ours, so that the former, which may have been put before ours since, calls it again.
+    """
+
+    former: Callable[..., None] | None = None
+    runs = False
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What runs when an error leaves the program: it is printed, with the explanation below if there is one."""
+    if _Hook.runs or _Hook.former is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    _Hook.runs = True
+    try:
+        _Hook.former(kind, error, trace)
+    finally:
+        _Hook.runs = False
+    explained = explanation_of(error)
+    if explained is not None:
+        print(f"{type(explained).__name__}: {explained}", file=sys.stderr)
+
+
+# ---- operators -----------------------------------------------------------------------------------
+
+
+def explanation_of(error: BaseException) -> FSDPError | None:
+    """What to raise instead of ``error``, where it says that a sharded parameter met plain tensors; else None."""
+    is_ragged = isinstance(error, FSDPError) and _RAGGED in str(error)
+    if not is_ragged and (type(error) is not RuntimeError or _MIXED not in str(error)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    outside = frames[-1].f_back if frames else None
+    running = [*_methods_of(frames), *_methods(outside)]
+    calls = [(self, frame) for self, frame in running if isinstance(self, nn.Module)]
+    params = _parameters_at(frames[0] if frames else None, calls)
+    if not params or (is_ragged and not calls):  # whose own message is about tensors
+        return None
+    names = " or ".join(f"'{param.path}'" for param in params[:3])
+    return FSDPRuntimeError(
+        f"parameter {names} of {params[0].group_name} is sharded, and met plain tensors ({error}) "
+        f"{_cause(params[0], calls)}"
+    )
+
+
+def _cause(param: FSDPParam, calls: Running) -> str:
+    """How that came, and what to do."""
+    if not calls:
+        return (
+            "Give the other tensor the same placements, distribute_tensor(tensor, parameter.device_mesh, "
+            "parameter.placements); or compute with the whole, parameter.full_tensor() (all ranks must call it), or "
+            "with this rank's part, parameter.to_local()."
+        )
+    owners = [module for sharer in param.group.sharers for module in sharer.modules]
+    position = next((index for index, (module, _) in enumerate(calls) if module in owners), None)
+    owner = _name(owners[0])
+    if position is None:
+        module, frame = calls[-1]
+        return (
+            f"{_name(module)}.{frame.f_code.co_name}() was called, and only a call of {owner}, which fully_shard was "
+            f"called on, gathers it. Call that module; or call fully_shard on {_name(module)} too, bottom-up; or call "
+            f"unshard() of that {owner} before, and reshard() after."
+        )
+    module, _ = calls[position]
+    methods = [frame.f_code.co_name for each, frame in calls if each is module]
+    if _CALLS.intersection(methods):
+        return (
+            f"It happened inside a call of {owner}, which gathers its parameters: this is a gradient, or a parameter "
+            "that was resharded meanwhile, as by reshard(); leave that out, or call unshard() after it."
+        )
+    method = methods[-1]
+    if method == "forward":
+        return (
+            f"{owner}.forward() was called directly, past the hooks that gather the parameters. Call the module "
+            "itself: module(...), not module.forward(...)."
+        )
+    return (
+        f"{owner}.{method}() was called, and only a call of the module, module(...), gathers its parameters. Call "
+        f"fsdp2.register_fsdp_forward_method(module, '{method}') once after fully_shard; or module.unshard() before, "
+        "and module.reshard() after."
+    )
+
+
+def _parameters_at(frame: FrameType | None, calls: Running) -> list[FSDPParam]:
+    """The sharded parameters that the innermost ``frame`` holds; else those of the innermost modules that have any."""
+    values = [] if frame is None else list(frame.f_locals.values())
+    found = [fsdp_param_of(each) for each in values if isinstance(each, DTensor)]
+    held = list(dict.fromkeys(each for each in found if each is not None))
+    if held:
+        return held
+    for module, _ in calls:
+        for each in (module, *module.modules()):
+            own = [fsdp_param_of(parameter) for parameter in each._parameters.values() if parameter is not None]
+            if any(own):
+                return [param for param in own if param is not None]
+    return []
+
+
+def _refuse_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A collective of torch.distributed on sharded parameters."""
+    for each in tensors_in((*args, *kwargs.values())):
+        if not isinstance(each, DTensor):
+            continue
+        refuse_data_parallel()
+        param = fsdp_param_of(each)
+        if param is not None or is_ours(each):
+            what = f"a tensor of shape {tuple(each.shape)}" if param is None else f"parameter '{param.path}'"
+            raise FSDPTypeError(
+                f"{what} is sharded, and cannot be passed to a collective ({func}). Pass this rank's part, "
+                "tensor.to_local(), or the whole, tensor.full_tensor() (all ranks must call it)."
+            )
+    return _torch.run_unhandled(func, args, kwargs)
+
+
+def refuse_data_parallel() -> None:
+    """Refuse to have ``DistributedDataParallel`` built around sharded modules, if that is what is being done.
+
+    Raises:
+        FSDPTypeError: it is.
+    """
+    for self, _ in _methods(sys._getframe()):
+        if isinstance(self, nn.parallel.DistributedDataParallel):
+            raise FSDPTypeError(
+                "DistributedDataParallel got a model that fully_shard was called on, which averages its gradients "
+                "over all ranks itself: leave DistributedDataParallel out. For replicas of shards pass a mesh of "
+                "two dims, init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), "
+                "for replicas only, strategy='replicate'."
+            )
+
+
+# ---- state dicts ---------------------------------------------------------------------------------
+
+
+def refuse_inside_of_a_pass(root: Any, modules: Sequence[nn.Module], name: str) -> None:
+    """Refuse to look at the parameters of ``modules``, called ``name``, while a forward or backward uses them.
+
+    Raises:
+        FSDPRuntimeError: one of ``root`` or of ``modules`` runs.
+    """
+    iteration = root.iteration
+    in_backward = iteration.in_backward and _torch.backward_is_running()
+    in_forward = iteration.in_forward or any(
+        frame.f_code.co_name in _CALLS and self in modules
+        for self, frame in _methods(sys._getframe())
+        if isinstance(self, nn.Module)
+    )
+    if in_forward or in_backward:
+        raise FSDPRuntimeError(
+            f"state_dict(), load_state_dict() or a conversion (such as to()) of '{name}' was called inside a "
+            f"{'backward' if in_backward else 'forward'} of {root.name}, which computes with its unsharded parameters: "
+            "they would be taken away from it. Call it between iterations, on all ranks."
+        )
+
+
+def refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Refuse to load plain tensors into sharded parameters of ``module``, before anything is loaded.
+
+    Raises:
+        FSDPRuntimeError: there are some (of more than one element).
+    """
+    paths = module_paths([module])
+    wrong: dict[str, torch.Tensor] = {}
+    for each in paths:
+        state = each.__dict__.get(STATE)
+        if state is not None:
+            state.quiesce()  # or refuse to, before anything is loaded
+        for group in () if state is None else state.unit:
+            for param in group.params:
+                for use, name in param.uses:
+                    key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
+                    value = state_dict.get(key) if use in paths else None
+                    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+                        wrong[key] = value
+    if wrong:
+        key, value = next(iter(wrong.items()))
+        raise FSDPRuntimeError(  # as torch's is
+            f"load_state_dict() got plain tensors for {len(wrong)} sharded parameters (the first: '{key}', of shape "
+            f"{tuple(value.shape)}); nothing was loaded into {_name(module)}. Of whole tensors on every rank, call "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+            "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them; "
+            "or load before fully_shard; or make each a DTensor like its parameter, "
+            "distribute_tensor(value, parameter.device_mesh, parameter.placements)."
+        )
+
+
+# ---- the call stack ------------------------------------------------------------------------------
+
+
+def _methods(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:
+    """The methods that run, from ``frame`` outwards."""
+    while frame is not None:
+        yield from _methods_of([frame])
+        frame = frame.f_back
+
+
+def _methods_of(frames: Sequence[FrameType]) -> Iterator[tuple[Any, FrameType]]:
+    for frame in frames:
+        code = frame.f_code
+        self = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(self, nn.Module):
+            method = getattr(type(self), code.co_name, None)
+            if code.co_varnames[0] == "self" or getattr(method, "__code__", None) is code:  # no function of a module
+                yield self, frame
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")

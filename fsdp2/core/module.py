@@ -1,0 +1,800 @@
+"""`FSDPModule`: the methods that `fully_shard` mixes into a module's class."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch, _torch_compiler
+from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
+from fsdp2.compiled.entry import prepares_graphs
+from fsdp2.compiled.support import explained_conversion
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.misuse import explanation_of, refuse_data_parallel
+from fsdp2.core.options import DEFAULT, FREE, RootSettings, denominator_of
+from fsdp2.core.param import refuse_share_memory
+from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.root_checks import refuse_finalization
+from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.core.structure import own_forward_of
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
+from fsdp2.features.copies.modules import completed, deepcopied, reduced
+from fsdp2.features.custom_collectives import (
+    AllGather,
+    AllGatherInMemory,
+    GroupMemory,
+    ReduceScatter,
+    ReduceScatterInMemory,
+    SymmetricMemory,
+    check_comm,
+    refuse_custom,
+)
+from fsdp2.features.zero_stages import Strategy, refuse_switch, reshard_policy_of
+
+# What the asynchronous methods of `FSDPModule` return, to be waited for.
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard(async_op=True)` returns."""
+
+    def __init__(self, unit: Unit = ()) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the all-gather and register the unsharded parameters. Calling it again does nothing.
+
+        Streams: the current stream waits; on CPU the host does.
+        """
+        for group in self._unit:
+            group.wait_for_unshard()
+        self._unit = ()
+
+
+class GradientReductionHandle:
+    """What `FSDPModule.finalize_backward(async_op=True)` returns."""
+
+    def __init__(self, root: FSDPRoot | None = None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Wait for the gradient reductions, and deliver the gradients. Calling it again does nothing.
+
+        Raises:
+            FSDPRuntimeError: `FSDPModule.reset_iter_state` dropped them in the meantime.
+        """
+        root, self._root = self._root, None
+        if root is None:
+            return
+        if not root.comm.is_unfinished(root):
+            raise FSDPRuntimeError(
+                "this handle was invalidated by reset_iter_state(), which dropped the gradients it stood for."
+            )
+        root.comm.end_handle()
+        root.wait_for_finalization()
+
+
+# What a call of a sharded module's class makes: a plain module, initialized or not, as this thread has asked.
+
+
+class _NewModules(threading.local):
+    are_initialized = True
+
+
+NEW_MODULES = _NewModules()
+"""Whether ``__init__`` runs. Of each thread: ranks may be threads of one process."""
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Inside, making an instance of a sharded module's class does not run ``__init__``, as unpickling must not."""
+    before, NEW_MODULES.are_initialized = NEW_MODULES.are_initialized, False
+    try:
+        yield
+    finally:
+        NEW_MODULES.are_initialized = before
+
+
+class _Classes(WeakValueDictionary[type, type]):
+    """Classes of sharded modules by their original ones. Those made in functions are let go again.
+
+    Attributes:
+        were_any: whether it ever held one, which `fsdp2.compat` asks at the end of a process.
+    """
+
+    were_any = False
+
+
+_CLASSES = _Classes()
+_NO_EVENTS = (bool, int, float, str, torch.Tensor)
+_EVENT = Rule("a recorded event, or None", lambda value: type(value) not in _NO_EVENTS)
+
+
+def get_cls_to_fsdp_cls() -> Mapping[type, type]:
+    """The classes of sharded modules by their original classes, as long as there are modules of them."""
+    return _CLASSES
+
+
+class FSDPModule:
+    """Mixed in front of the class of every module that `fully_shard` was called on.
+
+    ``isinstance(module, OriginalClass)`` keeps holding, and so do the names of parameters and submodules. Settings
+    apply to the module's own groups; those with ``recurse`` to all sharded modules below as well. Every rank must set
+    the same.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain module: what builds a new one from ``type(module)``, as slicing does, gets an unsharded one."""
+        original = _original_class(cls)
+        plain: Any = original.__new__(original)  # type: ignore[call-overload]
+        if NEW_MODULES.are_initialized:
+            plain.__init__(*args, **kwargs)
+        return plain
+
+    def _get_fsdp_state(self) -> FSDPState:
+        state = state_of(self)  # type: ignore[arg-type]
+        assert state is not None, "an FSDPModule has a state"
+        return state
+
+    def _states(self, recurse: bool) -> list[FSDPState]:
+        return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
+
+    def _groups(self, recurse: bool) -> list[FSDPParamGroup]:
+        """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
+        return [group for state in self._states(recurse) for group in state.unit if group.sharers[0] is state]
+
+    def _configure(self, recurse: bool = False, **changes: Any) -> None:
+        """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
+        groups = self._groups(recurse)
+        # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
+        made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
+        settings = [made[group.settings] for group in groups]
+        if not changes.keys() <= FREE:
+            for group, each in zip(groups, settings, strict=True):
+                group.refuse_settings(each)
+            for group, each in zip(groups, settings, strict=True):
+                group.configure(each)
+        else:
+            for group, each in zip(groups, settings, strict=True):
+                group.settings = group.reducer.settings = each
+
+    def _configure_as_root(self, method: str, **changes: Any) -> None:
+        """Change settings of roots, between iterations."""
+        RootSettings(**changes)
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is not None and not state.is_root:
+            raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
+        if root is not None and root.is_running():
+            raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
+        state.configure_root(**changes)
+
+    def _refuse_several_meshes(self, method: str) -> None:
+        if len(self._groups(recurse=False)) > 1:
+            raise FSDPValueError(
+                f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
+                "it would not be clear which of them is meant."
+            )
+
+    # -- parameters
+
+    @checked()
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather and register this module's own parameters, not those of sharded submodules.
+
+        They stay unsharded until `reshard`, or until the end of the module's next forward or backward that reshards.
+        Collective: all ranks of the mesh must call it. Initializes lazily, like a forward.
+
+        Args:
+            async_op: return at once, with a handle whose ``wait()`` completes it; the module's next forward does too.
+
+        Returns:
+            The handle if ``async_op``, else None.
+        """
+        state = self._get_fsdp_state()
+        root = state.ensure_root()
+        root.recover_if_failed()
+        handle = UnshardHandle(state.unit)
+        try:
+            if state.unit:
+                root.join()
+                for group in state.unit:
+                    group.unshard(user_initiated=async_op)
+            if not async_op:
+                handle.wait()
+        except BaseException:
+            root.iteration.failed = True  # the next forward cleans up
+            raise
+        return handle if async_op else None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters of this module and free the unsharded ones; not of sharded submodules.
+
+        No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`. Inside of the module's
+        own backward, which may need them yet, it is left to the end of that.
+        """
+        state = self._get_fsdp_state()
+        if state._in_backward and _torch.backward_is_running():
+            return
+        for group in state.unit:
+            group.reshard()
+        if state.root is not None:
+            state.root.comm.let_host_write_shards()
+
+    @checked(reshard_after_forward=ANYTHING)
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether the end of forward frees the unsharded parameters (else backward finds them in place).
+
+        Takes the place of the argument of `fully_shard`, also of an int, and of the root's default.
+
+        Raises:
+            FSDPValueError: not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise FSDPValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}.")
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+        for group in self._groups(recurse):
+            group.rest_on_all_ranks()
+
+    @checked()
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the end of backward frees the unsharded parameters.
+
+        False saves the next forward its all-gathers when no optimizer step lies between (gradient accumulation). After
+        a step the next forward gathers again.
+        """
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    @checked(strategy=ANYTHING)
+    def set_strategy(self, strategy: Strategy, *, recurse: bool = True) -> None:
+        """Go on with another ZeRO stage: see ``strategy`` of `fully_shard`. Nothing is communicated or moved.
+
+        To be called between iterations. Takes the place of ``reshard_after_forward``, of `set_reshard_after_forward`
+        and of `set_reshard_after_backward`; of these the last call counts. Parameters, gradients and the optimizer's
+        state stay where they are.
+
+        Args:
+            strategy: ``"zero1"``, ``"zero2"`` or ``"zero3"``; ``"replicate"`` only where it is replicated already.
+            recurse: whether all sharded modules below follow.
+
+        Raises:
+            FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
+                `fully_shard` does.
+        """
+        reshard_policy, states = reshard_policy_of(strategy), self._states(recurse)
+        for state in states:
+            refuse_switch(strategy, state.mesh, state.name)
+        for state in states:
+            state.reshard_after_forward, state.reshard_after_backward = reshard_policy
+        for group in self._groups(recurse):
+            group.rest_on_all_ranks()
+
+    @checked()
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the unsharded parameters their memory.
+
+        Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
+        """
+        self._configure(recurse, keeps_unsharded_storage=keep)
+
+    @checked()
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward gathers this module's parameters. False where it needs none of them (an embedding).
+
+        Raises:
+            FSDPValueError: False, and weights are tied to those of other modules, whose backward may need them.
+        """
+        self._configure(unshards_in_backward=unshard_in_backward)
+
+    @checked()
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Whether the gathers before forward and backward run as asynchronous works of the current stream.
+
+        Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
+        explicit prefetching overlaps, and casts before the gather do not.
+        """
+        self._configure(recurse=True, gathers_on_compute=async_op)
+
+    # -- prefetching
+
+    @checked(modules=ANYTHING)
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Gather the parameters of ``modules`` in forward as soon as this module's have been.
+
+        Takes the place of what is learned and gathered ahead by itself. With two or more the gathers run further
+        ahead, for more memory. An empty list goes back to what is learned.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        self._get_fsdp_state().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+
+    @checked(modules=ANYTHING)
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """The same as `set_modules_to_forward_prefetch`, in backward.
+
+        Raises:
+            FSDPValueError: not a list of sharded modules.
+        """
+        units = _units_of(modules, "set_modules_to_backward_prefetch")
+        # The groups of a module are needed in reverse in backward.
+        self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
+
+    @checked(nbytes=ANYTHING)
+    def set_prefetch_budget(self, nbytes: int | None) -> None:
+        """How many bytes of unsharded parameters may be gathered ahead of the module that computes, in both directions.
+
+        Units are gathered ahead in the order of the last iteration as long as all of them together stay within
+        ``nbytes``: 0 gathers nothing ahead (where communication blocks, that saves a unit's memory and costs nothing),
+        and two to three units' bytes keep a slow network busy behind modules of uneven cost. None, the default: one
+        unit, whatever its size. Modules with a list of their own (`set_modules_to_forward_prefetch`) are not affected.
+        Set it on the root, the same on all ranks, outside of forward and backward.
+
+        Raises:
+            FSDPValueError: neither None nor an int >= 0.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        self._configure_as_root("set_prefetch_budget", prefetch_bytes=nbytes)
+
+    # -- gradients
+
+    @checked()
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, over shards and replicas; False accumulates them, without communication.
+
+        They accumulate unsharded, in ``reduce_dtype`` if the policy has one, else as the parameter's ``grad_dtype``
+        says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad``, of the model or
+        of an optimizer, drops them.
+        """
+        self._configure(
+            recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
+        )
+
+    @checked()
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over replicas too (HSDP); False adds them up after the reduce-scatter.
+
+        The next backward with True all-reduces the sum.
+        """
+        self._configure(recurse, requires_all_reduce=requires_all_reduce)
+
+    @checked()
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for all gradient reductions at its end (default True).
+
+        With False the last ones stay in flight; before gradients are used, a backward must have run with True.
+        """
+        self._get_fsdp_state().configure_root(is_last_backward=is_last_backward)
+
+    @checked(event=_EVENT)
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the next forward's all-gathers wait for ``event`` only, recorded after the optimizer's step.
+
+        By default they wait for everything that the current stream has been given. To be set for each iteration.
+        """
+        state = self._get_fsdp_state()
+        holder = state if state.root is None else state.root
+        holder.post_optim_event = event
+
+    # -- communication
+
+    @checked(comm=ANYTHING)
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        check_comm(comm, "set_custom_all_gather")
+        self._refuse_several_meshes("set_custom_all_gather")
+        self._configure(custom_all_gather=comm)
+
+    @checked(comm=ANYTHING)
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with ``comm``, in buffers that it allocates; everything travels packed.
+
+        Raises:
+            FSDPTypeError: it cannot be called, or has no ``allocate``.
+            FSDPValueError: the module's parameters are on several meshes.
+        """
+        check_comm(comm, "set_custom_reduce_scatter")
+        self._refuse_several_meshes("set_custom_reduce_scatter")
+        self._configure(custom_reduce_scatter=comm)
+
+    @checked()
+    def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
+        """Call ``hook`` with the flat reduced gradients before they are delivered: for an all-reduce of one's own.
+
+        The flat tensor also holds one element per parameter that says whether any rank had a gradient: reduce or scale
+        it as a whole.
+
+        Args:
+            hook: called after the reduce-scatter, or after the all-reduce over replicas if there is one.
+            stream: where it is called; by default on the all-reduce stream. Not with replicas.
+
+        Raises:
+            FSDPTypeError: ``hook`` cannot be called.
+            FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
+        """
+        self._refuse_several_meshes("set_all_reduce_hook")
+        self._configure(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    @checked(factor=ANYTHING)
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by ``factor``, instead of by the number of ranks.
+
+        NCCL multiplies before it sums, where it can; elsewhere the sum is divided.
+
+        Raises:
+            FSDPValueError: not a positive number.
+        """
+        if not is_number(factor):
+            raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
+        self._configure(divide_factor=float(factor), denominator=None)
+
+    @checked(reduction=ANYTHING)
+    def set_gradient_reduction(self, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
+        """How the gradients of the data-parallel ranks become one, from the next reduction on. On every backend alike.
+
+        Args:
+            reduction: ``"mean"``, the default; ``"sum"``; or what the sum is divided by, a number or a tensor of one
+                element, such as the number of tokens in the batches of all ranks (the same on every rank; with a loss
+                that is the sum over a rank's tokens, every token then counts the same). Set it anew in every step: that
+                costs nothing, and a tensor on the device is not waited for. Of this and `set_gradient_divide_factor`
+                the last call counts.
+            recurse: whether all sharded modules below follow. A parameter on a mesh of its own (an expert's) is summed
+                over that mesh, so that the same number is right for it too, unlike a mean.
+
+        Raises:
+            FSDPValueError: not one of these, or a number (on the host) that is not positive.
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce over replicas.
+        """
+        if isinstance(reduction, str) and reduction not in ("mean", "sum"):
+            raise FSDPValueError(
+                "set_gradient_reduction takes 'mean', 'sum' or a positive number to divide the sum by, got "
+                f"{reduction!r}."
+            )
+        self._configure(
+            recurse,
+            divide_factor=1.0 if isinstance(reduction, str) and reduction == "sum" else None,
+            denominator=None if isinstance(reduction, str) else denominator_of(reduction),
+        )
+
+    @checked(factor=ANYTHING)
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Deprecated: `set_gradient_divide_factor`."""
+        old, new = "set_reduce_scatter_divide_factor", "set_gradient_divide_factor"
+        warnings.warn(f"{old} is deprecated; use {new}.", DeprecationWarning, stacklevel=3)
+        self.set_gradient_divide_factor(factor)
+
+    @checked()
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
+        self._configure(only_sums=enable)
+
+    @checked()
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient on any rank get one of zeros; else their ``.grad`` stays as it is.
+
+        Parameters that are used on some ranks only are reduced in any case.
+        """
+        self._configure(recurse, zeros_for_unused=reduce_scatter_unused_params)
+
+    @checked(max_input_buffers=ANYTHING)
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions may be in flight while backward goes on (default 1); each keeps its input alive.
+
+        The largest number set on any group counts.
+
+        Raises:
+            FSDPTypeError: not an int.
+            FSDPValueError: less than 1.
+        """
+        self._configure(recurse, max_pending=max_input_buffers)
+
+    @checked()
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters have a process group of their own, so that they run beside all-gathers.
+
+        Makes process groups, one for each set of ranks: all ranks must call this.
+        """
+        self._configure(recurse, has_scatter_group=enable)
+
+    @checked()
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Whether communication buffers come from the process group's own allocator, if it has one.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+        """
+        groups = self._groups(recurse=False)
+        refuse_custom(groups, "set_allocate_memory_from_process_group_for_comm")
+        for group in groups:
+            process_group = group.mesh.shard_group
+            if process_group is not None:
+                scatter = group.reducer.scatter_group or process_group
+                gather = AllGatherInMemory(GroupMemory(process_group)) if enable else None
+                reduce = ReduceScatterInMemory(GroupMemory(scatter)) if enable else None
+                changes: dict[str, Any] = {"custom_all_gather": gather, "custom_reduce_scatter": reduce}
+                group.configure(dataclasses.replace(group.settings, **changes))
+
+    @checked()
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Put the buffers of all-gathers into symmetric memory, and those of reduce-scatters if they only sum.
+
+        Raises:
+            FSDPRuntimeError: a custom collective is set, which allocates itself.
+            FSDPValueError: another backend than "NCCL".
+        """
+        if backend != "NCCL":
+            raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
+        groups = self._groups(recurse=False)
+        refuse_custom(groups, "set_symm_mem_for_comm")
+        for group in groups:
+            process_group = group.mesh.shard_group
+            if process_group is not None:
+                changes: dict[str, Any] = {
+                    "custom_all_gather": AllGatherInMemory(SymmetricMemory(process_group, backend))
+                }
+                if group.settings.only_sums:
+                    scatter = group.reducer.scatter_group or process_group
+                    changes["custom_reduce_scatter"] = ReduceScatterInMemory(SymmetricMemory(scatter, backend))
+                group.configure(dataclasses.replace(group.settings, **changes))
+
+    @checked()
+    def set_communication_memory_pool(self, enable: bool) -> None:
+        """Whether memory for communication is kept from use to use, instead of being allocated and freed each time.
+
+        Of unsharded parameters, staging buffers and reduced gradients. A steady-state step then allocates nothing for
+        communication, and its addresses repeat. What is kept is what steps had in use at the same time at most; it
+        stays allocated between steps. A tensor on memory that has moved on is as invalid as one on freed memory: it
+        never shows another layer's values. Call it on the root, on any ranks, outside of forward and backward. Default:
+        off.
+
+        Raises:
+            FSDPTypeError: not a bool.
+            FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        if enable and not _torch.can_swap_memory:
+            raise FSDPNotImplementedError(
+                f"set_communication_memory_pool(True) needs torch 2.13 or later, this is {torch.__version__}: earlier "
+                "ones cannot move memory from one storage to another. set_keep_unsharded_storage(True) keeps the "
+                "memory of unsharded parameters, at the cost of all of it."
+            )
+        self._configure_as_root("set_communication_memory_pool", pools_memory=enable)
+        root = self._get_fsdp_state().root
+        if root is not None:
+            root.comm.pool_memory(enable)
+
+    # -- iterations
+
+    @checked()
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the user says when backward has ended, with `finalize_backward`; else each backward's end is its own.
+
+        Several backwards can then be one. Takes the place of `set_is_last_backward`. Set it before backward.
+
+        Raises:
+            FSDPRuntimeError: this module is not the root, or a backward is running or not finalized.
+        """
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is not None and not state.is_root:
+            raise FSDPRuntimeError(
+                f"set_manual_backward_finalization() must be called on the root, {root.name}, not on '{state.name}'."
+            )
+        changes = enabled is not state.root_settings.finalizes_manually
+        if root is not None and changes and (root.iteration.in_backward or root.iteration.unfinalized):
+            raise FSDPRuntimeError(
+                "set_manual_backward_finalization() cannot change while a backward is running or not finalized; call "
+                "it before backward, or after finalize_backward()."
+            )
+        state.configure_root(finalizes_manually=enabled)
+
+    @checked()
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Say that backward has ended: reduce the gradients that are left and reshard, as the settings say. Collective.
+
+        After all backwards of the iteration, on the root, with `set_manual_backward_finalization`. Before the first
+        forward there is nothing to do. With several backwards, disable gradient synchronization for them, and enable it
+        before this.
+
+        Args:
+            async_op: return a handle at once; call its ``wait()`` before the gradients are used, or anything else is
+                begun on a root that shares the communication context.
+
+        Returns:
+            The handle if ``async_op``, else None.
+
+        Raises:
+            FSDPRuntimeError: not the root, not enabled, during a backward, a handle is outstanding, or gradients would
+                stop between reduce-scatter and all-reduce.
+        """
+        state = self._get_fsdp_state()
+        root = state.root
+        if root is None:
+            return GradientReductionHandle() if async_op else None
+        refuse_finalization(root, state.name, is_root=state.is_root)
+        root.finalize()
+        if not async_op:
+            root.wait_for_finalization()
+            return None
+        root.comm.begin_handle(root)
+        return GradientReductionHandle(root)
+
+    def reset_iter_state(self) -> None:
+        """Drop the running iteration: wait for what is in flight, discard its gradients, reshard everything.
+
+        Call it on the root. Not needed after an exception in forward or backward: the next forward does the same. On a
+        module whose submodules ran before it (and so became roots of their own), it drops what these have begun.
+        Reduced gradients stay: clear them with ``optimizer.zero_grad()``. An outstanding handle of `finalize_backward`
+        is invalidated.
+
+        Raises:
+            FSDPRuntimeError: this module is not the root, or a root that shares its communication context has a handle
+                outstanding.
+        """
+        state = self._get_fsdp_state()
+        if state.root is None:
+            state.take_over()
+        elif state.is_root:
+            state.root.reset()
+        else:
+            raise FSDPRuntimeError(
+                f"reset_iter_state() must be called on the root, {state.root.name}, not on '{state.name}'."
+            )
+
+    # -- what nn.Module does, on sharded parameters
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Observe exceptions (module hooks do not run on KeyboardInterrupt), and make graphs possible.
+
+        Dynamo does not take up this frame of a compiled call, so what must happen outside of the graph happens here. It
+        takes up the next one, of `_captured_call`, and reaches the module's hooks through it.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        try:
+            if _torch_compiler.frame_callback() and prepares_graphs()(self):
+                with self._get_fsdp_state().graph_hooks.called():
+                    return self._captured_call(*args, **kwargs)
+            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            self._get_fsdp_state().forward_failed(self)  # type: ignore[arg-type]
+            explained = explanation_of(error)
+            if explained is not None:
+                raise explained from error
+            raise
+
+    def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
+        state = self._get_fsdp_state()
+        for each in self._states(recurse):  # all, before the first of them is converted
+            each.quiesce()
+        with explained_conversion(state):
+            module = super()._apply(fn, recurse)  # type: ignore[misc]
+        state.adopt_replaced()
+        return module
+
+    def share_memory(self) -> NoReturn:
+        """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""
+        refuse_share_memory()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What ``DistributedDataParallel`` asks for first."""
+        refuse_data_parallel()
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")
+
+    # -- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded module of its own: parameters, gradients, hooks, attributes and settings like this one's.
+
+        No communication. Between iterations only; unsharded parameters are resharded first.
+
+        Raises:
+            FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
+            FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
+        """
+        return deepcopied(self, _original_class(type(self)), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
+        return reduced(self, _original_class(type(self)), super().__reduce_ex__, made_again, int(protocol))
+
+    def __setstate__(self, attributes: Any) -> None:
+        """The end of copying and unpickling."""
+        super().__setstate__(attributes)  # type: ignore[misc]
+        completed()
+
+
+def new_sharded(original: type, *arguments: Any) -> NoReturn:
+    """What pickles of sharded modules begin with that were written before the package was rearranged.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    raise FSDPRuntimeError(
+        f"this sharded {original.__name__} was pickled by an earlier fsdp2, whose parts had other names. Unpickle it "
+        "with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that here."
+    )
+
+
+def made_again(original: type, *arguments: Any) -> nn.Module:
+    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
+    module: nn.Module = original.__new__(original, *arguments)
+    mix_in(module)
+    return module
+
+
+def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:
+    """The units of ``modules``; None of an empty list.
+
+    Raises:
+        FSDPValueError: one of them is not sharded.
+    """
+    if not isinstance(modules, (list, tuple)):
+        raise FSDPValueError(f"{method} takes a list of sharded modules, got {shown(modules)}.")
+    units = []
+    for module in modules:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            raise FSDPValueError(
+                f"{method} takes modules that fully_shard was called on, got a {type(module).__name__}."
+            )
+        units.append(state.unit)
+    return tuple(units) or None
+
+
+def _original_class(cls: type) -> type:
+    """What `FSDPModule` was mixed in front of: the class behind it in the MRO."""
+    classes = cls.__mro__
+    original: type = classes[classes.index(FSDPModule) + 1]
+    return original
+
+
+def mix_in(module: nn.Module) -> None:
+    """Change ``module``'s class to one that also derives from `FSDPModule`, in place; the same for equal classes."""
+    original = type(module)
+    sharded = _CLASSES.get(original)
+    if sharded is None:
+        namespace = {"__module__": original.__module__, **own_forward_of(original)}
+        namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
+        # Another rank, a thread of this process, may have made it by now: the first counts.
+        made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
+        sharded = _CLASSES.setdefault(original, made)
+        _CLASSES.were_any = True
+    module.__class__ = sharded
+    _torch.compose(module, "fully_shard")
+    if (state := state_of(module)) is not None:
+        _torch.map_state(module, state)
+    _torch_compiler.recompile_from(module)
+
+
+def _of_its_own_code(function: Any) -> Any:
+    """A copy of ``function``. Dynamo counts and limits what it compiles by code object: each class has its own."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def mix_out(module: nn.Module) -> None:
+    """Take the class back that `mix_in` changed."""
+    module.__class__ = _original_class(type(module))
+    _torch.decompose(module, "fully_shard")
+    _torch_compiler.recompile_from(module)

@@ -1,0 +1,468 @@
+"""What users set: one frozen value per group and one per root, which check themselves and are replaced as a whole.
+
+A new setting is a field here and a method of `FSDPModule`. Copies and pickles of modules carry the values, and ranks
+compare them when a root forms (`described`). `FSDPParamGroup.configure` says what a change costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp2.arguments import checked_class, is_number, shown
+from fsdp2.core.other_words import explain_mixed_precision, explain_offload
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.features.custom_collectives import AllGather, Comm, ReduceScatter, check_comm
+
+# What a user may ask of `fully_shard`, as frozen, self-validating data: precision, offload, named mesh dims.
+#
+# Objects of torch's own classes of these names are accepted wherever ours are: `mixed_precision` and `offload`
+# translate.
+
+
+T = TypeVar("T")
+ParamDtypeOverride = Callable[[nn.Parameter], torch.dtype | None]
+
+
+@checked_class()
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes that a module computes and communicates in. Sharded parameters keep their original dtype.
+
+    Attributes:
+        param_dtype: of the unsharded parameters, hence of their all-gather, of forward and of backward. None: the
+            original dtype. Parameters that are not floating point are never cast.
+        reduce_dtype: in which gradients are reduced over the ranks, and accumulated while reduction is disabled. None:
+            up to torch 2.14 they are reduced in ``param_dtype``, from 2.15 on as each parameter's ``grad_dtype`` says
+            (unset: its original dtype; None: as gradients arrive); they accumulate as ``grad_dtype`` says on all
+            versions. Gradients of different dtypes in one group are reduced in their promoted dtype.
+        output_dtype: to which floating-point outputs of forward are cast. None: left alone.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``; or the names of the
+            arguments that are (with all tensors inside), the others are left alone. In ``fully_shard([a, b])`` both
+            casts apply to each module and each of its calls.
+        param_dtype_override_fn: called with each parameter when `fully_shard` is; returns its own ``param_dtype``: its
+            original dtype, or ``param_dtype``, or None for the latter. Must return the same on every rank.
+        buffer_dtype: to which the floating-point buffers of the module are cast, once, when `fully_shard` is called.
+            None: left alone.
+        cache_shards: whether what a rank has cast of its shards, to send it in an all-gather, is kept and sent again
+            until a write to the sharded parameters is seen: one cast for all microbatches of a step. Costs as many
+            bytes on the device as the shards have in ``param_dtype``. One parameter that asks for it is enough for all
+            of its group. Not with a custom all-gather, whose buffers are borrowed for one gather, nor of tensors that
+            gather themselves.
+
+    Raises:
+        FSDPTypeError: a dtype that is none, an override that cannot be called, a ``cache_shards`` that is no bool.
+        FSDPValueError: a dtype that is not floating point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool | Collection[str] = True
+    param_dtype_override_fn: ParamDtypeOverride | None = field(default=None, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    cache_shards: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise FSDPValueError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}; parameters, gradients "
+                    "and activations lose their values in any other, or their kind."
+                )
+        casts = self.cast_forward_inputs
+        if not isinstance(casts, bool):
+            if not casts:
+                raise FSDPValueError("cast_forward_inputs must be a bool or names of arguments, got none; pass False.")
+            object.__setattr__(self, "cast_forward_inputs", tuple(sorted(casts)))
+
+    def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
+        """The policy of one parameter: the override asked, and a cast dropped that changes nothing.
+
+        Raises:
+            FSDPValueError: the override returned anything but None, ``param_dtype`` or the parameter's own dtype.
+        """
+        override = self.param_dtype_override_fn
+        dtype = self.param_dtype
+        if override is not None:
+            chosen = override(parameter)
+            if chosen is not None and chosen not in (self.param_dtype, parameter.dtype):
+                raise FSDPValueError(
+                    f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; expected None, param_dtype "
+                    f"({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})."
+                )
+            dtype = chosen if chosen is not None else dtype
+        return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
+
+    @property
+    def input_cast(self) -> InputCast | None:
+        """What is done to the inputs of forward."""
+        if self.param_dtype is None or not self.cast_forward_inputs:
+            return None
+        names = self.cast_forward_inputs
+        return InputCast(self.param_dtype, None if isinstance(names, bool) else tuple(names))
+
+
+@dataclass(frozen=True)
+class InputCast:
+    """The dtype that floating-point inputs of a forward are cast to, and the names of those that are; None: all."""
+
+    dtype: torch.dtype
+    names: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return str(self.dtype) if self.names is None else f"{self.dtype} ({', '.join(self.names)})"
+
+
+PolicyFunction = Callable[[str, nn.Parameter], MixedPrecisionPolicy | None]
+"""A policy for each parameter: called with its name below the module, and the parameter."""
+
+
+@dataclass(frozen=True)
+class ModulePolicy:
+    """What precision a module's policies amount to: for its forward as a whole, and for each of its parameters.
+
+    Attributes:
+        inputs: what is done to the inputs of forward.
+        output_dtype: to which its floating-point outputs are cast; None: left alone.
+        buffer_dtype: to which its floating-point buffers are cast; None: left alone.
+        of_parameters: in the order that they were asked for.
+    """
+
+    inputs: InputCast | None
+    output_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    of_parameters: tuple[MixedPrecisionPolicy, ...]
+
+
+def module_policy(
+    mp_policy: MixedPrecisionPolicy | PolicyFunction, params: Sequence[tuple[str, nn.Parameter]], module: str
+) -> ModulePolicy:
+    """Ask ``mp_policy`` about every parameter.
+
+    Of a function's answers (None is no mixed precision) those that cast inputs must agree on how, as must those that
+    have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module.
+
+    Raises:
+        FSDPTypeError: an answer is no policy.
+        FSDPValueError: the answers contradict each other.
+    """
+    if isinstance(mp_policy, MixedPrecisionPolicy):
+        each = tuple(mp_policy.for_parameter(parameter, fqn) for fqn, parameter in params)
+        return ModulePolicy(mp_policy.input_cast, mp_policy.output_dtype, mp_policy.buffer_dtype, each)
+    answers = [mp_policy(fqn, parameter) for fqn, parameter in params]
+    policies = [
+        MixedPrecisionPolicy() if answer is None else mixed_precision(answer, f"mp_policy('{fqn}', ...) must return")
+        for answer, (fqn, _) in zip(answers, params, strict=True)
+    ]
+    names = [fqn for fqn, _ in params]
+    return ModulePolicy(
+        _agreed("inputs in", names, [each.input_cast for each in policies], module),
+        _agreed("output_dtype", names, [each.output_dtype for each in policies], module),
+        _agreed("buffer_dtype", names, [each.buffer_dtype for each in policies], module),
+        tuple(policy.for_parameter(parameter, fqn) for policy, (fqn, parameter) in zip(policies, params, strict=True)),
+    )
+
+
+def _agreed(what: str, names: Sequence[str], answers: Sequence[T | None], module: str) -> T | None:
+    """The one answer that is not None, if there is one."""
+    given = [(name, answer) for name, answer in zip(names, answers, strict=True) if answer is not None]
+    for name, answer in given:
+        if answer != given[0][1]:
+            raise FSDPValueError(
+                f"mp_policy asks for {what} {given[0][1]} for parameter '{given[0][0]}' of {module} and {answer} for "
+                f"'{name}', but a module's forward is cast as a whole: return it for one kind of parameter only (for "
+                "the others cast_forward_inputs=False, output_dtype=None, buffer_dtype=None)."
+            )
+    return given[0][1] if given else None
+
+
+def policy_or_function(mp_policy: Any) -> MixedPrecisionPolicy | PolicyFunction:
+    """``mp_policy`` as ours, if it is a policy; a function as it is.
+
+    Raises:
+        FSDPTypeError: it is neither.
+    """
+    if callable(mp_policy) and not isinstance(mp_policy, type):
+        return mp_policy  # type: ignore[no-any-return]
+    return mixed_precision(mp_policy)
+
+
+def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecisionPolicy:
+    """``policy`` as ours; torch's own is translated.
+
+    Raises:
+        FSDPTypeError: it is neither.
+    """
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
+        found = f"{shown(policy)}. {explain_mixed_precision(policy)}".strip()
+        raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}")
+    return MixedPrecisionPolicy(
+        *(getattr(policy, name) for name in names),
+        param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
+    )
+
+
+@checked_class()
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading: the default."""
+
+
+@checked_class()
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, their gradients, and so the optimizer's state, live in host memory; or some of these only.
+
+    All of them: shards are copied to the device before they are gathered, reduced gradients back to the host in
+    backward; the optimizer steps on CPU. With ``parameters=False`` it steps on the device, and of the others each may
+    be offloaded by itself.
+
+    Attributes:
+        pin_memory: whether that host memory is pinned, which lets the copies overlap with compute. No effect where
+            there is no accelerator to copy to.
+        parameters: whether sharded parameters are offloaded. An optimizer needs parameters, gradients and state in one
+            place, so the others then are too.
+        gradients: whether reduced gradients are; None: if parameters are. Without them: the sum of microbatches that
+            are not the last (`FSDPModule.set_is_last_backward`) waits on the host, ``.grad`` being None, and the last
+            backward adds it and sets ``.grad`` on the device.
+        optimizer_state: whether optimizer states are; None: if parameters are. Without them: they rest on the host
+            between steps, as `offload_optimizer_state` tells.
+
+    Raises:
+        FSDPTypeError: a choice that is no bool.
+        FSDPValueError: choices that make no sense together.
+    """
+
+    pin_memory: bool = True
+    parameters: bool = field(default=True, kw_only=True)
+    gradients: bool | None = field(default=None, kw_only=True)
+    optimizer_state: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "gradients", "optimizer_state"):
+            chosen = getattr(self, name)
+            if not isinstance(chosen, bool) and (chosen is not None or name == "parameters"):
+                raise FSDPTypeError(f"CPUOffloadPolicy.{name} must be a bool, got {chosen!r}.")
+            if chosen is None:
+                object.__setattr__(self, name, self.parameters)
+        if self.parameters and not (self.gradients and self.optimizer_state):
+            kept = "gradients" if not self.gradients else "optimizer_state"
+            raise FSDPValueError(
+                f"CPUOffloadPolicy(parameters=True, {kept}=False): an optimizer steps where its parameters are, and "
+                "needs their gradients and its state there. Offload all three, or pass parameters=False and choose."
+            )
+        if not (self.parameters or self.gradients or self.optimizer_state):
+            raise FSDPValueError(
+                "CPUOffloadPolicy(parameters=False) offloads nothing: choose gradients=True or optimizer_state=True, "
+                "or pass OffloadPolicy()."
+            )
+
+
+def offload(policy: Any) -> OffloadPolicy:
+    """``policy`` as ours; torch's own is translated. None offloads nothing.
+
+    Raises:
+        FSDPTypeError: it is neither.
+    """
+    # torch takes None for `OffloadPolicy()` too, and it is the default of programs whose options may be absent.
+    if policy is None:
+        return OffloadPolicy()
+    if isinstance(policy, OffloadPolicy):
+        return policy
+    known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
+    if not known:
+        found = f"{shown(policy)}. {explain_offload(policy)}".strip()
+        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got {found}")
+    return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
+
+
+MeshDimNames = str | tuple[str, ...] | None
+
+
+@checked_class()
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which named dims of an N-D mesh are data parallel: those to shard over and those to replicate over.
+
+    Attributes:
+        shard: one name, or several that are flattened into one dim.
+        replicate: the same, for HSDP; without ``shard`` parameters are only replicated (DDP).
+
+    Raises:
+        FSDPValueError: neither is given.
+    """
+
+    shard: MeshDimNames = None
+    replicate: MeshDimNames = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise FSDPValueError("DataParallelMeshDims needs at least one of shard and replicate.")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dims to shard over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dims to replicate over."""
+        return _names(self.replicate)
+
+
+def _names(names: MeshDimNames) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+AllReduceHook = Callable[[torch.Tensor], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class GroupSettings:
+    """How a group communicates. Every rank must set the same.
+
+    Attributes:
+        requires_gradient_sync: whether the end of the group's backward reduces; else gradients stay unsharded.
+        requires_all_reduce: whether a reduction goes over replicas too; else it is kept until one does.
+        divide_factor: the sum of gradients is divided by it; None: by the number of ranks.
+        denominator: if there is one, the sum is divided by it instead, outside the collectives: it may differ from step
+            to step, and be a 0-D tensor, whose value the host need not know.
+        only_sums: collectives only ever sum, and scaling is separate.
+        zeros_for_unused: parameters without any gradient get zeros.
+        max_pending: how many reductions may be in flight; the largest of all groups counts.
+        all_reduce_hook: called with every flat result, before it is delivered.
+        all_reduce_hook_stream: where; None: on the all-reduce stream.
+        custom_all_gather: takes the place of the all-gather.
+        custom_reduce_scatter: takes the place of the reduce-scatter.
+        has_scatter_group: reduce-scatters have a process group of their own.
+        gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
+        unshards_in_backward: whether backward needs the parameters.
+        keeps_unsharded_storage: resharding leaves the unsharded buffers their memory, so that addresses repeat.
+    """
+
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    divide_factor: float | None = None
+    denominator: float | torch.Tensor | None = None
+    only_sums: bool = False
+    zeros_for_unused: bool = False
+    max_pending: int = 1
+    all_reduce_hook: AllReduceHook | None = None
+    all_reduce_hook_stream: Any = None
+    custom_all_gather: AllGather | None = None
+    custom_reduce_scatter: ReduceScatter | None = None
+    has_scatter_group: bool = False
+    gathers_on_compute: bool = False
+    unshards_in_backward: bool = True
+    keeps_unsharded_storage: bool = False
+
+    def __post_init__(self) -> None:
+        factor = self.divide_factor
+        if factor is not None and (not is_number(factor) or not 0 < float(factor) < math.inf):
+            raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
+        if isinstance(self.max_pending, bool) or not isinstance(self.max_pending, int):
+            raise FSDPTypeError(f"max_input_buffers must be an int, got {self.max_pending!r}.")
+        if self.max_pending < 1:
+            raise FSDPValueError(f"max_input_buffers must be at least 1, got {self.max_pending}.")
+        if self.all_reduce_hook is not None and not callable(self.all_reduce_hook):
+            raise FSDPTypeError(f"set_all_reduce_hook takes a function of a tensor, got {self.all_reduce_hook!r}.")
+        if self.custom_all_gather is not None:
+            check_comm(self.custom_all_gather, "set_custom_all_gather")
+        if self.custom_reduce_scatter is not None:
+            check_comm(self.custom_reduce_scatter, "set_custom_reduce_scatter")
+
+    def scales_like(self, other: GroupSettings) -> bool:
+        """Whether gradients are scaled by the same collectives. (A denominator is applied after them.)"""
+        return (self.divide_factor, self.only_sums, self.denominator is None) == (
+            other.divide_factor,
+            other.only_sums,
+            other.denominator is None,
+        )
+
+    def changes_layout(self, other: GroupSettings) -> bool:
+        """Whether reductions are laid out otherwise than with ``other``."""
+        return (
+            not self.scales_like(other)
+            or self.zeros_for_unused is not other.zeros_for_unused
+            or self.custom_reduce_scatter is not other.custom_reduce_scatter
+            or self.has_scatter_group is not other.has_scatter_group
+        )
+
+
+DEFAULT = GroupSettings()
+"""Groups that are set alike share one value, so that changing many of them makes one new one."""
+
+FREE = frozenset({"requires_gradient_sync", "requires_all_reduce", "max_pending"})
+"""What is only looked at when a backward begins or ends: changed from microbatch to microbatch, at no cost."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RootSettings:
+    """How iterations go, on the outermost sharded module.
+
+    Attributes:
+        is_last_backward: whether the end of the next backward waits for all reductions.
+        finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
+        prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: one unit's.
+        pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
+    """
+
+    is_last_backward: bool = True
+    finalizes_manually: bool = False
+    prefetch_bytes: int | None = None
+    pools_memory: bool | None = None
+
+    def __post_init__(self) -> None:
+        nbytes = self.prefetch_bytes
+        if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+            raise FSDPValueError(f"the prefetch budget must be a number of bytes >= 0 or None, got {nbytes!r}.")
+
+    def setter_called(self) -> str | None:
+        """The method, for roots only, that was called here, if any was."""
+        if self.finalizes_manually:
+            return "set_manual_backward_finalization"
+        if self.pools_memory is not None:
+            return "set_communication_memory_pool"
+        return None if self.prefetch_bytes is None else "set_prefetch_budget"
+
+
+def denominator_of(value: Any) -> float | torch.Tensor:
+    """A number, or a 0-D tensor with a value of its own; that is looked at only if it is on the host.
+
+    Raises:
+        FSDPValueError: anything else, or not positive.
+    """
+    is_known = not isinstance(value, torch.Tensor) or value.device.type == "cpu"
+    if is_number(value) and (not is_known or 0 < float(value) < math.inf):
+        return value.detach().reshape(()).clone() if isinstance(value, torch.Tensor) else float(value)
+    raise FSDPValueError(f"the denominator of a gradient reduction must be one positive number, got {value!r}.")
+
+
+def described(settings: GroupSettings | RootSettings, *, without: tuple[str, ...] = ()) -> dict[str, str]:
+    """What is not as it is by default, except ``without``: alike on ranks that set alike."""
+    return {
+        field.name: _shown(getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+        if field.name not in without and getattr(settings, field.name) is not field.default
+    }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, Comm) or (callable(value) and hasattr(value, "allocate")):
+        return type(value).__name__
+    return str(value) if value is None or isinstance(value, (bool, int, float)) else "set"

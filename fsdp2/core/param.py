@@ -1,0 +1,794 @@
+"""What the modules of a group hold now, compared with what it has registered there. On the hot path.
+
+Loops run inside ``map``: a group of many parameters costs no Python call for each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, getitem, is_
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2 import _torch
+from fsdp2.core.layout import Partition
+from fsdp2.core.options import MixedPrecisionPolicy
+from fsdp2.core.sharding import Sharding, class_of, dtensor_over, local_shard, parameter_at_offset
+from fsdp2.errors import FSDPRuntimeError
+from fsdp2.features.whole_operators import serve
+
+# `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
+
+
+class WriteCounter:
+    """What is seen of writes to the sharded parameters of a `fully_shard` call, beside their version counters.
+
+    Attributes:
+        writes: how many steps of optimizers, and replacements, there were.
+        steps: (of the class) how many steps of any optimizers there were, of other parameters too.
+        unwatched: (of the class) whether steps are not seen, or one is under way, of any rank of this process.
+    """
+
+    __slots__ = ("writes",)
+    steps: ClassVar[int] = 0
+    unwatched: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.writes = 0
+
+
+# Which parameter took the place of which: originals, unsharded and replaced parameters lead to the present ones.
+#
+# Optimizers that were built on a predecessor find the sharded parameter by it. Knows links between parameters, nothing
+# of groups.
+#
+# [Note: copies of predecessors]
+#     An optimizer holds predecessors until its first step. Copied along with the model it must find the copied
+#     successors, but `nn.Parameter` forgets its attributes when it is copied. So a predecessor has a ``__deepcopy__``
+#     of its own, whose copy leads to the copy of its successor: at once if that was copied before, as by
+#     ``deepcopy((model, optimizer))``, else when a sharded module has been copied (`link_copies`). If none is, the copy
+#     has no successor: a plain module that is copied while it is unsharded becomes a plain module. It is marked as
+#     `is_orphan_copy`, as are pickles of predecessors, for optimizers to find out that they would train nothing.
+
+
+Target = TypeVar("Target")
+
+
+class Link(Generic[Target]):
+    """A reference kept in a parameter's attributes, which does not travel with copies and pickles of that parameter."""
+
+    __slots__ = ("target",)
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copied as None."""
+
+    def __reduce__(self) -> Any:
+        """Pickled as None."""
+        return type(None), ()
+
+
+class _CopyPredecessor:
+    """The ``__deepcopy__`` of one predecessor; see [Note: copies of predecessors]. Does not travel either."""
+
+    __slots__ = ("_predecessor",)
+
+    def __init__(self, find: Callable[[], torch.Tensor | None]) -> None:
+        self._predecessor = find
+
+    def __call__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        predecessor = self._predecessor()
+        if predecessor is None:
+            raise FSDPRuntimeError(
+                "an unsharded parameter cannot be copied once its model is gone; build optimizers on the "
+                "sharded parameters: before the first forward, or after reshard()."
+            )
+        if id(predecessor) in memo:
+            return memo[id(predecessor)]  # type: ignore[no-any-return]
+        copied = _copied(predecessor, memo)
+        former = former_of(predecessor)
+        if former is not None:
+            note_former_sharding(copied, former)
+        copied._fsdp_successor = None  # type: ignore[attr-defined]
+        successor = replacement_of(predecessor)
+        if successor is not None:
+            memo.setdefault(_WAITING, []).append((copied, successor))
+            if getattr(successor, "_fsdp_param", None) is None:  # of a module that is plain by now: nothing will tell
+                copy.deepcopy(successor, memo)
+        link_copies(memo)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copied as None."""
+
+    def __reduce__(self) -> Any:
+        """Pickled as None."""
+        return type(None), ()
+
+
+_WAITING = "fsdp2: copies of predecessors, and the originals of their successors"
+
+
+def _copied(predecessor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
+    """A copy as its class makes it; on meta if it has lost its memory, as unsharded parameters do."""
+    local = predecessor
+    if isinstance(predecessor, DTensor):
+        local, spec = _torch.local_of(predecessor), _torch.spec_of(predecessor)
+        memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
+    is_plain = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
+    if is_plain and local.numel() and not local.untyped_storage().nbytes():
+        nothing = torch.empty_like(local, device="meta", requires_grad=False)
+        copied: torch.Tensor = nn.Parameter(nothing, requires_grad=predecessor.requires_grad)
+        memo[id(predecessor)] = copied
+        return copied
+    if isinstance(predecessor, DTensor) and predecessor.storage_offset():  # as torch cannot copy it
+        whole = dtensor_over(local.detach().clone(), _torch.spec_of(predecessor))
+        copied = memo[id(predecessor)] = nn.Parameter(whole, requires_grad=predecessor.requires_grad)
+        return copied
+    copied = type(predecessor).__deepcopy__(predecessor, memo)  # type: ignore[attr-defined]
+    copied.__dict__.pop("__deepcopy__", None)
+    return copied
+
+
+def link_copies(memo: dict[Any, Any]) -> None:
+    """Lead copied predecessors to those of their successors that have been copied by now. ``memo``: of the copying."""
+    waiting = memo.get(_WAITING)
+    if waiting:
+        memo[_WAITING] = [each for each in waiting if id(each[1]) not in memo]
+        for copied, successor in waiting:
+            if id(successor) in memo:
+                mark_replaced(copied, memo[id(successor)])
+
+
+def mark_replaced(
+    predecessor: torch.Tensor, successor: nn.Parameter, *, find: Callable[[], torch.Tensor | None] | None = None
+) -> None:
+    """Note on ``predecessor`` that ``successor`` takes its place, for an optimizer that was built on it.
+
+    ``find`` finds it while it comes and goes in modules: there must be no weak reference to it then, or it could not be
+    swapped (`torch.utils.swap_tensors`, by which conversions may replace parameters), and no cycle, which would keep
+    its memory. By default a weak reference does.
+    """
+    predecessor._fsdp_successor = Link(successor)  # type: ignore[attr-defined]
+    predecessor.__deepcopy__ = _CopyPredecessor(find or weakref.ref(predecessor))  # type: ignore[method-assign]
+
+
+def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that took the place of ``parameter``: an original, an unsharded or a replaced one."""
+    successor: nn.Parameter | None = None
+    link: Link[nn.Parameter] | None = getattr(parameter, "_fsdp_successor", None)
+    while link is not None:
+        successor = link.target
+        link = getattr(successor, "_fsdp_successor", None)
+    return successor
+
+
+def is_orphan_copy(parameter: torch.Tensor) -> bool:
+    """Whether it is a copy or pickle of a predecessor, of which nothing leads to what took its place."""
+    return getattr(parameter, "_fsdp_successor", parameter) is None
+
+
+def note_former_sharding(parameter: torch.Tensor, former: object) -> None:
+    """Note how ``parameter`` was sharded, which belongs to no group any more."""
+    parameter._fsdp_former = Link(former)  # type: ignore[attr-defined]
+
+
+def former_of(parameter: torch.Tensor) -> Any:
+    """What `note_former_sharding` noted on ``parameter``, if it did."""
+    link: Link[object] | None = getattr(parameter, "_fsdp_former", None)
+    return None if link is None else link.target
+
+
+OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_", "__deepcopy__", "__reduce_ex__")
+"""Attributes of parameters that are not the user's."""
+
+
+# `FSDPParam`: one parameter of a group, from the user's original to its sharded and unsharded forms.
+#
+# Owns the identities: which `nn.Parameter` objects exist, and in which module slots they are registered. Knows nothing
+# of buffers beyond the tensor it is given to lie on. Communicates only where a gradient arrives with other placements
+# than its parameter, as tensor parallelism may leave it: that is redistributed.
+
+
+class _SetattrSlots:
+    """Stands in for ``module._parameters`` where the module's class has a ``__setattr__`` of its own.
+
+    `nn.RNNBase` for one keeps a second list of its parameters, which only its ``__setattr__`` updates.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        setattr(self._module, name, parameter)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return self._module._parameters[name]
+
+    def get(self, name: str) -> nn.Parameter | None:
+        """The registered parameter, or None."""
+        return self._module._parameters.get(name)
+
+
+Registration = tuple[Any, str]
+"""A mapping of registered parameters (``module._parameters`` or its stand-in) and the name in it."""
+
+
+def registration(module: nn.Module, name: str) -> Registration:
+    """Where to write a parameter so that ``module`` uses it under ``name``."""
+    plain = type(module).__setattr__ is nn.Module.__setattr__
+    return (module._parameters if plain else _SetattrSlots(module), name)
+
+
+def refuse_share_memory() -> NoReturn:
+    """Takes the place of ``share_memory_`` on sharded parameters, where torch's own would crash the process.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    raise FSDPRuntimeError(
+        "share_memory() is not possible on sharded parameters, which lie in one buffer per group; share the memory of "
+        "the module before sharding it."
+    )
+
+
+class FSDPParam:
+    """One parameter of a group, registered in one or more module slots (several if it is shared in the group).
+
+    Attributes:
+        fqn: its name below the module that `fully_shard` was called on.
+        path: its name below the root, for messages; ``fqn`` until the root is known.
+        group_name: that module's class.
+        uses: the modules that hold it, and under which names.
+        registrations: how to write there; all hold the same object at any time.
+        sharding: which dim is cut, over which ranks; what the DTensors look like.
+        policy: its own mixed precision policy.
+        shape: of the unsharded parameter on this rank: the whole, or its part under tensor parallelism.
+        sharded: the `nn.Parameter` over a sharded DTensor, which optimizers and state dicts see. Its identity
+            changes only when the user replaces it.
+        local: the local tensor of ``sharded`` when it was last looked at, to notice when it is replaced.
+        unsharded: the `nn.Parameter` over this parameter's slot of the unsharded buffer (a DTensor under tensor
+            parallelism); None before lazy initialization.
+        post_forward: the `nn.Parameter` that is registered while the group is resharded to fewer ranks; None if that
+            is ``sharded``, as of a tensor that gathers itself.
+        requires_grad: what the plan was made for.
+        grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
+        arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
+        group: that holds it.
+        write_counter: of the group.
+        identity_changes: (of the class) how many sharded parameters were ever created or replaced.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrived_dtype",
+        "fqn",
+        "grad_dtype",
+        "group",
+        "group_name",
+        "local",
+        "path",
+        "policy",
+        "post_forward",
+        "registrations",
+        "requires_grad",
+        "shape",
+        "sharded",
+        "sharding",
+        "unsharded",
+        "uses",
+        "write_counter",
+    )
+    identity_changes: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        original: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        write_counter: WriteCounter,
+        group_name: str,
+    ) -> None:
+        self._begin(fqn, uses, sharding, policy, write_counter, group_name)
+        self.shape = tuple(local_data(original).shape)
+        self.adopt(shard_parameter(original, sharding))
+
+    @classmethod
+    def of_sharded(
+        cls,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharded: nn.Parameter,
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        shape: tuple[int, ...],
+        write_counter: WriteCounter,
+        group_name: str,
+    ) -> FSDPParam:
+        """Of a parameter that is sharded already."""
+        param = cls.__new__(cls)
+        param._begin(fqn, uses, sharding, policy, write_counter, group_name)
+        param.shape = shape
+        param.adopt(sharded)
+        return param
+
+    def _begin(
+        self,
+        fqn: str,
+        uses: Sequence[tuple[nn.Module, str]],
+        sharding: Sharding,
+        policy: MixedPrecisionPolicy,
+        write_counter: WriteCounter,
+        group_name: str,
+    ) -> None:
+        self.fqn = fqn
+        self.path = fqn
+        self.group_name = group_name
+        self.write_counter = write_counter
+        self.uses = tuple(uses)
+        self.registrations = tuple(registration(module, name) for module, name in self.uses)
+        self.sharding = sharding
+        self.policy = policy
+        self.unsharded: nn.Parameter | None = None
+        self.post_forward: nn.Parameter | None = None
+        self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
+        self.arrived_dtype: torch.dtype | None = None
+        self.group: Any = None
+
+    def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
+        """Register the sharded parameter in further modules, which hold its original (or itself)."""
+        self.uses += tuple(uses)
+        self.registrations += tuple(registration(module, name) for module, name in uses)
+        for mapping, name in self.registrations:
+            mapping[name] = self.sharded
+
+    def adopt(self, sharded: nn.Parameter) -> None:
+        """Take ``sharded`` as the sharded parameter, and register it everywhere."""
+        FSDPParam.identity_changes += 1
+        self.sharded = sharded
+        serve(_torch.spec_of(sharded).mesh)
+        self.local = _torch.local_of(sharded)
+        self.requires_grad = sharded.requires_grad
+        explicit, dtype = _torch.grad_dtype_policy(sharded)
+        if explicit:
+            self.grad_dtype = (True, dtype)
+        elif self.grad_dtype[0]:  # conversions make parameters without it
+            sharded.grad_dtype = self.grad_dtype[1]
+        sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
+        sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
+        for mapping, name in self.registrations:
+            mapping[name] = sharded
+        for other in (self.unsharded, self.post_forward):
+            if other is not None and other.requires_grad is not self.requires_grad:
+                other.requires_grad_(self.requires_grad)
+
+    @property
+    def resting(self) -> nn.Parameter:
+        """The parameter that is registered while the group is resharded to fewer ranks."""
+        return self.sharded if self.post_forward is None else self.post_forward
+
+    def rename(self, paths: Mapping[nn.Module, str]) -> None:
+        """Take the ``path`` of the first use that is below a root, whose modules are called as ``paths`` says."""
+        for module, name in self.uses:
+            if module in paths:
+                self.path = f"{paths[module]}.{name}" if paths[module] else name
+                return
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The original dtype, in which the sharded parameter is kept."""
+        return self.local.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the unsharded parameter."""
+        dtype = self.policy.param_dtype
+        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype | None:
+        """The dtype in which unsharded gradients add up while reduction is disabled; None: as they arrive."""
+        if self.policy.reduce_dtype is not None:
+            return self.policy.reduce_dtype
+        explicit, dtype = self.grad_dtype
+        return dtype if explicit else self.dtype
+
+    @property
+    def default_reduce_dtype(self) -> torch.dtype:
+        """The dtype in which its gradient is reduced if the policy says nothing: a matter of the torch version."""
+        if not _torch.reduces_in_grad_dtype:
+            return self.param_dtype
+        explicit, dtype = self.grad_dtype
+        return (dtype or self.arrived_dtype or self.param_dtype) if explicit else self.dtype
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether its gradients are reduced in the dtype in which they arrive."""
+        explicit, dtype = self.grad_dtype
+        return _torch.reduces_in_grad_dtype and self.policy.reduce_dtype is None and explicit and dtype is None
+
+    @property
+    def local_numel(self) -> int:
+        """Elements of the unsharded parameter on this rank."""
+        return math.prod(self.shape)
+
+    def delivery_dtype(self, reduce_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the sharded gradient, reduced in ``reduce_dtype``."""
+        explicit, dtype = self.grad_dtype
+        return (dtype or reduce_dtype) if explicit else self.dtype
+
+    def lie_on(self, local: torch.Tensor) -> None:
+        """Move the sharded parameter's values onto ``local`` (its local shape and dtype) and keep it there."""
+        with torch.no_grad():
+            if local.device.type != "meta":
+                local.copy_(self.local)
+        _torch.set_local(self.sharded, local)
+        self.local = local
+
+    def move(self, device: torch.device) -> None:
+        """Move the sharded parameter's local tensor, which lies in no buffer, to ``device``."""
+        if self.local.device != device:
+            self.local = self.local.to(device)
+            _torch.set_local(self.sharded, self.local)
+
+    def lies_under(self, found: nn.Parameter) -> bool:
+        """Whether ``found`` is just another wrapper around the local tensor that the group knows."""
+        local = _torch.local_of(found)
+        if is_subclass(local) or is_subclass(self.local):
+            return found is self.sharded and local is self.local
+        return (
+            local.data_ptr() == self.local.data_ptr()
+            and (found is self.sharded or local.numel() > 0)  # empty ones all have the same address
+            and local.dtype == self.local.dtype
+            and local.device == self.local.device
+        )
+
+    def take_unsharded(self, alias: torch.Tensor) -> None:
+        """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor."""
+        spec = self.sharding.unsharded_spec
+        if spec is None:
+            unsharded = nn.Parameter(alias, requires_grad=self.requires_grad)
+        else:
+            spec = _torch.spec_with_dtype(spec, alias.dtype)
+            unsharded = parameter_at_offset(alias, spec, requires_grad=self.requires_grad)
+        if alias.dtype.is_floating_point or alias.dtype.is_complex:
+            unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
+        if self.unsharded is not None:
+            mark_replaced(self.unsharded, self.sharded)
+        mark_replaced(unsharded, self.sharded, find=self._finds("unsharded"))
+        if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
+            kept, dtype = self.unsharded.grad, self.accumulation_dtype
+            unsharded.grad = kept if kept is None or dtype is None else kept.to(dtype)
+        self.unsharded = unsharded
+
+    def rest_as(self, parameter: nn.Parameter) -> None:
+        """Take ``parameter`` for what is registered while the group is resharded to fewer ranks."""
+        if self.post_forward is not None:
+            mark_replaced(self.post_forward, self.sharded)
+        mark_replaced(parameter, self.sharded, find=self._finds("post_forward"))
+        self.post_forward = parameter
+
+    def _finds(self, attribute: str) -> Callable[[], nn.Parameter | None]:
+        """A function that looks up what is ``attribute`` now, and keeps nothing alive."""
+        reference = weakref.ref(self)
+
+        def find() -> nn.Parameter | None:
+            param = reference()
+            return None if param is None else getattr(param, attribute)
+
+        return find
+
+    def pop_grad(self) -> torch.Tensor | None:
+        """Take autograd's gradient off the unsharded parameter: a plain tensor of ``shape``.
+
+        Under tensor parallelism it is first brought to the parameter's own placements, which may communicate.
+        """
+        unsharded = self.unsharded
+        if unsharded is None or unsharded.grad is None:
+            return None
+        gradient: torch.Tensor = unsharded.grad
+        unsharded.grad = None
+        if self.sharding.unsharded_spec is None:
+            return gradient
+        return _torch.wait_for_tensor(_torch.local_of(self._placed(gradient)))
+
+    def _placed(self, gradient: torch.Tensor) -> DTensor:
+        spec = self.sharding.unsharded_spec
+        if not isinstance(gradient, DTensor):
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' is a DTensor on {spec.mesh}, but autograd left it a plain gradient; compute "
+                "with the parameter as a DTensor (parallelize_module does), or take it with to_local()."
+            )
+        mesh, wanted = self.sharding.mesh, list(spec.placements)
+        if mesh.spmd_mesh is not None and mesh.dims is not None:  # our own reduction handles the data-parallel dims
+            names = spec.mesh.mesh_dim_names
+            summed = 1
+            for name in mesh.dims.shard_names + mesh.dims.replicate_names:
+                index = names.index(name)
+                wanted[index] = gradient.placements[index]
+                if isinstance(wanted[index], Replicate):
+                    summed *= spec.mesh.size(index)
+            if summed > 1:
+                self._warn_of_sums(summed)
+        if tuple(wanted) == tuple(gradient.placements):
+            return gradient
+        return gradient.redistribute(placements=wanted)
+
+    def _warn_of_sums(self, ranks: int) -> None:
+        warnings.warn(
+            f"The gradient of parameter '{self.path}' arrived as Replicate() over {ranks} data-parallel ranks. It is "
+            "taken as what this rank computed by itself, as with to_local() or inputs that are Replicate() too. If "
+            "DTensor has summed it over the ranks already, which it does for tanh, sigmoid, softmax and others of a "
+            f"parameter, it is {ranks} times too large. Compute with parameter.to_local(grad_placements=[Partial(), "
+            "...]), Partial() in each data-parallel dim: then nothing is summed before.",
+            stacklevel=2,
+        )
+
+    def shard_of(self, whole: torch.Tensor) -> DTensor:
+        """A copy of this rank's part of ``whole`` (of this parameter's ``shape``, any dtype), as a DTensor like it."""
+        mesh, partition = self.sharding.mesh, self.sharding.partition
+        if tuple(whole.shape) != self.shape:  # the whole of what tensor parallelism has cut
+            spec = self.sharding.unsharded_spec
+            whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+        local = (
+            local_shard(whole, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+            .to(self.local.device)
+            .clone()
+        )
+        return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
+
+    def registered(self) -> nn.Parameter:
+        """What the modules hold now, for comparison with ``sharded``.
+
+        Raises:
+            FSDPRuntimeError: it is not a DTensor parameter that this group can adopt.
+        """
+        mapping, name = self.registrations[0]
+        for other, other_name in self.registrations:
+            if other.get(other_name) is not self.sharded:
+                mapping, name = other, other_name
+                break
+        found = mapping.get(name)
+        spec = _torch.spec_of(self.sharded)
+        other_owner = fsdp_param_of(found) if isinstance(found, torch.Tensor) else None
+        if other_owner is not None and other_owner is not self:
+            raise FSDPRuntimeError(
+                f"parameter '{self.path}' was replaced after fully_shard by the sharded parameter '{other_owner.path}' "
+                f"of {other_owner.group_name}: tie weights before calling fully_shard, or unwrap() the model, tie "
+                "them, and shard it again."
+            )
+        if (
+            isinstance(found, nn.Parameter)
+            and isinstance(found, DTensor)
+            and found.shape == self.sharded.shape
+            and found.device_mesh == spec.mesh
+            and tuple(found.placements) == tuple(spec.placements)
+            and _is_a_part(found, spec, self.local)
+        ):
+            return found
+        raise FSDPRuntimeError(
+            f"parameter '{self.path}' was replaced after fully_shard by {describe(found)}, which cannot be adopted; "
+            f"expected a nn.Parameter over a DTensor of shape {tuple(self.sharded.shape)} with placements "
+            f"{list(spec.placements)} on "
+            f"{spec.mesh}. Write into the parameter in place, load with load_state_dict(), or replace it by "
+            "nn.Parameter(torch.distributed.tensor.distribute_tensor(value, param.device_mesh, param.placements)); "
+            "torch.func.functional_call takes such parameters too, and no others."
+        )
+
+
+def describe(value: object) -> str:
+    """A short description of whatever was found in a parameter's place."""
+    if value is None:
+        return "nothing (it was removed, as by a parametrization or weight_norm: apply these before fully_shard)"
+    if isinstance(value, DTensor):
+        return f"a DTensor of shape {tuple(value.shape)}, placements {list(value.placements)}, {value.device_mesh}"
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} that is not a DTensor"
+    return f"a {type(value).__name__}"
+
+
+def _is_a_part(found: DTensor, spec: Any, local: torch.Tensor) -> bool:
+    """Whether ``found`` is what its placements say: torch may make others of those that it does not know."""
+    own = class_of(spec)
+    return own is DTensor or (isinstance(found, own) and _torch.local_of(found).shape == local.shape)
+
+
+def _padded_shard(data: torch.Tensor, partition: Partition, world_size: int, rank: int) -> torch.Tensor:
+    """`local_shard` for tensor subclasses, in a tensor of its own that has room for as many rows as rank 0's.
+
+    Of the operations that such classes are known to implement: they are those of torch's ``fully_shard``.
+    """
+    dim = partition.dim or 0
+    is_chunked = partition.is_chunked(world_size)
+    chunks = torch.chunk(data, world_size, dim) if is_chunked else torch.split(data, partition.rows(world_size), dim)
+    padded = data.new_zeros(chunks[0].size())
+    length = chunks[rank].size(dim) if rank < len(chunks) else 0
+    part = padded.narrow(dim, 0, length)
+    if length:
+        part.copy_(chunks[rank])
+    return part
+
+
+def is_subclass(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a wrapper around other tensors, whose values no flat buffer can hold."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def local_data(parameter: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of an original parameter: all of it, or its part under tensor parallelism."""
+    data = parameter.detach()
+    return _torch.local_of(data) if isinstance(data, DTensor) else data
+
+
+def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+    """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
+
+    Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
+    into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
+    rank cuts its own part.
+    """
+    data, mesh, partition = local_data(original), sharding.mesh, sharding.partition
+    # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
+    placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
+    sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
+    if is_subclass(data):
+        assert partition.dim is not None, "a subclass without dims is refused"
+        local = _padded_shard(data, partition, mesh.shard_size, mesh.shard_rank)
+    else:
+        local = local_shard(data, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+        stride = partition.stride(local.shape)
+        if local.stride() != stride:
+            local = torch.empty_strided(local.shape, stride, dtype=local.dtype, device=local.device).copy_(local)
+    _torch.set_local(sharded, local)
+    carry_over(original, sharded)
+    mark_replaced(original, sharded)
+    return sharded
+
+
+def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
+    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
+    explicit, dtype = _torch.grad_dtype_policy(predecessor)
+    if explicit:
+        successor.grad_dtype = dtype
+    hooks = (_torch.post_accumulate_grad_hooks(predecessor) or {}).values()
+    tensor_hooks = (_torch.tensor_hooks(predecessor) or {}).values()
+    if not hooks and not tensor_hooks:
+        return
+    requires_grad = successor.requires_grad
+    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
+    for hook in hooks:
+        successor.register_post_accumulate_grad_hook(hook)
+    for tensor_hook in tensor_hooks:
+        successor.register_hook(tensor_hook)
+    successor.requires_grad_(requires_grad)
+
+
+def fsdp_param_of(parameter: torch.Tensor) -> FSDPParam | None:
+    """The `FSDPParam` whose sharded parameter ``parameter`` is, if any."""
+    link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_param", None)
+    return link.target if link is not None and link.target.sharded is parameter else None
+
+
+def disown(sharded: nn.Parameter, successor: nn.Parameter, former: object) -> None:
+    """Note that ``sharded`` belongs to no group any more: ``successor`` is whole; ``former``: how it was sharded."""
+    FSDPParam.identity_changes += 1
+    del sharded._fsdp_param  # type: ignore[attr-defined]
+    note_former_sharding(sharded, former)
+    mark_replaced(sharded, successor)
+
+
+_SHARDED: Callable[[FSDPParam], Any] = attrgetter("sharded")
+_UNSHARDED: Callable[[FSDPParam], Any] = attrgetter("unsharded")
+_RESTING: Callable[[FSDPParam], Any] = attrgetter("resting")
+_LOCAL: Callable[[FSDPParam], Any] = attrgetter("local")
+_REQUIRES_GRAD: Callable[[Any], bool] = attrgetter("requires_grad")
+
+
+class Registrations:
+    """The places in which a group's parameters are registered.
+
+    Attributes:
+        places: a mapping of registered parameters, the name in it, and whose parameter belongs there.
+    """
+
+    __slots__ = ("_mappings", "_names", "_params", "places")
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self.places = tuple((mapping, name, param) for param in params for mapping, name in param.registrations)
+        self._mappings = tuple(mapping for mapping, _, _ in self.places)
+        self._names = tuple(name for _, name, _ in self.places)
+        self._params = tuple(param for _, _, param in self.places)
+
+    def hold_sharded(self) -> bool:
+        """Whether the modules hold the sharded parameters, as they were when the plan was made."""
+        with _torch.plain_attributes():
+            held = self._hold(_SHARDED)
+        return held and all(map(is_, map(_torch.local_of, map(_SHARDED, self._params)), map(_LOCAL, self._params)))
+
+    def hold_post_forward(self) -> bool:
+        """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
+        return self._hold(_RESTING)
+
+    def hold_unsharded(self) -> bool:
+        """Whether they hold the unsharded parameters, neither frozen nor unfrozen."""
+        return self._hold(_UNSHARDED)
+
+    def _hold(self, form: Callable[[FSDPParam], Any]) -> bool:
+        """Whether they hold the parameters in this ``form``, neither frozen nor unfrozen."""
+        try:
+            found = list(map(getitem, self._mappings, self._names))
+        except KeyError:
+            return False
+        expected = self._params
+        return all(map(is_, found, map(form, expected))) and all(
+            map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, expected))
+        )
+
+    def are_toggled(self) -> bool:
+        """Whether parameters, in either form, were frozen or unfrozen since the plan was made."""
+        expected = list(map(_REQUIRES_GRAD, self._params))
+        return any(
+            not all(map(is_, map(_REQUIRES_GRAD, map(form, self._params)), expected)) for form in (_UNSHARDED, _SHARDED)
+        )
+
+    def register_sharded(self) -> None:
+        """Let the modules hold the sharded parameters."""
+        for mapping, name, param in self.places:
+            mapping[name] = param.sharded
+
+    def restore_sharded(self) -> FSDPParam | None:
+        """The same, whatever they hold. Frozen and unfrozen parameters stay so.
+
+        Returns:
+            A parameter that they held something else for, which is lost, if there is one.
+        """
+        replaced: FSDPParam | None = None
+        for mapping, name, param in self.places:
+            found: nn.Parameter | None = mapping.get(name)
+            if found is not None and (found is param.unsharded or found is param.post_forward):
+                if found.requires_grad is not param.requires_grad:
+                    param.sharded.requires_grad_(found.requires_grad)
+            elif found is not param.sharded and not (found is not None and _is_another_view(found, param)):
+                replaced = param
+            mapping[name] = param.sharded
+        return replaced
+
+    def register_unsharded(self) -> None:
+        """Let the modules hold the unsharded parameters."""
+        for mapping, name, param in self.places:
+            mapping[name] = param.unsharded
+
+    def register_post_forward(self) -> None:
+        """Let the modules hold what the parameters rest as after forward."""
+        for mapping, name, param in self.places:
+            mapping[name] = param.resting
+
+
+def _is_another_view(found: torch.Tensor, param: FSDPParam) -> bool:
+    """Whether ``found`` is another parameter over the very memory of the frozen ``param``, and was not written.
+
+    As quantized layers register, which need a class of their own in forward. Nothing is lost with it.
+    """
+    unsharded = param.unsharded
+    if unsharded is None or param.requires_grad or found.requires_grad or isinstance(found, DTensor):
+        return False
+    whole = _torch.local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+    return (
+        _torch.storage_of(found) == _torch.storage_of(whole)
+        and found.data_ptr() == whole.data_ptr()
+        and found.nbytes == whole.nbytes
+        and (_torch.version_of(found) == 0 or _torch.share_version(found, whole))  # whose writes are seen elsewhere
+    )

@@ -1,0 +1,568 @@
+"""`GradientReducer`: the gradient side of a group: what is reduced, over whom, how it is scaled, when it is kept back.
+
+Owns the group's gradient buffers and its communication settings for gradients. Independent of where the parameters
+stand: a group can be unsharded again while its reduction is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.core import transport
+from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
+from fsdp2.core.gather import Transfer
+from fsdp2.core.gradients import GradientBucket, PackedGradients
+from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
+from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
+from fsdp2.core.options import DEFAULT, GroupSettings
+from fsdp2.core.param import FSDPParam
+from fsdp2.core.streams import FSDPCommContext, PendingReduce, Stage
+from fsdp2.core.transport import Alone, Transport, transport_of
+from fsdp2.errors import FSDPRuntimeError, FSDPValueError
+
+# `Scaling`: how the mean of gradients comes about, by the operations of collectives and divisions around them.
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a mean comes about: by the collectives' own operations, and by divisions before and after them.
+
+    Attributes:
+        before: divides what the reduce-scatter sends.
+        scatter_op: of the reduce-scatter.
+        replicate_op: of the all-reduce over replicas.
+        after: divides the result.
+        factor: by which ``scatter_op`` itself divides.
+    """
+
+    before: float
+    scatter_op: Any
+    replicate_op: Any
+    after: float
+    factor: float = 1.0
+
+    @classmethod
+    def choose(
+        cls,
+        dtype: torch.dtype,
+        world_size: int,
+        replicate_size: int,
+        *,
+        factor: float | None = None,
+        only_sums: bool = False,
+        premultiplies: bool = False,
+    ) -> Scaling:
+        """The mean over all ranks, or the sum divided by ``factor``.
+
+        In dtypes of small range the division is shared out before and after the sum, so that neither overflows nor
+        underflows. ``premultiplies``: the backend has an operation that scales and sums.
+        """
+        total, mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        is_narrow = dtype not in (torch.float64, torch.float32, torch.bfloat16)
+        if not is_narrow and not only_sums:
+            if factor is None:
+                op = total if world_size * replicate_size == 1 else mean
+                return cls(1.0, op, op, 1.0)
+            if factor == world_size and world_size > 1:
+                return cls(1.0, mean, total, 1.0)
+            if premultiplies and world_size > 1:
+                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
+        divisor = float(world_size * replicate_size) if factor is None else float(factor)
+        before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
+        return cls(before, total, total, divisor / before)
+
+    def of_any_backend(self) -> Scaling:
+        """The same mean, without an operation that scales by a factor."""
+        plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if self.scatter_op in plain:
+            return self
+        return Scaling(1.0, dist.ReduceOp.SUM, self.replicate_op, self.factor)
+
+
+_LARGE_DIVISOR = 1024.0
+
+
+class _Sent(NamedTuple):
+    """One dtype's part of a reduction under way."""
+
+    gradients: GradientBucket
+    packed: PackedGradients
+    scaling: Scaling
+
+
+def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Transfer]]]:
+    """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
+    launches: list[tuple[Any, list[Transfer]]] = []
+    for _, packed, scaling in sent:
+        if scaling.before != 1.0:
+            for _, input in packed.members:
+                input.div_(scaling.before)
+        if launches and launches[-1][0] == scaling.scatter_op:
+            launches[-1][1].extend(packed.members)
+        else:
+            launches.append((scaling.scatter_op, list(packed.members)))
+    return launches
+
+
+class GradientReducer:
+    """Reduces the gradients of one group.
+
+    Attributes:
+        settings: what users have set on the group.
+        is_last: the backward that runs is the last of its step: what has added up on the host comes back.
+        accumulated: unsharded gradients of earlier backwards wait for a reduction.
+        scatter_group: the process group of the reduce-scatter, if it has one of its own.
+        buckets: how gradients are laid out, one for each dtype they are reduced in.
+        is_reducing: a reduction was issued and has not been delivered.
+        large: the trainable parameters of some size, if their gradients are at least half of the bytes.
+        is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
+        owing: (of the class) those that may hold gradients which are not in any ``.grad`` yet, after a backward.
+    """
+
+    owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
+
+    def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
+        self.settings = DEFAULT
+        self.is_last = True
+        # What has been issued and not been delivered; it may still be on its way.
+        self._awaits_all_reduce = False
+        self._adds_up = False  # on the host
+        self.accumulated = False
+        self._cleared: frozenset[FSDPParam] = frozenset()  # since then
+        self.scatter_group: dist.ProcessGroup | None = None
+        self.buckets: tuple[GradientBucket, ...] = ()
+        self.large: tuple[FSDPParam, ...] = ()
+        self.is_ordered = True
+        self._mesh = mesh
+        self._home = offloading
+        self.is_reducing = False
+        self._to_widen: tuple[FSDPParam, ...] = ()
+        self._follow_arrivals: tuple[FSDPParam, ...] = ()
+        self._scalings: list[Scaling] = []
+        self._params: tuple[FSDPParam, ...] = ()
+        self._transport: Transport = Alone()
+
+    # -- what is reduced
+
+    def lay_out(self, params: Sequence[FSDPParam]) -> None:
+        """Lay out the gradients of the trainable ones of ``params``."""
+        self._params = tuple(params)
+        # Gradients that were accumulated before a parameter was frozen are still due.
+        is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
+        due = {param for bucket in self.buckets for param in bucket.params} if is_due else set()
+        trainable = [param for param in params if param.requires_grad or param in due]
+        by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
+        for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
+            by_dtype.setdefault(dtype, []).append(param)
+        before = {bucket.dtype: bucket for bucket in self.buckets if bucket.waits()}
+        buckets = tuple(self._bucket(params, dtype) for dtype, params in by_dtype.items())
+        kept = {bucket.dtype for bucket in buckets if bucket.dtype in before and bucket.continues(before[bucket.dtype])}
+        lost = [bucket for dtype, bucket in before.items() if dtype not in kept]
+        if lost:
+            raise FSDPRuntimeError(
+                f"parameters around '{lost[0].params[0].path}' were replaced, frozen or converted while gradients wait "
+                "for their all-reduce over replicas, or on the host for the last backward; change them after a "
+                "backward with set_requires_all_reduce(True) and set_is_last_backward(True)."
+            )
+        for bucket in buckets:
+            if bucket.dtype in kept:
+                bucket.take_reduce_scattered(before[bucket.dtype])
+        self.buckets = buckets
+        self.large = _large_ones(trainable)
+        self._transport = transport_of(self.group, self._mesh.device, self.settings.custom_reduce_scatter)
+        self.is_ordered = transport_of(self.group, self._mesh.device).is_ordered
+        self._to_widen = tuple(
+            param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
+        )
+        self._follow_arrivals = tuple(param for param in trainable if param.follows_arrivals)
+        if self.settings.zeros_for_unused:
+            self.refuse_zeros_of_any_dtype()
+        self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
+        settings = self.settings
+        for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
+            bucket.expect_divisor(
+                _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
+            )
+
+    def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
+        mesh = self._mesh
+        allocates = self.settings.custom_reduce_scatter is not None
+        may_travel_alone = not allocates and self._scaling(dtype).before == 1.0
+        # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
+        casts_alone = mesh.device.type == "cpu"
+        layout = GradientLayout.build(
+            [param.sharding.partition for param in params],
+            [
+                may_travel_alone
+                and (param.param_dtype == dtype or casts_alone)
+                and param.sharding.partition.dim is not None
+                and param.sharding.partition.outer == 1
+                and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
+                for param in params
+            ],
+            world_size=mesh.shard_size,
+            itemsize=dtype.itemsize,
+            region_threshold_bytes=math.inf if allocates else DIRECT_THRESHOLD_BYTES,
+        )
+        return GradientBucket(
+            params,
+            layout,
+            dtype,
+            world_size=mesh.shard_size,
+            rank=mesh.shard_rank,
+            device=mesh.device,
+            offloading=self._home,
+        )
+
+    def refuse_zeros_of_any_dtype(self) -> None:
+        """Refuse zeros for gradients whose dtype nobody knows before they arrive."""
+        if self._follow_arrivals:
+            raise FSDPValueError(
+                f"parameter '{self._follow_arrivals[0].path}' has grad_dtype=None, so its gradients are reduced in the "
+                "dtype in which they arrive, and set_reduce_scatter_unused_params(True) asks for zeros where none "
+                "arrives: set MixedPrecisionPolicy.reduce_dtype to the dtype that its gradients have."
+            )
+
+    def configure(self, settings: GroupSettings) -> None:
+        """Go on with other settings. Where they change the layout of reductions, none is in flight."""
+        before, group_before = self.settings, self.scatter_group
+        self.settings = settings
+        if not settings.changes_layout(before):
+            return
+        self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
+        try:
+            if self._params:
+                self.lay_out(self._params)
+        except BaseException:  # gradients wait that do not fit: everything stays as it was
+            self.settings, self.scatter_group = before, group_before
+            raise
+
+    def _scaling(self, dtype: torch.dtype) -> Scaling:
+        mesh, settings, group = self._mesh, self.settings, self.group
+        has_sums_only = mesh.device.type == "mtia"
+        return Scaling.choose(
+            dtype,
+            mesh.shard_size,
+            mesh.replicate_size,
+            factor=settings.divide_factor,
+            only_sums=settings.only_sums or settings.denominator is not None or has_sums_only,
+            premultiplies=group is not None
+            and settings.divide_factor is not None
+            and _torch.backend_name(group, mesh.device) == "nccl",
+        )
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Who reduces: the ranks that parameters are sharded over."""
+        return self.scatter_group if self.scatter_group is not None else self._mesh.shard_group
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter is reduced."""
+        return bool(self.buckets)
+
+    def has_gradients(self) -> bool:
+        """Whether autograd has left a gradient on any unsharded parameter."""
+        for bucket in self.buckets:
+            for param in bucket.params:
+                if param.unsharded is not None and param.unsharded.grad is not None:
+                    return True
+        return False
+
+    def is_due(self) -> bool:
+        """Whether the end of a backward has something to do, though the group took no part in it."""
+        waits = self._awaits_all_reduce or (self.is_last and self._adds_up)
+        goes_on = waits and self.settings.requires_gradient_sync and self.settings.requires_all_reduce
+        return self.accumulated or self.has_gradients() or goes_on
+
+    def awaits_all_reduce(self) -> bool:
+        """Whether gradients were reduced over shards and not over replicas. Decided when a reduction is issued."""
+        return self._awaits_all_reduce
+
+    def awaits_last(self) -> bool:
+        """Whether gradients add up on the host."""
+        return self._adds_up
+
+    def owes_gradients(self) -> bool:
+        """Whether what earlier backwards have computed is still to be delivered."""
+        return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
+
+    @property
+    def follows_arrivals(self) -> bool:
+        """Whether some gradients are reduced in the dtype in which they arrive."""
+        return bool(self._follow_arrivals)
+
+    def scalings(self) -> list[tuple[GradientBucket, Scaling]]:
+        """How what is reduced in each dtype is scaled, by operations that every backend has."""
+        common = [scaling.of_any_backend() for scaling in self._scalings]
+        return list(zip(self.buckets, common, strict=True))
+
+    def release(self) -> None:
+        """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
+        if self.is_reducing:
+            return
+        for bucket in self.buckets:
+            bucket.release()
+
+    # -- the end of a backward
+
+    def keep_unsharded(self) -> None:
+        """Leave the gradients of this backward unsharded, for a later one to reduce the sum.
+
+        They add up in `FSDPParam.accumulation_dtype`: autograd adds to what is there in place, in its dtype.
+        """
+        for param in self._to_widen:
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
+        self.accumulated = True
+        self._cleared = frozenset()
+        self.owing.add(self)
+
+    def reduce(self, comm: FSDPCommContext) -> None:
+        """Issue the reduction. Collective, asynchronous; ``.grad`` is set when it is retired.
+
+        What travels is fixed by the plan: parameters without a gradient on this rank contribute zeros.
+
+        Stream: packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
+        """
+        if not self.buckets:
+            return
+        comm.retire_reduces(comm.max_pending_reduces - 1)
+        if self.is_reducing:
+            comm.retire_reduces(0)
+        if self._follow_arrivals:
+            self._follow()
+        taken = [bucket.pop_grads() for bucket in self.buckets]
+        comm.reduces_follow_compute()
+        pending = PendingReduce(comm.device.has_streams)
+        pending.steps = self._steps(taken, comm, pending)
+        del taken
+        comm.add_pending(pending)
+        try:
+            pending.launch()
+        except BaseException:
+            comm.give_up(pending, self.settings.all_reduce_hook_stream)
+            raise
+        self.is_reducing = True
+        pending.is_launching = False
+        self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
+        if not self._awaits_all_reduce:
+            self._adds_up = self._home.sums_on_host and not self.is_last
+        self.accumulated = False
+        if self._awaits_all_reduce or not self.is_last:
+            self._cleared = frozenset()
+            self.owing.add(self)
+
+    def _follow(self) -> None:
+        """Reduce in a wider dtype from now on, if gradients have arrived in one: alike on ranks of equal graphs."""
+        wider = False
+        for param in self._follow_arrivals:
+            gradient = param.unsharded.grad if param.unsharded is not None else None
+            if gradient is not None:
+                dtype = torch.promote_types(gradient.dtype, param.default_reduce_dtype)
+                wider = wider or dtype != param.default_reduce_dtype
+                param.arrived_dtype = dtype
+        if wider:
+            self.lay_out(self._params)
+
+    def _steps(
+        self, taken: list[list[torch.Tensor | None]], comm: FSDPCommContext, pending: PendingReduce
+    ) -> Iterator[Stage]:
+        """One reduction, from packing to delivery, without gradients.
+
+        After each yield what was launched is waited for: by the host, or where there are streams by these, at once. So
+        ``pending`` holds whatever collectives were given: it would go with this frame if an exception came.
+        """
+        device, replicas, arena = comm.device, self._mesh.replicate_group, comm.reduce_arena
+        stream = comm.reduce_scatter_stream
+        ends_here = replicas is not None and not self.settings.requires_all_reduce
+        keeps = self._home.sums_on_host and not self.is_last and not ends_here
+        with device.use(stream):
+            sent = [
+                _Sent(
+                    bucket,
+                    bucket.pack(
+                        gradients,
+                        in_place=not (ends_here or keeps),
+                        allocate=self._transport.allocate,
+                        arena=arena,
+                        lets_go=not device.has_streams,
+                    ),
+                    scaling,
+                )
+                for bucket, gradients, scaling in zip(self.buckets, taken, self._scalings, strict=True)
+            ]
+            pending.held = sent
+            for op, members in _launches(sent):
+                self._transport.reduce_scatter(members, op, None if device.has_streams else pending.works, arena)
+        del taken, members  # this frame lives on: what is sent is to be let go of as soon as it was
+        if not device.has_streams:
+            for each in sent:
+                each.packed.inputs = []  # what was packed has been read
+        yield Stage.LAST_LAUNCHED if replicas is None or ends_here else Stage.LAUNCHED
+        if replicas is not None:
+            with device.use(stream):
+                self._settle_reduce_scattered(sent, ends_here)
+        if not ends_here:
+            if self._home.is_host:
+                pending.needs_host = functools.partial(self._needs_values, sent)
+            if replicas is not None or self.settings.all_reduce_hook is not None:
+                stream = self._follow_reduce_scatter(comm)
+            if replicas is not None:
+                if not device.has_streams:
+                    for each in sent:
+                        each.packed.release_inputs()
+                with device.use(stream):
+                    self._all_reduce(sent, replicas, None if device.has_streams else pending.works)
+                yield Stage.LAST_LAUNCHED
+            if device.has_streams:
+                with device.use(stream):
+                    self._finish(sent, keeps)
+            else:
+                self.is_reducing = False  # nothing is under way any more, whatever the user's hook raises
+                self._finish(sent, keeps, arena)
+        pending.event = device.record(stream)
+        yield Stage.DONE
+        self.is_reducing = False
+        for each in sent:
+            if not (ends_here or keeps):
+                each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
+            if each.packed.taken:
+                each.packed.give_back()
+
+    def _needs_values(self, sent: list[_Sent]) -> bool:
+        """Whether delivery reads what was copied to the host."""
+        return any(each.gradients.needs_values(each.packed) for each in sent)
+
+    def _settle_reduce_scattered(self, sent: list[_Sent], ends_here: bool) -> None:
+        for each in sent:
+            if ends_here:
+                each.gradients.keep_reduce_scattered(each.packed)
+            else:
+                each.gradients.add_reduce_scattered(each.packed)
+
+    def _follow_reduce_scatter(self, comm: FSDPCommContext) -> Any:
+        """The stream of what comes after the reduce-scatter, which it now follows."""
+        stream, settings = comm.all_reduce_stream, self.settings
+        if settings.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
+            stream = settings.all_reduce_hook_stream
+        if comm.device.has_streams:
+            comm.all_reduces_follow(stream)
+        return stream
+
+    @staticmethod
+    def _all_reduce(sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
+        if group.size() > 1:
+            for each in sent:
+                transport.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
+
+    def _finish(self, sent: list[_Sent], keeps: bool, arena: Arena = ALLOCATOR) -> None:
+        hook, denominator = self.settings.all_reduce_hook, self.settings.denominator
+        for each in sent:
+            if hook is not None:
+                hook(each.packed.output)
+            divisor: float | torch.Tensor | None = None if each.scaling.after == 1.0 else each.scaling.after
+            if denominator is not None:
+                before = each.scaling.before
+                divisor = denominator if before == 1.0 else denominator / before
+            each.gradients.finish(each.packed, divisor, keeps, arena)
+
+    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
+        """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
+
+        A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
+        """
+        sent = []
+        for (bucket, scaling), (flat, some_missing) in zip(self.scalings(), arrived, strict=True):
+            if flat is not None:
+                missing = list(range(len(bucket.params))) if some_missing else []
+                sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
+        self._finish(sent, keeps=False)
+        for each in sent:
+            each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
+
+    def clear(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
+        """Drop what earlier backwards have computed of ``params``' gradients, wherever it waits; or make it zeros.
+
+        What ``zero_grad`` means, for gradients that are not in ``.grad`` yet. No reduction is in flight.
+        """
+        for param in params:
+            unsharded = param.unsharded
+            if unsharded is None or unsharded.grad is None:
+                continue
+            if set_to_none:
+                unsharded.grad = None
+            else:
+                unsharded.grad = torch.zeros_like(unsharded.grad)
+        for bucket in self.buckets:
+            bucket.clear([index for index, param in enumerate(bucket.params) if param in params], set_to_none)
+        self._cleared = self._cleared.union(params)
+        # What is still due may be of other parameters. That must not depend on which gradients this rank has.
+        if set_to_none and self._are_cleared():
+            self.accumulated = self._adds_up = self._awaits_all_reduce = False
+            for bucket in self.buckets:
+                bucket.drop()
+        if not self.owes_gradients():
+            self.owing.discard(self)
+
+    def _are_cleared(self) -> bool:
+        """Whether `clear` has been told every parameter since a backward left gradients that wait."""
+        return all(param in self._cleared for bucket in self.buckets for param in bucket.params)
+
+    # -- after an exception
+
+    def abandon(self) -> bool:
+        """Drop unsharded and partly reduced gradients; the reductions in flight have been dropped before.
+
+        Returns:
+            Whether gradients of earlier microbatches were lost.
+        """
+        lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
+        self.accumulated = self._adds_up = self._awaits_all_reduce = False
+        self.is_reducing = False  # whatever the interrupted one was
+        for bucket in self.buckets:
+            bucket.drop()
+            bucket.leave_buffer()
+            for param in bucket.params:
+                if param.unsharded is not None:
+                    param.unsharded.grad = None
+        return lost
+
+
+def _large_ones(params: Sequence[FSDPParam]) -> tuple[FSDPParam, ...]:
+    """Those of at least `DIRECT_THRESHOLD_BYTES`, if they are half of the bytes of all."""
+    sizes = [param.local_numel * param.param_dtype.itemsize for param in params]
+    large = [size for size in sizes if size >= DIRECT_THRESHOLD_BYTES]
+    if 2 * sum(large) < sum(sizes):
+        return ()
+    return tuple(param for param, size in zip(params, sizes, strict=True) if size >= DIRECT_THRESHOLD_BYTES)
+
+
+def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:
+    """The dtype in which each parameter's gradient is reduced.
+
+    Those whose policy has a ``reduce_dtype`` follow it; the others share the promoted dtype of what the installed torch
+    says for each of them. Complex ones stay complex: a real dtype would drop half of each number.
+    """
+    asked = [None if param.dtype.is_complex else param.policy.reduce_dtype for param in params]
+    followed = [
+        param.default_reduce_dtype
+        for param, dtype in zip(params, asked, strict=True)
+        if dtype is None and not param.dtype.is_complex
+    ]
+    shared = functools.reduce(torch.promote_types, followed) if followed else None
+    chosen = [
+        dtype or (param.default_reduce_dtype if param.dtype.is_complex else shared)
+        for param, dtype in zip(params, asked, strict=True)
+    ]
+    return [dtype for dtype in chosen if dtype is not None]

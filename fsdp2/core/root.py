@@ -1,0 +1,491 @@
+"""`FSDPRoot`: what the outermost sharded module owns: the communication context, the learned orders, the iteration.
+
+Decides when groups are gathered ahead and when a pass begins, ends or has failed. Talks to groups, not to modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import ALLOCATOR
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.hooks import on_real_parameters
+from fsdp2.core.options import RootSettings
+from fsdp2.core.reduce import GradientReducer
+from fsdp2.core.schedule import ExecutionOrder
+from fsdp2.core.streams import FSDPCommContext
+from fsdp2.errors import ParamPhase
+from fsdp2.features.half_backward import HalfwayGathers
+
+PREFETCH_DEPTH = 1
+"""How many units are gathered ahead of the one that computes, unless the user has set a budget."""
+
+MAX_PREFETCH_DEPTH = 16
+"""How many at most within a budget."""
+
+Unit = tuple[FSDPParamGroup, ...]
+"""The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
+
+
+class SharedComm:
+    """One communication context for several roots, made by the first of them that runs.
+
+    Attributes:
+        comm: None until then.
+    """
+
+    __slots__ = ("comm",)
+
+    def __init__(self) -> None:
+        self.comm: FSDPCommContext | None = None
+
+
+class Iteration:
+    """All state of one iteration, replaced as a whole when it has ended or failed.
+
+    Attributes:
+        in_forward: the root's forward is running.
+        in_backward: a backward has begun and has not come to its end.
+        creates_graph: that backward is recorded, to be differentiated itself, and so needs the parameters again.
+        is_second: that backward differentiates a recorded one.
+        reaches_watched: that backward has come to a parameter that is watched.
+        unfinalized: a backward has come to its end, and waits for ``finalize_backward``.
+        failed: an exception left a forward.
+        order: the order that the root's forward follows.
+        reduced: gradients were reduced, which takes all ranks.
+        ahead: groups that were gathered ahead and have not been used yet.
+        postponed: what is to be gathered ahead as soon as there is room.
+        recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
+    """
+
+    __slots__ = (
+        "ahead",
+        "creates_graph",
+        "failed",
+        "in_backward",
+        "in_forward",
+        "is_second",
+        "order",
+        "postponed",
+        "reaches_watched",
+        "recomputed",
+        "reduced",
+        "unfinalized",
+    )
+
+    def __init__(self) -> None:
+        self.order: ExecutionOrder[Unit] | None = None
+        self.reduced = False
+        self.in_forward = False
+        self.in_backward = False
+        self.creates_graph = False
+        self.is_second = False
+        self.reaches_watched = False
+        self.unfinalized = False
+        self.failed = False
+        self.ahead: set[FSDPParamGroup] = set()
+        self.postponed: HalfwayGathers | None = None
+        self.recomputed: Unit | None = None
+
+
+class FSDPRoot:
+    """Shared by the states of all sharded modules below one root.
+
+    Attributes:
+        name: class name of the root module, for messages.
+        groups: all groups, in the order of the modules.
+        shared: those of them that modules of several calls use.
+        settings: what the user has set on it.
+        shared_comm: where other roots find the communication context, if they share it.
+        post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
+        holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
+            that was not.
+        hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
+        is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
+        on_backward_end: called when a backward ends, before the last reductions are waited for.
+        on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
+        on_forward_failure: called when a forward that failed is left as it ends elsewhere.
+        on_failure: called when an iteration that failed is dropped.
+        on_dissolution: called when there is to be no such root any more.
+    """
+
+    def __init__(self, name: str, shared: SharedComm, groups: Sequence[FSDPParamGroup], settings: RootSettings) -> None:
+        assert shared.comm is not None, "a root has a communication context"
+        self.name = name
+        self.shared_comm = shared
+        self.comm = shared.comm
+        self.groups = tuple(groups)
+        self.settings = settings
+        self.post_optim_event: Any = None
+        if settings.pools_memory is not None:
+            self.comm.pool_memory(settings.pools_memory)
+        self.shared: Unit = ()
+        self.is_disturbed = False
+        self.holds_graph = False
+        self.hidden: tuple[FSDPParamGroup, ...] = ()
+        self._resting: tuple[FSDPParamGroup, ...] = ()
+        self._watched: list[RemovableHandle] = []
+        self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
+        self.on_backward_end: Callable[[], None] = lambda: None
+        self.on_backward_pause: Callable[[], None] = lambda: None
+        self.on_forward_failure: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.on_dissolution: Callable[[], None] = lambda: None
+        self.iteration = Iteration()
+        self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+
+    # -- forward
+
+    def begin_forward(self) -> None:
+        """The root's forward begins, outside of any backward."""
+        self.comm.refuse_unfinished_handle("a forward")
+        self.iteration.in_forward = True
+        self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
+        for group in self.groups:
+            group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
+        if self.groups:
+            self.comm.max_pending_reduces = max(group.settings.max_pending for group in self.groups)
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is None:
+            self.comm.gathers_follow_compute()
+        else:
+            self.comm.gathers_follow(event)
+
+    def join(self) -> None:
+        """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
+        self.comm.refuse_unfinished_handle("a forward")
+        self.comm.gathers_follow_compute()
+        self.gather_postponed()
+
+    def gather_for_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
+        """Gather ``unit``, and ahead of its compute the units that come ``then``, or are expected to. Collective."""
+        iteration = self.iteration
+        self._gather(unit)
+        if iteration.in_forward and iteration.order is not None:
+            expected = self._advance(iteration.order, unit)
+            self._gather_ahead(expected if then is None else then)
+
+    def _advance(self, order: ExecutionOrder[Unit], unit: Unit) -> Sequence[Unit]:
+        """Note that ``unit`` is needed now; returns what is to be gathered ahead if the user says nothing."""
+        budget = self.settings.prefetch_bytes
+        if budget is None:
+            return order.advance(unit, depth=PREFETCH_DEPTH)
+        within: list[Unit] = []
+        for upcoming in order.advance(unit, depth=MAX_PREFETCH_DEPTH):
+            budget -= sum(group.storage.unsharded_bytes for group in upcoming)
+            if budget < 0:
+                break
+            within.append(upcoming)
+        return within
+
+    def _gather(self, unit: Unit, *, for_backward: bool = False) -> None:
+        ahead = self.iteration.ahead
+        for group in unit:
+            group.unshard(for_backward=for_backward)
+            if ahead:
+                ahead.discard(group)
+        for group in unit:  # their staging buffers are gone before the next one is allocated
+            group.wait_for_unshard()
+
+    def _gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
+        for unit in upcoming:
+            for group in unit:
+                if not for_backward or group.settings.unshards_in_backward:
+                    if _torch.profiler._is_profiler_enabled:
+                        way = "backward" if for_backward else "forward"
+                        with _torch.in_range(f"FSDP::{way}_prefetch for {group.name}"):
+                            group.unshard(for_backward=for_backward, is_prefetch=True)
+                    else:
+                        group.unshard(for_backward=for_backward, is_prefetch=True)
+                    self.iteration.ahead.add(group)
+
+    def end_forward(self) -> None:
+        """The root's forward has ended: drop what was gathered in vain.
+
+        Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
+        learn it, and predict something else; after an evaluation, nothing later would tell.
+        """
+        self.iteration.in_forward = False
+        self._forward_order.end()
+        self._evaluation_order.end()
+        self._evaluation_order.commit()
+        self._drop_ahead()
+        self.comm.let_host_write_shards()
+
+    def _drop_ahead(self) -> None:
+        for group in self.groups:
+            if group in self.iteration.ahead and not group.users:
+                if self.holds_graph and group.phase is ParamPhase.UNSHARDED:
+                    continue  # which the graph may read
+                group.reshard()
+                self.comm.let_host_write_shards()
+        self.iteration.ahead.clear()
+
+    # -- backward
+
+    def begin_backward(self) -> None:
+        """Some backward hook runs: arrange for the end of this backward, once."""
+        if not self.iteration.in_backward:
+            self.comm.refuse_unfinished_handle("a backward")
+            self.iteration.in_backward = True
+            self.iteration.creates_graph = torch.is_grad_enabled()
+            is_last = self.settings.is_last_backward or self.settings.finalizes_manually
+            for group in self.groups:
+                group.reducer.is_last = is_last
+            self._backward_order.expect(self._forward_order.learned[::-1])
+            _torch.queue_backward_callback(functools.partial(on_real_parameters, self._end_backward))
+
+    def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
+        """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
+        iteration = self.iteration
+        if iteration.postponed is not None:
+            self._enclosing.add(iteration.postponed.during)
+            self.gather_postponed()
+        if iteration.recomputed is unit:
+            iteration.recomputed = None
+        needed = unit
+        for group in unit:
+            if not group.settings.unshards_in_backward:
+                needed = tuple(each for each in unit if each.settings.unshards_in_backward)
+        self._gather(needed, for_backward=True)
+        expected = self._advance(self._backward_order, unit)
+        is_large = False
+        for group in unit:
+            is_large = is_large or group.reducer.large != ()
+        if is_large and then is None and self._postpones(unit):
+            if any([group.reducer.is_ordered for group in unit]):
+                self._gather_ahead(expected, for_backward=True)
+                expected = ()
+            iteration.postponed = HalfwayGathers(unit, expected, self._gather_halfway)
+            iteration.postponed.watch()
+        else:
+            self._gather_ahead(expected if then is None else then, for_backward=True)
+
+    def _postpones(self, unit: Unit) -> bool:
+        """Whether what follows ``unit``, of large gradients, is gathered later. [Note: half a backward each]"""
+        comm = self.comm
+        if comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
+            return False
+        return self.settings.prefetch_bytes is None and unit not in self._enclosing
+
+    def _gather_halfway(self) -> None:
+        on_real_parameters(self.gather_postponed)
+
+    def gather_postponed(self) -> None:
+        """Wait for the reduction in flight, and gather what was postponed until then, if anything was. Collective."""
+        postponed, self.iteration.postponed = self.iteration.postponed, None
+        if postponed is not None:
+            postponed.cancel()
+            self.comm.retire_reduces(0)
+            self._gather_ahead(postponed.upcoming, for_backward=True)
+
+    def gather_for_recompute(self, unit: Unit) -> None:
+        """Gather ``unit`` for a recompute in backward, which is no part of the learned orders. Collective."""
+        self.gather_postponed()
+        if self.iteration.recomputed is unit:
+            self.iteration.recomputed = None
+        else:
+            self.keep_for_backward(None)
+        self._gather(unit, for_backward=True)
+
+    def gather_for_second_backward(self, unit: Unit) -> None:
+        """Gather ``unit`` for the differentiation of a recorded backward, if it is not there any more. Collective."""
+        self.gather_postponed()
+        self._gather(unit, for_backward=True)
+
+    def keep_for_backward(self, unit: Unit | None) -> None:
+        """Leave ``unit`` unsharded after its recompute, instead of the one before.
+
+        The last unit that is recomputed is the first whose backward follows; the others are resharded.
+        """
+        iteration = self.iteration
+        kept, iteration.recomputed = iteration.recomputed, unit
+        if kept is not None and kept is not unit:
+            if self.holds_graph or iteration.creates_graph or iteration.is_second:
+                return
+            for group in kept:
+                if not group.users:
+                    group.reshard()
+
+    def reduce_or_keep(self, unit: Unit) -> None:
+        """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
+        for group in unit:
+            if not group.reducer.is_trainable:
+                continue
+            if group.settings.requires_gradient_sync:
+                group.reduce()
+                self.iteration.reduced = True
+            else:
+                group.reducer.keep_unsharded()
+
+    def reduce_shared(self, *, only_keeps: bool = False) -> None:
+        """`reduce_or_keep` the shared groups that the backward, which is over, has come to. Collective."""
+        for group in self.shared:
+            if only_keeps and group.settings.requires_gradient_sync:
+                continue
+            if group.took_part or group.reducer.is_due():
+                group.took_part = False
+                self.reduce_or_keep((group,))
+
+    def _end_backward(self) -> None:
+        if self.iteration.postponed is not None:
+            self.gather_postponed()
+        if self.settings.finalizes_manually:
+            self.on_backward_pause()
+            GradientReducer.owing.update(group.reducer for group in self.groups)
+            self.iteration.in_backward = False
+            self.iteration.unfinalized = True
+            self.keep_for_backward(None)
+            self._drop_ahead()
+            self._backward_order.end()
+            return
+        self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
+        self.on_backward_end()
+        if self.settings.is_last_backward:
+            self.comm.retire_reduces(0)
+        self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        self.keep_for_backward(None)
+        self._drop_ahead()
+        self._backward_order.end()
+        if self.iteration.reduced:
+            self._forward_order.commit()
+            self._backward_order.commit()
+            if self.comm.gather_arena is not ALLOCATOR:
+                self.comm.end_step()
+        self.comm.let_host_write_shards()
+        self._hold_graph(self.holds_graph)
+        ended, self.iteration = self.iteration, Iteration()
+        # A backward inside the root's forward does not end that.
+        self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
+
+    def _hold_graph(self, holds: bool) -> None:
+        """Whether a recorded backward may yet be differentiated, or one of `hidden` modules run again.
+
+        That may reach parameters without coming to the output of any module, so it is noticed at the parameters. Until
+        then the modules hold the sharded ones, as after any backward: programs clip their gradients, and step.
+        """
+        self.holds_graph = holds
+        kept = self.groups if holds else self.hidden
+        for group in self._resting:
+            if group not in kept:
+                group.free_in_place()
+        self._resting = kept
+        if holds and not self.iteration.in_forward:
+            for group in kept:
+                group.rest_in_place()
+        for handle in self._watched:
+            handle.remove()
+        self._watched.clear()
+        if kept:
+            self.watch_parameters(kept)
+
+    def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
+        """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""
+        self._watched += [
+            param.unsharded.register_post_accumulate_grad_hook(self._notice_backward)
+            for group in groups
+            for param in group.params
+            if param.unsharded is not None and param.unsharded.requires_grad
+        ]
+
+    def _notice_backward(self, parameter: torch.Tensor) -> None:
+        self.begin_backward()
+        self.iteration.reaches_watched = True
+
+    # -- finalization by the user
+
+    def finalize(self) -> None:
+        """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
+        self.on_backward_end()
+
+    def wait_for_finalization(self) -> None:
+        """Wait for the reductions of a finalized backward, and end the iteration."""
+        self.comm.retire_reduces(0)
+        self._end_iteration()
+
+    # -- between iterations
+
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is running, or waits for ``finalize_backward``."""
+        iteration = self.iteration
+        runs = iteration.in_forward or iteration.in_backward or iteration.unfinalized
+        return runs or _torch.backward_is_running()
+
+    def finish(self) -> None:
+        """Recover from a failure, and wait for the reductions in flight."""
+        self.recover_if_failed()
+        self.comm.retire_reduces(0)
+
+    def dissolve(self) -> None:
+        """Let the modules below find a root anew, in their next forward."""
+        self.on_dissolution()
+
+    # -- failure
+
+    def recover_if_failed(self) -> None:
+        """Start clean if an exception left the last iteration's forward or backward.
+
+        A backward has failed if it began, and neither ended nor is running now.
+        """
+        in_backward = self.iteration.in_backward and not _torch.backward_is_running()
+        if in_backward or self.comm.was_interrupted:
+            self.reset(warns=True)
+        elif self.iteration.failed:
+            self._leave_failed_forward()
+
+    def _leave_failed_forward(self) -> None:
+        """End a forward that an exception has left, as it ends on ranks where none came.
+
+        All ranks may agree to skip the batch: then they must gather the same in the next forward. So what rests
+        unsharded after a forward does so here, and gradients of earlier microbatches stay.
+        """
+        ahead = self.iteration.ahead
+        for group in self.groups:
+            group.users.clear()
+            if group in ahead or group.was_interrupted:
+                group.reshard()
+        self.on_forward_failure()
+        for order in (self._forward_order, self._evaluation_order, self._backward_order):
+            order.abandon()
+        ended, self.iteration = self.iteration, Iteration()
+        self.iteration.unfinalized, self.iteration.reduced = ended.unfinalized, ended.reduced
+
+    def reset(self, *, warns: bool = False) -> None:
+        """Wait for what is in flight, drop it, and forget the iteration.
+
+        ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it.
+        """
+        self.comm.invalidate_handle(self)
+        self.comm.drop_reduces()
+        self.comm.let_host_write_shards()
+        self.hidden = ()
+        self._hold_graph(False)
+        if self.iteration.postponed is not None:
+            self.iteration.postponed.cancel()
+        for group in self.shared:
+            group.users.clear()
+            group.took_part = False
+        lost = [group.name for group in self.groups if group.abandon()]
+        self.on_failure()
+        for order in (self._forward_order, self._evaluation_order, self._backward_order):
+            order.abandon()
+        self.iteration = Iteration()
+        if lost and warns:
+            warnings.warn(
+                f"An iteration of {self.name} failed; gradients that earlier microbatches had accumulated without "
+                "communication were dropped with it. Run the whole accumulation again.",
+                stacklevel=2,
+            )

@@ -1,0 +1,466 @@
+"""`fully_shard`: validate, collect parameters, shard them, attach the state, mix in the class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.arguments import ANYTHING, checked
+from fsdp2.compiled.frames import begin_graphs_at_calls_only
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
+from fsdp2.core.misuse import explain_errors, refuse_whole_tensors
+from fsdp2.core.module import mix_in
+from fsdp2.core.options import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    PolicyFunction,
+    module_policy,
+    offload,
+    policy_or_function,
+)
+from fsdp2.core.other_words import instead_of
+from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
+from fsdp2.core.root import Unit
+from fsdp2.core.shard_arguments import ShardArguments
+from fsdp2.core.sharding import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
+from fsdp2.core.state import FSDPState, state_of
+from fsdp2.core.structure import module_paths, refuse_container
+from fsdp2.core.trees import refuse_unknown_arguments
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.features.replicate_small import absorb, is_small, mesh_of_small, share
+from fsdp2.features.reshard_to_fewer import PostForwardShards
+from fsdp2.features.tensor_extensions import check_extension, is_extended
+from fsdp2.features.tied_weights import Use, check_tied, take_tied
+from fsdp2.features.torch_patches import warn_of_patches
+from fsdp2.features.zero_stages import Strategy, info_for, refuse_contradictions, reshard_policy_of
+from fsdp2.optim import zeroing
+from fsdp2.optim.guard import GUARD
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_MIXED_PRECISION = MixedPrecisionPolicy()
+_OFFLOAD = OffloadPolicy()
+
+
+@overload
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    strategy: Strategy | None = ...,
+    replicate_below: int = ...,
+) -> Module: ...
+@overload
+def fully_shard(
+    module: list[Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: Iterable[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    strategy: Strategy | None = ...,
+    replicate_below: int = ...,
+) -> list[Module]: ...
+@checked(
+    instead_of,
+    mesh=ANYTHING,
+    reshard_after_forward=ANYTHING,
+    shard_placement_fn=ANYTHING,
+    mp_policy=ANYTHING,
+    offload_policy=ANYTHING,
+    dp_mesh_dims=ANYTHING,
+    strategy=ANYTHING,
+    replicate_below=ANYTHING,
+)
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | PolicyFunction = _MIXED_PRECISION,
+    offload_policy: OffloadPolicy | None = _OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    strategy: Strategy | None = None,
+    replicate_below: int = 0,
+) -> Any:
+    """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
+
+    Each parameter of shape ``(size0, ...)`` becomes a DTensor with placement ``Shard(0)``; rank r keeps rows
+    ``[r * ceil(size0 / W), (r + 1) * ceil(size0 / W))``. The parameters of one call form a *group*: before
+    ``module``'s forward and backward they are all-gathered together, afterwards freed; their gradients are averaged
+    over the ranks with one reduce-scatter. Call it bottom-up, on the blocks of a model and then on the model itself:
+    parameters of submodules on which it was called before belong to those. Buffers are not sharded.
+
+        >>> for block in model.blocks:
+        ...     fully_shard(block)
+        >>> fully_shard(model)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+
+    A parameter that modules of several calls hold (tied weights) belongs to the first call; its group is gathered for
+    the others too, and reduced once, at the end of the backward.
+
+    A parameter that is a DTensor of tensor or expert parallelism keeps its placements, and is sharded over the
+    data-parallel mesh as well. Every rank must make the same calls. The first forward of the outermost module makes it
+    the root and compares the plans of all ranks.
+
+    Args:
+        module: the module, or a list of modules that form one group. ``ModuleList`` and ``ModuleDict`` have no forward
+            and cannot be sharded themselves. Of a list, those that lie inside others of it are left to these; forward
+            may call a part of the others, and the rest later in the iteration (chunked loss): then each of those calls
+            reduces on its own. On the meta device nothing is allocated: call ``model.to_empty(device=...)`` and
+            initialize or load before the first forward.
+        mesh: of one dim: parameters are sharded over it (FSDP). Of two named dims (replicate, shard): sharded over the
+            second, replicated over the first (HSDP). Its device type is where parameters and buffers are moved.
+            Default: all ranks, on the accelerator if there is one, else on CPU.
+        reshard_after_forward: True frees the unsharded parameters after forward and gathers again in backward. False
+            keeps them from forward to backward (more memory, less communication). None: True, but for the root False
+            where a backward can follow (with gradients enabled), which needs the root's parameters first. An int, a
+            divisor of the ranks sharded over: reshard to that many neighbours after forward, so that the gather in
+            backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
+            after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
+        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, ``Owned(rank)`` to
+            leave the whole to one rank (see `balanced_owners`), a `ShardPlacementResult` to shard over another mesh as
+            well, or None for ``Shard(0)``. (A parameter of no dims is always replicated.)
+        mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is
+            called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
+            What its answers say about inputs, outputs and buffers must not contradict each other.
+        offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory. None is `OffloadPolicy()`: it
+            offloads nothing.
+        ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
+        dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
+            be DTensors on it, replicated in those dims.
+        strategy: a ZeRO stage. ``"zero3"``: parameters are freed after forward and after backward. ``"zero2"``: they
+            stay from forward to backward. ``"zero1"``: they stay until a backward reduces gradients, so that they are
+            gathered once for all microbatches of a step, of which all but the last run with
+            ``set_requires_gradient_sync(False)``. ``"replicate"``: nothing is sharded, over either dim of ``mesh``;
+            gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
+            `FSDPModule.set_strategy`.
+        replicate_below: parameters of fewer bytes (whole, in their original dtype) are not sharded but replicated over
+            all ranks of ``mesh``, whatever ``shard_placement_fn`` says. Those of all calls below one another that pass
+            it form one group: one all-reduce at the end of the backward.
+
+    Returns:
+        ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
+        arguments changes nothing; `unwrap` undoes it.
+
+    Raises:
+        FSDPTypeError: not a module, not a mesh, not a policy.
+        FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
+            the owner), sharded by torch's `fully_shard`, at or below it, replicated by torch's `replicate` (which is
+            left alone below), a container without forward, a mesh, a dim name, a placement, an int or the name of an
+            input that does not fit, policies that contradict each other, a strategy that contradicts another argument.
+        FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
+            an int for ``reshard_after_forward`` on a mesh with flattened dims.
+        FSDPRuntimeError: no process group.
+
+    Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
+    """
+    modules = _validated_modules(module)
+    asked, offloading = policy_or_function(mp_policy), offload(offload_policy)
+    check_policy_callable(shard_placement_fn)
+    refuse_contradictions(strategy, reshard_after_forward, shard_placement_fn)
+    info = info_for(strategy, mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims))
+    data_parallel = DataParallelMesh.from_info(info)
+    resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
+    ignored = ignored_below(modules, ignored_params)
+    below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
+    small = mesh_of_small(replicate_below, info)
+    arguments = ShardArguments(
+        data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
+    )
+    if _is_repetition(modules, arguments):
+        return module
+    managed = _managed_modules(modules)
+    found = _find_parameters(modules, managed, ignored)
+    tied = take_tied(found, ignored, managed, modules[0])
+    name = type(modules[0]).__name__
+    named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *((t.original, t.uses) for t in tied))]
+    policy = module_policy(arguments.mp_policy, named, name)
+    refuse_unknown_arguments(policy.inputs, modules)
+    with torch.inference_mode(False):  # parameters made under inference mode could never be trained
+        check_tied(tied, arguments, policy.of_parameters[len(found) :], name)
+        unit = _shard(found, managed, arguments, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
+        unit, absorbed = absorb(modules, unit, arguments, name)
+        for each in tied:
+            each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
+        unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
+    state = FSDPState(modules, unit, policy, arguments, ignored)
+    share(absorbed)
+    if strategy is not None:
+        state.reshard_after_forward, state.reshard_after_backward = reshard_policy_of(strategy)
+    for each_module in modules:
+        mix_in(each_module)
+    state.module_hooks.mark(managed)
+    if unit:
+        state.module_hooks.handle_state_dicts(state, modules, managed)
+    for each_module in modules:
+        state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
+    GUARD.install()
+    zeroing.install()
+    explain_errors()
+    warn_of_patches()
+    begin_graphs_at_calls_only()
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) -> tuple[bool | None, int | None]:
+    """Whether to reshard after forward, and to how many ranks if not to all."""
+    if mesh.shard_group is None:  # nothing is sharded: gathering again would only copy
+        return False if reshard_after_forward is None else bool(reshard_after_forward), None
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    if not isinstance(reshard_after_forward, int):
+        raise FSDPValueError(
+            "reshard_after_forward must be None, a bool, or the number of ranks to reshard to, got "
+            f"{reshard_after_forward!r}."
+        )
+    size = mesh.shard_size
+    if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
+        raise FSDPValueError(
+            f"reshard_after_forward={reshard_after_forward} must divide the {size} ranks that are sharded over; a "
+            "choice may be the number of devices in a node."
+        )
+    if reshard_after_forward == 1 and size > 1:
+        warnings.warn(
+            "reshard_after_forward=1 (an int) keeps whole parameters on one rank, like False; to reshard, pass True.",
+            stacklevel=4,
+        )
+        return False, None
+    return True, None if reshard_after_forward == size else reshard_after_forward
+
+
+def _requested_sharding(
+    parameter: nn.Parameter, fqn: str, name: str, shard_placement_fn: Any, default: DataParallelMesh
+) -> Sharding:
+    where = f"parameter '{fqn}' of {name}"
+    sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
+    data = local_data(parameter)
+    if is_extended(data):
+        check_extension(data, sharding.partition, sharding.mesh.shard_size, where)
+    return sharding
+
+
+def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
+    if sharding.mesh.shard_size % size:
+        raise FSDPValueError(
+            f"reshard_after_forward={size} must divide the {sharding.mesh.shard_size} ranks that parameter '{fqn}' of "
+            f"{name} is sharded over."
+        )
+
+
+def _validated_modules(module: object) -> tuple[nn.Module, ...]:
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    if not modules:
+        raise FSDPValueError("fully_shard was called on an empty list of modules.")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise FSDPTypeError(f"fully_shard shards an nn.Module or a list of them, got {type(each).__name__}.")
+        refuse_container(each, "fully_shard")
+        if _is_replicated(each):
+            raise FSDPValueError(
+                f"torch's replicate was called on this {type(each).__name__}, which sees to its gradients: call "
+                "fully_shard on a module above or below it, or on it instead of replicate, with strategy='replicate' "
+                "to have the same by fsdp2."
+            )
+    if len(set(map(id, modules))) != len(modules):
+        raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
+    inside = {child for each in modules for child in each.modules() if child is not each}
+    return tuple(each for each in modules if each not in inside)
+
+
+def validated_ignored(ignored_params: Any) -> frozenset[nn.Parameter]:
+    """``ignored_params`` as a set.
+
+    Raises:
+        FSDPTypeError: something else than parameters.
+    """
+    if ignored_params is None:
+        return frozenset()
+    ignored = list(ignored_params)
+    if not all(isinstance(each, nn.Parameter) for each in ignored):
+        found = sorted({type(each).__name__ for each in ignored})
+        raise FSDPTypeError(f"ignored_params must be an iterable of nn.Parameter, got {', '.join(found)}.")
+    return frozenset(ignored)
+
+
+def ignored_below(modules: Sequence[nn.Module], ignored_params: Any) -> frozenset[nn.Parameter]:
+    """``ignored_params``, and those of submodules that torch's `replicate` was called on, which see to their own.
+
+    Raises:
+        FSDPTypeError: something else than parameters.
+    """
+    replicated = [each for module in modules for each in module.modules() if _is_replicated(each)]
+    return validated_ignored(ignored_params) | {parameter for each in replicated for parameter in each.parameters()}
+
+
+def _is_replicated(module: nn.Module) -> bool:
+    return "replicate" in _torch.composed(module)
+
+
+def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """``modules`` and everything below them, down to submodules that have groups of their own, or are replicated."""
+    managed: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in managed or state_of(module) is not None or _is_replicated(module):
+            return
+        if "fully_shard" in _torch.composed(module):
+            path = module_paths(modules)[module]
+            where = f"'{path}', a" if path else "this"
+            raise FSDPValueError(
+                f"torch's own fully_shard was called on {where} {type(module).__name__}, which cannot be part of what "
+                "fsdp2 shards: import fully_shard from fsdp2 wherever it is called, or start the program by "
+                "python -m fsdp2.compat."
+            )
+        managed[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        visit(module)
+    return list(managed)
+
+
+def _is_repetition(modules: Sequence[nn.Module], arguments: ShardArguments) -> bool:
+    """Whether `fully_shard` was called on ``modules`` before, with the same arguments.
+
+    Raises:
+        FSDPValueError: it was called with others, or on some of them, or together with other modules.
+    """
+    states = [state_of(module) for module in modules]
+    sharded = [state for state in states if state is not None]
+    if not sharded:
+        return False
+    before = sharded[0]
+    name = before.class_name
+    if len(sharded) < len(modules) or set(before.modules) != set(modules):
+        names = ", ".join(type(module).__name__.removeprefix("FSDP") for module in before.modules)
+        raise FSDPValueError(
+            f"fully_shard was already called on this {name}, with another argument 'module': on ({names}). The modules "
+            "of one call form a group; call it once more on exactly those, or undo it with fsdp2.unwrap() first."
+        )
+    argument = before.arguments.difference(arguments)
+    if argument is not None:
+        first, second = getattr(before.arguments, argument, None), getattr(arguments, argument, None)
+        if argument == "dp_mesh_dims":
+            first, second = before.arguments.mesh.dims, arguments.mesh.dims
+        elif argument == "mesh":
+            first, second = before.arguments.mesh.device_mesh, arguments.mesh.device_mesh
+        raise FSDPValueError(
+            f"fully_shard was already called on this {name} with another argument '{argument}': {_shown(first)} "
+            f"before, {_shown(second)} now. Repeat the call with equal arguments, which changes nothing, or undo it "
+            "with fsdp2.unwrap() first."
+        )
+    return True
+
+
+def _shown(argument: Any) -> str:
+    if isinstance(argument, frozenset):
+        return f"{len(argument)} parameters"
+    if isinstance(argument, tuple):  # of reshard_after_forward
+        return str(argument[0] if argument[1] is None else argument[1])
+    return str(argument)
+
+
+def _shard(
+    found: dict[nn.Parameter, list[Use]],
+    managed: Sequence[nn.Module],
+    arguments: ShardArguments,
+    policies: Sequence[MixedPrecisionPolicy],
+    buffer_dtype: torch.dtype | None,
+    name: str,
+    small: DataParallelMesh | None,
+) -> Unit:
+    """Shard the parameters, each by its policy, and group them by their meshes; ``small``: that of small ones."""
+    mesh = arguments.mesh
+    neighbours = arguments.reshard_after_forward[1]
+    shardings = [
+        _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, mesh)
+        if small is None or not is_small(parameter, arguments.replicate_below)
+        else _requested_sharding(parameter, uses[0][2], name, None, small)
+        for parameter, uses in found.items()
+    ]
+    if neighbours is not None:
+        for sharding, uses in zip(shardings, found.values(), strict=True):
+            if sharding.mesh is not small:
+                _check_neighbours(sharding, neighbours, uses[0][2], name)
+    offloading = arguments.offloading
+    _move_to_device(managed, found, mesh.device, buffer_dtype)
+    by_mesh: dict[Any, tuple[WriteCounter, list[FSDPParam]]] = {}
+    for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
+        write_counter, params = by_mesh.setdefault(sharding.mesh.key, (WriteCounter(), []))
+        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, write_counter, name))
+    unit: Unit = tuple(
+        FSDPParamGroup(params, params[0].sharding.mesh, offloading, write_counter=write_counter, name=name)
+        for write_counter, params in by_mesh.values()
+    )
+    for group in unit:
+        if neighbours is not None and neighbours < group.mesh.shard_size:
+            group.storage.post_forward = PostForwardShards(smaller_mesh(group.mesh, neighbours))
+    return unit
+
+
+def _find_parameters(
+    modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: frozenset[nn.Parameter]
+) -> dict[nn.Parameter, list[Use]]:
+    """Every parameter that is registered in ``managed`` modules, with all places where it is."""
+    names = module_paths(modules)
+    found: dict[nn.Parameter, list[Use]] = {}
+    for module in managed:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in ignored:
+                fqn = f"{names[module]}.{name}" if names[module] else name
+                found.setdefault(parameter, []).append((module, name, fqn))
+    return found
+
+
+def _move_to_device(
+    managed: Sequence[nn.Module],
+    found: Iterable[nn.Parameter],
+    device: torch.device,
+    buffer_dtype: torch.dtype | None,
+) -> None:
+    """Move what is not on meta to ``device``, buffers in ``buffer_dtype``. Parameters keep their identity."""
+    for parameter in found:
+        if parameter.device == device or parameter.is_meta:
+            continue
+        if isinstance(parameter, DTensor):
+            raise FSDPValueError(
+                f"a parameter is a DTensor on {parameter.device}, but fully_shard's mesh is on {device}: build both "
+                "meshes for the same device type."
+            )
+        if is_subclass(parameter):
+            with torch.no_grad():
+                torch.utils.swap_tensors(parameter, nn.Parameter(parameter.to(device), parameter.requires_grad))
+        else:
+            parameter.data = parameter.data.to(device)
+    for module in managed:
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            where = buffer.device if buffer.is_meta else device
+            dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
+            module._buffers[name] = buffer.to(where, dtype)

@@ -1,0 +1,484 @@
+"""Where a parameter's shards lie: which dim is cut, over which mesh, and the DTensor placements that say so.
+
+Pure: meshes and placements in, a `Sharding` out. Parameters may be plain tensors, or DTensors of tensor or expert
+parallelism, whose placements are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.arguments import ANYTHING, checked_class
+from fsdp2.core.layout import Partition, memory_order
+from fsdp2.core.mesh import DataParallelMesh, device_of
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.features.owned import Owned
+
+# DTensors over local tensors that lie in a buffer: of the right class, with copies and pickles of their own.
+
+
+CLASSES: dict[type[Placement], type[DTensor]] = {}
+"""By placements that torch's own DTensor does not know, the class that does: with ``_over(local, spec)``."""
+
+OF_ROWS: list[Callable[[Sequence[int]], Placement]] = []
+"""The placement of rows (one number for each rank) that are dealt out otherwise than torch's ``Shard`` does."""
+
+
+def class_of(spec: Any) -> type[DTensor]:
+    """The class of a tensor of ``spec`` (a DTensorSpec)."""
+    return next((CLASSES[type(each)] for each in spec.placements if type(each) in CLASSES), DTensor)
+
+
+def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
+    """A DTensor over ``local`` of the class that ``spec`` asks for."""
+    own = class_of(spec)
+    return _torch.make_dtensor(local, spec) if own is DTensor else own._over(local, spec)  # type: ignore[attr-defined]
+
+
+def dtensor_at_offset(local: torch.Tensor, spec: Any) -> DTensor:
+    """The same for a ``local`` that lies at an offset in memory that it shares, with copies and pickles of its own.
+
+    The wrapper has that offset too: Dynamo (up to torch 2.14) cannot take up one that has another. Its own storage is
+    null, and torch would try to copy it from there; so `copy.deepcopy` and `torch.save` are told to copy its own part.
+    """
+    dtensor = dtensor_over(local, spec)
+    dtensor.__deepcopy__ = _DeepCopy(local, spec)  # type: ignore[method-assign]
+    dtensor.__reduce_ex__ = _Reduce(local, spec)  # type: ignore[method-assign,assignment]
+    return dtensor
+
+
+def parameter_at_offset(local: torch.Tensor, spec: Any, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter of the same kind; how it is copied is the caller's affair."""
+    parameter = nn.Parameter(dtensor_over(local, spec), requires_grad=requires_grad)
+    _torch.set_local(parameter, local)
+    parameter.__reduce_ex__ = _ReduceParameter(local, spec)  # type: ignore[method-assign,assignment]
+    return parameter
+
+
+class _OnItsOwn:
+    """What a DTensor's local tensor holds, as a DTensor on memory of its own. Does not travel with copies."""
+
+    __slots__ = ("_local", "_spec")
+
+    def __init__(self, local: torch.Tensor, spec: Any) -> None:
+        self._local = local
+        self._spec = spec
+
+    def _made(self) -> DTensor:
+        return dtensor_over(self._local.detach().clone(), self._spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copied as None."""
+
+    def __reduce__(self) -> Any:
+        """Pickled as None."""
+        return type(None), ()
+
+
+class _DeepCopy(_OnItsOwn):
+    __slots__ = ()
+
+    def __call__(self, memo: dict[int, Any]) -> DTensor:
+        return self._made()
+
+
+class _Reduce(_OnItsOwn):
+    __slots__ = ()
+
+    def __call__(self, protocol: Any) -> Any:
+        return self._made().__reduce_ex__(protocol)
+
+
+class _ReduceParameter(_OnItsOwn):
+    __slots__ = ()
+
+    def __call__(self, protocol: Any) -> Any:
+        return nn.Parameter(self._made()).__reduce_ex__(protocol)
+
+
+# Over which process groups the data of a DTensor is spread: the one place that reads this off its placements.
+#
+# Knows nothing of what is then reduced over them.
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A process group to reduce over; equal to any other of the same ranks.
+
+    Attributes:
+        ranks: of the default group, ascending.
+        group: the process group.
+        device: what it communicates from.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup = field(compare=False)
+    device: torch.device = field(compare=False)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, axis: int) -> RankGroup:
+        """That of dim ``axis`` of ``mesh``."""
+        group = mesh.get_group(axis)
+        return cls(tuple(sorted(dist.get_process_group_ranks(group))), group, device_of(mesh))
+
+
+ReductionGroups = tuple[RankGroup, ...]
+"""The process groups over which the elements of a tensor are shared out; () if every rank has the whole."""
+
+
+def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) -> ReductionGroups:
+    """Over which process groups the data of a DTensor is spread, mesh dims left to right.
+
+    Any placement but Replicate says that the ranks of its mesh dim together hold the tensor once: what a new kind of
+    placement must mean, too, to be clipped rightly. (Padding, if there is any, must not lie in the local tensor.)
+
+    Raises:
+        FSDPValueError: a Partial placement, whose norm nobody knows before it is reduced; a mesh without this rank.
+    """
+    if mesh.get_coordinate() is None:
+        raise FSDPValueError(
+            f"{name} lies on {mesh}, which rank {dist.get_rank()} is not part of. Pass the parameters of this rank "
+            "only, and to mesh= a mesh that joins it with the ranks of the others."
+        )
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise FSDPValueError(
+                f"{name} has placement {placement!r} in mesh dim {axis} of {mesh}: it is still to be summed over the "
+                "ranks there, and the norm of the sum cannot be had from the parts. Reduce it first: parameter.grad = "
+                "parameter.grad.redistribute(placements=parameter.placements)."
+            )
+    return tuple(
+        RankGroup.of(mesh, axis)
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    )
+
+
+@checked_class(rows=ANYTHING)
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
+
+    Of n rows there are ``ceil(n / rows)`` blocks, the last one maybe short; each of W ranks has ``ceil(blocks / W)`` of
+    them, the last ranks fewer or none. Where ``torch.chunk`` deals out the rows alike the sharded parameter is the
+    DTensor with ``Shard(0)`` that it always is, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for
+    as many rows as rank 0 has, so there should be at least as many blocks as ranks.
+
+    Attributes:
+        rows: of a block, at least 1.
+
+    Raises:
+        FSDPTypeError: ``rows`` is no int.
+        FSDPValueError: ``rows`` is less than 1.
+    """
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
+            raise FSDPTypeError(f"RowBlocks takes the rows of a block, an int, got {self.rows!r}.")
+        if self.rows < 1:
+            raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
+
+
+@checked_class(placement=ANYTHING)  # checked where it is for a parameter, which the message names
+@dataclass
+class ShardPlacementResult:
+    """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
+
+    Attributes:
+        placement: ``Shard(i)``, ``RowBlocks(rows)`` or ``Owned(rank)``; None is ``Shard(0)``.
+        mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
+    """
+
+    placement: Shard | RowBlocks | Owned | None
+    mesh_info: Any
+
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
+
+Wanted = int | RowBlocks | Owned | None
+"""The dim that is cut, or the blocks of dim 0, or the rank that has the whole; None: every rank has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharding:
+    """How one parameter is sharded.
+
+    Attributes:
+        mesh: over which ranks.
+        partition: which dim of the local tensor is cut, and how it lies in memory.
+        spec: of the sharded DTensor: all mesh dims, the data-parallel ones first where they are separate.
+        unsharded_spec: of the DTensor that the module computes with; None if it computes with a plain tensor.
+    """
+
+    mesh: DataParallelMesh
+    partition: Partition
+    spec: Any
+    unsharded_spec: Any
+
+
+def requested_placement(
+    shard_placement_fn: Any, parameter: nn.Parameter, fqn: str, default: DataParallelMesh
+) -> tuple[Wanted, DataParallelMesh]:
+    """Ask ``shard_placement_fn`` (or nobody) how to deal out a parameter (dims are not negative), and over which mesh.
+
+    None for a parameter of no dims, of which every rank keeps the whole.
+
+    Raises:
+        FSDPValueError: the answer is none of Shard, RowBlocks, Owned, ShardPlacementResult and None, or names a dim or
+            a rank that there is not.
+    """
+    answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
+    mesh = default
+    if answer is not None and not isinstance(answer, (Shard, RowBlocks, Owned)):
+        if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
+            raise FSDPValueError(
+                f"shard_placement_fn must return Shard(i), RowBlocks(rows), Owned(rank), a ShardPlacementResult or "
+                f"None, got {answer!r} for parameter '{fqn}'."
+            )
+        mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
+    if answer is None:
+        return (0 if parameter.dim() else None), mesh
+    if isinstance(answer, RowBlocks):
+        if not parameter.dim():
+            raise FSDPValueError(f"parameter '{fqn}' has no dims, so no rows that {answer} could keep together.")
+        return answer, mesh
+    if isinstance(answer, Owned):
+        return _checked_owner(answer, parameter, fqn, mesh), mesh
+    if not isinstance(answer, Shard):
+        raise FSDPValueError(
+            f"the placement for parameter '{fqn}' must be Shard(i), RowBlocks(rows) or Owned(rank), got {answer!r}."
+        )
+    dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
+    if not 0 <= dim < parameter.dim():
+        raise FSDPValueError(
+            f"parameter '{fqn}' has {parameter.dim()} dims, {answer} shards one that it does not have."
+        )
+    return dim, mesh
+
+
+def _checked_owner(owner: Owned, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
+    if parameter.dim() == 0:
+        raise FSDPValueError(
+            f"parameter '{fqn}' has no dims, and cannot be {owner}: every rank keeps the whole of it; return None."
+        )
+    if mesh.shard_group is None:  # nothing is sharded: every rank has the whole anyway
+        return 0
+    if owner.rank >= mesh.shard_size:
+        raise FSDPValueError(
+            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.shard_size} ranks: the rank counts in "
+            "that mesh dim, from 0."
+        )
+    return owner
+
+
+def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:
+    if not (hasattr(info, "mesh") and hasattr(info, "shard_mesh_dim")):
+        raise FSDPValueError(
+            f"the mesh_info for parameter '{fqn}' must be an FSDPMeshInfo or HSDPMeshInfo, got {info!r}."
+        )
+    mesh = DataParallelMesh.from_info(info)
+    if mesh.shard_group is None:
+        raise FSDPValueError(f"the mesh_info for parameter '{fqn}' has no dim to shard over (shard_mesh_dim is None).")
+    if mesh.device != default.device:
+        raise FSDPValueError(
+            f"the mesh for parameter '{fqn}' is on {mesh.device}, the module's is on {default.device}; they must agree."
+        )
+    return mesh
+
+
+def dim_blocks_owner(wanted: Wanted) -> tuple[int | None, int, int | None]:
+    """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Partition`."""
+    if isinstance(wanted, Owned):
+        return 0, 1, wanted.rank
+    return (0, wanted.rows, None) if isinstance(wanted, RowBlocks) else (wanted, 1, None)
+
+
+def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh, where: str) -> Sharding:
+    """How ``parameter`` is sharded over ``mesh``. ``wanted``: as `requested_placement` says; ``where``: for errors.
+
+    Raises:
+        FSDPValueError: the parameter's own mesh or placements do not fit.
+    """
+    unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
+    local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
+    dim, block_rows, owner = dim_blocks_owner(wanted)
+    partition = Partition(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
+    if isinstance(wanted, Owned) and unsharded_spec is not None and local.shape != parameter.shape:
+        raise FSDPValueError(
+            f"{where} is to be {wanted}, but is cut by tensor parallelism ({list(unsharded_spec.placements)} on "
+            f"{unsharded_spec.mesh}): no rank could have it whole. Return Shard(i) or None for it."
+        )
+    if isinstance(wanted, RowBlocks) and unsharded_spec is not None:
+        _refuse_cut_blocks(wanted, unsharded_spec, where)
+    if mesh.spmd_mesh is not None:
+        spmd_mesh, placements = _spmd_placements(unsharded_spec, partition, mesh, where)
+    elif unsharded_spec is None:
+        spmd_mesh, placements = (
+            mesh.device_mesh,
+            (*_replicated(mesh), *_cut(mesh, _placement(partition, mesh.shard_size))),
+        )
+    else:
+        spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
+        placement = _strided(partition, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
+        placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
+    stride = parameter.stride() if unsharded_spec is not None else partition.stride(partition.shape)
+    spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
+    return Sharding(mesh, partition, spec, unsharded_spec)
+
+
+def _replicated(mesh: DataParallelMesh) -> tuple[Placement, ...]:
+    return () if mesh.replicate_group is None else (Replicate(),)
+
+
+def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
+    return () if mesh.shard_group is None else (placement,)
+
+
+def _placement(partition: Partition, world_size: int) -> Placement:
+    if partition.dim is None:
+        return Replicate()
+    if partition.is_chunked(world_size):
+        return Shard(partition.dim)
+    (of_rows,) = OF_ROWS
+    return of_rows(partition.rows_of_ranks(world_size))
+
+
+def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
+    for axis, placement in enumerate(spec.placements):
+        if _cuts(placement, 0) and spec.mesh.size(axis) > 1:
+            raise FSDPValueError(
+                f"{where} has placement {placement} in mesh dim {axis} of {spec.mesh}: tensor parallelism has cut the "
+                f"rows that {wanted} is to keep together. Use RowBlocks for parameters that it cuts in another dim."
+            )
+
+
+def _strided(
+    partition: Partition, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
+) -> Placement:
+    """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
+
+    They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
+    """
+    dim = partition.dim
+    if dim is None or not partition.is_chunked(world_size):
+        return _placement(partition, world_size)
+    factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
+    return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
+
+
+def _cuts(placement: Placement, dim: int) -> bool:
+    return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
+
+
+def post_forward_placement(
+    sharding: Sharding, partition: Partition, neighbours: DeviceMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
+
+    ``partition``: how it is dealt out over the neighbours.
+    """
+    spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
+    alone = (Replicate(), _placement(partition, size))
+    if spec is None:
+        return neighbours, alone
+    whole = _torch.root_mesh(neighbours)
+    assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
+    others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
+    kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
+    if not others:
+        return neighbours, alone
+    mesh = whole[tuple([*names, *others])]
+    return mesh, (Replicate(), _strided(partition, size, mesh[tuple(others)], kept), *kept)
+
+
+def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
+    try:
+        return _torch.concatenate_meshes([data_parallel, model_parallel])
+    except Exception as error:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {model_parallel}, which cannot be combined with the data-parallel "
+            f"{data_parallel}. For tensor parallelism both must be slices of one mesh, with different dims: mesh = "
+            "init_device_mesh(..., mesh_dim_names=('dp', 'tp')); parallelize_module(module, mesh['tp'], ...); "
+            "fully_shard(module, mesh=mesh['dp']). A parameter that something else has sharded for data parallelism "
+            "already cannot be sharded again."
+        ) from error
+
+
+def _spmd_placements(
+    unsharded_spec: Any, partition: Partition, mesh: DataParallelMesh, where: str
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements where the parameter is a DTensor on the whole mesh, replicated in data-parallel dims."""
+    spmd_mesh, dims = mesh.spmd_mesh, mesh.dims
+    assert spmd_mesh is not None and dims is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    if unsharded_spec is None:
+        raise FSDPValueError(
+            f"{where} is a plain tensor; with dp_mesh_dims every parameter must be a DTensor on the whole mesh, "
+            "replicated in its data-parallel dims: torch.distributed.tensor.distribute_module(module, mesh) first."
+        )
+    if unsharded_spec.mesh != spmd_mesh:
+        raise FSDPValueError(
+            f"{where} is a DTensor on {unsharded_spec.mesh}; with dp_mesh_dims it must be on the mesh that is passed "
+            f"to fully_shard, {spmd_mesh}."
+        )
+    names, placements = spmd_mesh.mesh_dim_names, list(unsharded_spec.placements)
+    for name in dims.shard_names + dims.replicate_names:
+        if not isinstance(placements[names.index(name)], Replicate):
+            raise FSDPValueError(
+                f"{where} has placement {placements[names.index(name)]} in the data-parallel mesh dim '{name}'; it "
+                "must be Replicate() there."
+            )
+    for name in dims.shard_names:
+        index = names.index(name)
+        others = tuple(unsharded_spec.placements)
+        placements[index] = _strided(partition, mesh.shard_size, spmd_mesh, others, first=index + 1)
+    if len(dims.shard_names) < 2:
+        return spmd_mesh, tuple(placements)
+    return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)
+
+
+def _with_flattened_shards(
+    mesh: DataParallelMesh, shard_names: tuple[str, ...], replicate_names: tuple[str, ...], placements: list[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh in which the dims that are sharded over together are one, in the place of the first of them."""
+    spmd_mesh = mesh.spmd_mesh
+    assert spmd_mesh is not None and spmd_mesh.mesh_dim_names is not None, "named dims"
+    parts: list[DeviceMesh] = []
+    flattened: list[Placement] = []
+    for index, name in enumerate(spmd_mesh.mesh_dim_names):
+        if name == shard_names[0]:
+            parts.append(mesh.device_mesh)
+            flattened += [*_replicated(mesh), placements[index]]
+        elif name not in shard_names and name not in replicate_names:
+            parts.append(spmd_mesh[name])
+            flattened.append(placements[index])
+    return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
+
+
+def local_shard(whole: torch.Tensor, partition: Partition, rows: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
+    if partition.dim is None:
+        return whole
+    start, stop = partition.part(rows, rank)
+    return whole.narrow(partition.dim, start, stop - start)
+
+
+def check_policy_callable(shard_placement_fn: object) -> None:
+    """Refuse a ``shard_placement_fn`` that is none.
+
+    Raises:
+        FSDPTypeError: it cannot be called.
+    """
+    if shard_placement_fn is not None and (not callable(shard_placement_fn) or isinstance(shard_placement_fn, type)):
+        raise FSDPTypeError(f"shard_placement_fn must be a function of a parameter, got {shard_placement_fn!r}.")

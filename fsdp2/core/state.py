@@ -1,0 +1,650 @@
+"""`FSDPState`: what one `fully_shard` call attaches to its module(s): the hooks around forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.compiled.untraced import UNTRACED
+from fsdp2.core.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
+from fsdp2.core.hooks import (
+    STATE,
+    ForwardCall,
+    ModuleHooks,
+    after_backward_of_inputs,
+    before_backward_of_outputs,
+    on_real_parameters,
+)
+from fsdp2.core.misuse import refuse_inside_of_a_pass
+from fsdp2.core.options import ModulePolicy, RootSettings
+from fsdp2.core.root import FSDPRoot, SharedComm, Unit
+from fsdp2.core.root_checks import (
+    refuse_disagreement,
+    refuse_list_as_root,
+    refuse_meta,
+    refuse_unowned_parameters,
+    settings_of,
+)
+from fsdp2.core.shard_arguments import ShardArguments
+from fsdp2.core.streams import FSDPCommContext, device_for
+from fsdp2.core.structure import Structure, module_paths
+from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
+from fsdp2.errors import FSDPRuntimeError, ParamPhase
+from fsdp2.features.copies.states import CopyableState, Prefetch, resolve_prefetch
+from fsdp2.features.torch_view import attribute_of
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """The state that `fully_shard` attached to ``module``, if it did."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    return state
+
+
+def forget_state(state: FSDPState) -> None:
+    """Take ``state``, and all that it has hung on them, off its modules."""
+    state.module_hooks.detach()
+    for module in state.modules:
+        del module.__dict__[STATE]
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """The states of ``module`` and everything below it, each once, in the order of ``module.modules()``."""
+    states = (state_of(each) for each in module.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
+    """`states_below` for several modules, each state once."""
+    return list(dict.fromkeys(state for module in modules for state in states_below(module)))
+
+
+class FSDPState(CopyableState):
+    """The hooks of one module, or of a list of modules that share their groups.
+
+    Attributes:
+        modules: those that `fully_shard` was called on.
+        class_name: of the first of them, as the user calls it.
+        unit: their groups, one per mesh; empty if they have no parameters of their own.
+        mesh: of the modules; a parameter may have been given another.
+        policy: for what forward takes and returns.
+        root: set at lazy initialization; of several, the last to claim it; ``roots``: all of these.
+        own_root: the root that its own module is; ``states``: all that it claimed.
+        settings: of the root, if it is one or becomes one.
+        reshard_after_forward: as the user said; None: everywhere but at the root.
+        reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
+        forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
+        backward_prefetch: the same in backward.
+        arguments: the arguments of the call.
+        module_hooks: what hangs on the modules.
+        graph_hooks: takes the place of the hooks in a graph.
+        is_captured: whether graphs may hold what the hooks do.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        policy: ModulePolicy,
+        arguments: ShardArguments,
+        ignored_params: frozenset[nn.Parameter],
+    ) -> None:
+        self._begin(modules, unit, policy, arguments, ignored_params)
+        for module in self.modules:
+            module.__dict__[STATE] = self
+            self.module_hooks.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+            ]
+
+    def _begin(
+        self,
+        modules: Sequence[nn.Module],
+        unit: Unit,
+        policy: ModulePolicy,
+        arguments: ShardArguments,
+        ignored_params: frozenset[nn.Parameter],
+    ) -> None:
+        self.modules = tuple(modules)
+        self.class_name = type(modules[0]).__name__
+        self.unit = unit
+        self.mesh = arguments.mesh
+        self.policy = policy
+        self.root: FSDPRoot | None = None
+        self.roots: list[FSDPRoot] = []
+        self.own_root: FSDPRoot | None = None
+        self.is_root = False
+        self._root_settings = RootSettings()
+        self.post_optim_event: Any = None
+        self.shared_comm: SharedComm | None = None
+        self.reshard_after_forward = arguments.reshard_after_forward[0]
+        self.reshard_after_backward: bool | None = True
+        self.forward_prefetch: Prefetch = None
+        self.backward_prefetch: Prefetch = None
+        self.ignored_params = ignored_params
+        self.arguments = arguments
+        self.module_hooks = ModuleHooks()
+        self.graph_hooks: Any = UNTRACED
+        self.is_captured = True
+        self._calls: list[weakref.ref[ForwardCall]] = []
+        self._in_backward = False
+        self._awaits_finalization = False
+        self._hides_outputs = False  # its backward may begin unnoticed: it stays unsharded for it
+        self._hides_all = False  # nothing will say either whether another one may come
+        self._was_hidden = False  # such a backward has ended
+        self._replaced = Replaced()
+        self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
+        self._own = unit
+        self._shared: Unit = ()
+        for group in unit:
+            group.sharers.append(self)
+        self._to_run: set[nn.Module] = set()
+        self.states: tuple[FSDPState, ...] = ()
+        self._structure = Structure(())
+
+    @property
+    def name(self) -> str:
+        """For messages: the group's name once the root is known, else the class of the (first) module."""
+        return self.unit[0].name if self.unit else self.class_name
+
+    if not TYPE_CHECKING:  # else every attribute would be right
+
+        def __getattr__(self, name: str) -> Any:
+            """What programs know of torch's state; see `torch_view`."""
+            return attribute_of(self, name)
+
+    # -- lazy initialization
+
+    def ensure_root(self) -> FSDPRoot:
+        """The root this state belongs to; on first use, makes this state's module the root. Collective then.
+
+        Raises:
+            FSDPRuntimeError: another root is using a module below, a parameter is not ready, was added or replaced, or
+                the ranks' plans differ.
+        """
+        if self.root is None:
+            self._become_root()
+        assert self.root is not None, "lazy initialization sets the root"
+        return self.root
+
+    def _become_root(self) -> None:
+        names: dict[FSDPState, str] = {}
+        paths = module_paths(self.modules)
+        for each, name in paths.items():
+            state = state_of(each)
+            if state is not None:
+                names.setdefault(state, name)
+        states = tuple(names)
+        groups = list(dict.fromkeys(group for state in states for group in state.unit))
+        # Sharers that are not below too: a reduction must be waited for by whichever root has ended.
+        related = names | {sharer: sharer.name for group in groups for sharer in group.sharers if sharer not in names}
+        refuse_busy(self.class_name, related, None)
+        self._refuse_other_settings(names)
+        shared = self._comm_ctx
+        share_context(shared, roots_of(related))
+        supersede(names)
+        for state, name in names.items():
+            for group in state.unit:
+                if group.sharers[0] is not state and group.sharers[0] in names:
+                    continue  # it is called as its owner calls it
+                group.rename(name or self.class_name, paths)
+        self._refuse_unowned()
+        refuse_meta(self.modules, self.class_name)
+        if shared.comm is None:
+            shared.comm = FSDPCommContext(device_for(self.mesh.device))
+        for group in groups:
+            if group.plan is None or group.comm is not shared.comm:
+                group.prepare(shared.comm)
+        refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.root_settings))
+        root = FSDPRoot(self.class_name, shared, groups, self._root_settings)
+        root.post_optim_event, self.post_optim_event = self.post_optim_event, None
+        root.on_backward_end = self._end_backward
+        root.on_backward_pause = self._pause_backward
+        root.on_forward_failure = self._end_rounds
+        root.on_failure = self._drop_iteration
+        root.on_dissolution = self._forget_root
+        root.shared = tuple(group for group in groups if group.is_shared)
+        for state in states:
+            state._shared = tuple(group for group in state.unit if group.is_shared)
+            state._own = tuple(group for group in state.unit if not group.is_shared)
+        resolve_prefetch(states, groups)
+        self.states, self.own_root = states, root
+        claim(root, states, self)
+
+    def _reclaim(self, root: FSDPRoot) -> None:
+        """Claim the states that another root has claimed."""
+        lost = {state: state.name for state in self.states if state.root is not root}
+        refuse_busy(self.class_name, lost, root)
+        share_context(self._comm_ctx, roots_of(lost))
+        claim(root, self.states, self)
+
+    @property
+    def _comm_ctx(self) -> SharedComm:
+        """What roots that share a communication context have in common (torch's pipelining compares it)."""
+        if self.root is not None:
+            return self.root.shared_comm
+        if self.shared_comm is None:
+            self.shared_comm = SharedComm()
+        return self.shared_comm
+
+    @property
+    def root_settings(self) -> RootSettings:
+        """What was set here that counts if this is the root."""
+        return self._root_settings if self.own_root is None else self.own_root.settings
+
+    def configure_root(self, **changes: Any) -> None:
+        """Change settings of the root that this state belongs to, or may become."""
+        if self.root is None:
+            self._root_settings = dataclasses.replace(self._root_settings, **changes)
+        else:
+            self.root.settings = dataclasses.replace(self.root.settings, **changes)
+
+    def _refuse_other_settings(self, names: dict[FSDPState, str]) -> None:
+        for state, name in names.items():
+            setter = None if state is self else state.root_settings.setter_called()
+            if setter is not None:
+                raise FSDPRuntimeError(
+                    f"{setter} was called on '{name}' ({state.class_name}), which is not the root; call it on the "
+                    f"root, {self.class_name}."
+                )
+
+    def _refuse_unowned(self) -> None:
+        states = states_below_all(self.modules)
+        ignored = {parameter for state in states for parameter in state.ignored_params}
+        params = [param for state in states for group in state.unit for param in group.params]
+        refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
+        self._structure = Structure(self.modules)
+
+    def quiesce(self, *, frees: bool = True) -> None:
+        """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
+
+        Not ``frees``: unsharded ones keep their values for a backward that would not be noticed in time.
+        """
+        if self.root is not None:
+            self.root.recover_if_failed()
+            refuse_inside_of_a_pass(self.root, self.modules, self.name)
+            self.root.comm.let_host_write_shards()
+        for group in self.unit:
+            group.refuse_set_data()
+            if self._hides_outputs and not frees:
+                group.rest_in_place()
+            group.quiesce(frees=frees)
+
+    def adopt_replaced(self) -> None:
+        """Take over parameters that were replaced."""
+        for group in self.unit:
+            group.adopt_replaced()
+
+    def take_over(self) -> None:
+        """End the roots that submodules became by running before this module, and what they have begun."""
+        for state in states_below_all(self.modules):
+            if state.root is not None:
+                state.root.reset()
+                state.root.dissolve()
+
+    # -- forward
+
+    def pre_forward(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        method: Callable[..., Any] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the forward of (one of) the module(s), or ``method``: gather, cast the inputs, await the backward.
+
+        Returns the inputs to use instead, or None if they stay.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
+        if self.graph_hooks is not UNTRACED:
+            self.graph_hooks.called_eagerly(self.name)
+        if self.root is None:
+            on_real_parameters(self._become_root)
+        root = self.ensure_root()
+        recompute = _torch.backward_is_running()
+        hooks = True
+        inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        if recompute:
+            if self._in_backward and self._is_unsharded():
+                hooks = False  # its parameters are there, and its own hooks are in place
+            else:
+                on_real_parameters(self._gather_for_recompute, root)
+        else:
+            if self._was_hidden:
+                self._was_hidden = self._hides_all = False
+                self._hides_outputs = self._awaits_hidden()
+            on_real_parameters(self._gather_for_forward, root)
+            if self.is_root and self.mesh.device.type != "cpu":
+                device = self.mesh.device
+                inputs = map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced)
+        if self.policy.inputs is not None:
+            args, kwargs = inputs or (args, kwargs)
+            inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
+        if hooks and (len(self.modules) == 1 or self._begins_round(module)) and self.unit and torch.is_grad_enabled():
+            args, kwargs = inputs or (args, kwargs)
+            inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
+        if self._replaced.containers:
+            self._replaced_in_calls.append(self._replaced)
+            self._replaced = Replaced()
+        elif self._replaced_in_calls:  # of a call around this one
+            self._replaced_in_calls.append(None)
+        return inputs
+
+    def _restore_inputs(self) -> None:
+        """The call is over: the caller's containers hold again what they held, but for what was written."""
+        replaced = self._replaced_in_calls.pop()
+        if replaced is not None:
+            replaced.take_out()
+
+    def _is_unsharded(self) -> bool:
+        return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
+
+    def _gather_for_recompute(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_recompute(self.unit)
+            for group in self._shared:
+                group.users.add(self)
+
+    def _gather_for_forward(self, root: FSDPRoot) -> None:
+        root.recover_if_failed()
+        if self.is_root:
+            if not root.iteration.in_forward:
+                refuse_list_as_root(self.modules)
+                if root.is_disturbed:
+                    self._reclaim(root)
+                root.begin_forward()
+                if self._structure.has_changed():
+                    self._refuse_unowned()
+        elif not root.iteration.in_forward:
+            root.join()
+        if self.unit:
+            root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
+            for group in self._shared:
+                group.users.add(self)
+
+    def _new_call(self) -> ForwardCall:
+        call = ForwardCall(self)
+        # A call lives as long as its graph, and is forgotten with it.
+        if self._calls:
+            self._calls = [each for each in self._calls if each() is not None]
+        self._calls.append(weakref.ref(call))
+        return call
+
+    def _begins_round(self, module: nn.Module) -> bool:
+        """Whether this call is the first of a round over the modules of the list."""
+        begins = module not in self._to_run
+        if begins:
+            self._to_run.update(self.modules)
+        return begins
+
+    def _shows_parameters(self, outputs: Iterable[torch.Tensor]) -> bool:
+        """Whether ``outputs`` are parameters, or views of them: it then stays unsharded until the backward is over.
+
+        (Or, without gradients, until the next call.)
+        """
+        for tensor in outputs:
+            for group in self.unit:
+                if group.storage.lies_on_unsharded(tensor):
+                    return True
+        return False
+
+    def _end_rounds(self) -> None:
+        """The root's forward is over: of some lists not all modules were called in it."""
+        for state in self.states:
+            if state._to_run:
+                state._to_run.clear()
+                state._leave_as_set()
+
+    def _leave_as_set(self) -> None:
+        """The end of a forward frees the unsharded parameters, or does not."""
+        if self._reshards_now(hides=self._hides_outputs):
+            for group in self.unit:
+                if not group.users:
+                    group.reshard_after_forward(torch.is_grad_enabled())
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """After the forward of (one of) the module(s): reshard, arrange for the gather in backward, cast the output.
+
+        Returns the output to use instead, or None if it stays.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return self.graph_hooks.post_forward(output)
+        root = self.root
+        assert root is not None, "a forward that ends has begun"
+        recompute = _torch.backward_is_running()
+        if not recompute or not self._in_backward:
+            on_real_parameters(self._leave_forward, root, module, output, recompute)
+        if self._replaced_in_calls:
+            self._restore_inputs()
+        if self.policy.output_dtype is None:
+            return None
+        return cast_floating_point(self.policy.output_dtype, output)
+
+    def _leave_forward(self, root: FSDPRoot, module: nn.Module, output: Any, recompute: bool) -> None:
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
+        awaits_backward = torch.is_grad_enabled()
+        if awaits_backward:
+            is_seen = before_backward_of_outputs(self._pre_backward, outputs)
+            if (not is_seen or _torch.forward_ad._current_level >= 0) and self._expects_backward():
+                self._stay_for_backward(root)
+        self._to_run.discard(module)
+        for group in self._shared:
+            group.users.discard(self)
+        hides = self._hides_outputs
+        if not self._to_run and self.unit and self._reshards_now(hides=hides) and not self._shows_parameters(outputs):
+            if recompute:
+                root.keep_for_backward(self.unit)
+            else:
+                for group in self.unit:
+                    if not group.users:
+                        group.reshard_after_forward(awaits_backward)
+        elif hides and self._reshards_now(hides=False):
+            for group in self.unit:
+                group.leave_later(awaits_backward)
+        if self.is_root and not recompute and root.iteration.in_forward:
+            self._end_rounds()
+            root.end_forward()
+            if awaits_backward and _torch.makes_tangents():  # nothing of it is computed again
+                for state in self.states:
+                    if state._hides_all:
+                        state._rest_in_place()
+
+    def _reshards_now(self, *, hides: bool) -> bool:
+        """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` where a backward begins.
+
+        By default the root's are kept for the backward, which needs them first; not if none can come.
+        """
+        if hides or (self.root is not None and self.root.holds_graph):
+            return False
+        if self.reshard_after_forward is None:
+            return not self.is_root or not torch.is_grad_enabled()
+        return self.reshard_after_forward
+
+    def _expects_backward(self) -> bool:
+        """Whether there may be a backward through this module, as far as its inputs and parameters tell."""
+        if self._calls:
+            call = self._calls[-1]()
+            if call is not None and call.is_awaited:
+                return True
+        return any(group.reducer.is_trainable for group in self.unit)
+
+    def _stay_for_backward(self, root: FSDPRoot) -> None:
+        """Its outputs do not show all that requires a gradient: what they hide may, and a backward begin unnoticed.
+
+        It then finds the parameters unsharded. It is noticed when it comes to one of them, or to the inputs. If no
+        input shows that it was the last one, others may follow it until the next forward.
+        """
+        self._hides_outputs = True
+        call = self._calls[-1]() if self._calls else None
+        if call is not None and call.is_awaited and not _torch.makes_tangents():  # their graphs come to no input
+            call.hides_outputs = True
+        else:
+            self._hides_all = True
+        root.watch_parameters(self.unit)
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """An exception leaves the forward of ``module``, (one of) this state's.
+
+        Its parameters rest as they do on ranks where the forward went on: what is gathered next must be the same there.
+        """
+        if self._replaced.containers:  # it came before the forward began
+            self._replaced.take_out()
+            self._replaced = Replaced()
+        elif self._replaced_in_calls:
+            self._restore_inputs()
+        root = self.root
+        if root is None or _torch.backward_is_running():
+            return  # not initialized; or a recompute, whose early stop is an exception too
+        if self.is_root or not root.iteration.in_forward:
+            root.iteration.failed = True
+            root.comm.let_host_write_shards()
+        self._to_run.discard(module)
+        for group in self._shared:
+            group.users.discard(self)
+        if not self._to_run:
+            self._leave_as_set()
+
+    # -- backward
+
+    def _pre_backward(self, gradient: torch.Tensor) -> None:
+        root = self.root
+        if root is None:
+            raise FSDPRuntimeError(
+                f"'{self.name}', or a module above or below it, was unwrapped between a forward and its backward; run "
+                "all backwards before."
+            )
+        root.begin_backward()
+        if self._in_backward:
+            return
+        self._in_backward = True
+        on_real_parameters(self._gather_for_backward, root)
+
+    def _gather_for_backward(self, root: FSDPRoot) -> None:
+        if self.unit:
+            root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
+            for group in self._shared:
+                group.users.add(self)
+                group.took_part = True
+
+    def begin_second_backward(self) -> None:
+        """The backward of one forward call, which was recorded, begins to be differentiated.
+
+        That goes on through the nodes of the forward, without coming to its outputs.
+        """
+        root = self.root
+        assert root is not None, "a backward follows a forward"
+        root.begin_backward()
+        root.iteration.is_second = True
+        on_real_parameters(root.gather_for_second_backward, self.unit)
+
+    def end_call(self) -> bool:
+        """The backward of one forward call is done: reduce, unless the same backward comes to another call.
+
+        Autograd adds up the gradients of all calls before any of them shows.
+
+        Returns:
+            Whether it is recorded.
+        """
+        if self.root is not None and not self.root.iteration.in_backward:  # a second one, which came another way
+            self.root.begin_backward()
+        reduces = True
+        for reference in self._calls:
+            call = reference()
+            if call is not None and call.is_pending():
+                reduces = False
+        if self._hides_outputs:
+            self._hides_outputs = not reduces or self._awaits_hidden()
+        on_real_parameters(self._end_module_backward, reduces)
+        return self.root is not None and self.root.iteration.creates_graph
+
+    def _awaits_hidden(self) -> bool:
+        """Whether a later backward may begin unnoticed."""
+        if self._hides_all:
+            return True
+        calls = [reference() for reference in self._calls]
+        return any(call is not None and call.hides_outputs and call.is_awaited for call in calls)
+
+    def end_module_backward(self, *, reduces: bool) -> None:
+        """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
+        on_real_parameters(self._end_module_backward, reduces)
+
+    def _end_module_backward(self, reduces: bool) -> None:
+        self._in_backward = self._awaits_finalization = False
+        for group in self._shared:
+            group.users.discard(self)
+        root, reshards = self.root, self.reshard_after_backward
+        assert root is not None, "a backward follows a forward"
+        iteration = root.iteration
+        if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
+            for group in self.unit:
+                if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
+                    group.reshard()
+        if reduces:
+            root.reduce_or_keep(self._own)
+
+    def _end_backward(self) -> None:
+        """The whole backward is done: finish the modules whose own end could not be noticed.
+
+        Their inputs need no gradient, they hold gradients of microbatches without communication, or their gradients
+        came by another way than their outputs (a loss that a module keeps as an attribute).
+        """
+        hidden: Unit = ()
+        for state in self.states:
+            state._hides_outputs = state._hides_outputs and state._awaits_hidden()
+            if state._in_backward or state._awaits_finalization:
+                state.end_module_backward(reduces=True)
+            else:
+                is_due = any([group.reducer.is_due() for group in state._own])
+                if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
+                    state.end_module_backward(reduces=is_due)
+            if state._hides_outputs:
+                state._was_hidden = state._hides_all
+                state._rest_in_place()
+                hidden += state.unit
+        assert self.root is not None, "a backward follows a forward"
+        self.root.hidden = hidden
+        on_real_parameters(self.root.reduce_shared)
+
+    def _rest_in_place(self) -> None:
+        """A backward has ended, and one that would not be noticed may follow: show the sharded parameters until then.
+
+        Not if it only handed out gradients of inputs, and not inside of another one: what checkpoints compute again
+        there, or in the next, comes to no hook of ours before.
+        """
+        assert self.root is not None, "a backward follows a forward"
+        iteration = self.root.iteration
+        is_over = self._hides_all or iteration.reaches_watched
+        if is_over and not iteration.in_forward and not _torch.backward_is_nested():
+            for group in self.unit:
+                group.rest_in_place()
+
+    def _pause_backward(self) -> None:
+        """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
+        for state in self.states:
+            if not state._in_backward:
+                continue
+            if any(group.settings.requires_gradient_sync for group in state._own):
+                state._in_backward, state._awaits_finalization = False, True
+            else:
+                state.end_module_backward(reduces=True)
+        assert self.root is not None, "a backward follows a forward"
+        self.root.reduce_shared(only_keeps=True)
+
+    def _forget_root(self) -> None:
+        if self.own_root is not None:
+            self._root_settings, self.shared_comm = self.own_root.settings, self.own_root.shared_comm
+            self.post_optim_event = self.own_root.post_optim_event
+            release(self.own_root, self.states)
+            self.states = ()
+
+    def _drop_iteration(self) -> None:
+        for state in self.states:
+            state._in_backward = state._awaits_finalization = state._hides_outputs = state._hides_all = False
+            state._was_hidden = False
+            state._to_run.clear()

@@ -1,0 +1,465 @@
+"""`FSDPCommContext`: streams, events, and what is in flight. One per root and all its groups, or for several roots.
+
+Reaches the device through the `Device` protocol only, so that a recording fake can run whole training steps on CPU
+and check the order of everything.
+
+[Note: streams and lifetimes]
+Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another,
+all-reduces over replicas on a third. A
+buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
+once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream``. The host waits
+for memory of its own only: offloaded gradients that it reads, and offloaded shards before the user's code may write
+them.
+
+* The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
+  Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
+  next-but-one gather follows that wait on its stream, at most ``prefetch depth + 1`` groups are unsharded at a time
+  on the device, however far the host runs ahead.
+* Gradients belong to compute. The reduce-scatter stream waits for GRADIENTS_READY, packs and reduces; the gradients
+  are held until compute waits for REDUCED. Reduced gradients belong to the reduce-scatter stream, whose next
+  GRADIENTS_READY also follows everything that read the previous ones. With replicas the all-reduce stream takes over:
+  it waits for REDUCE_SCATTERED, and compute waits for it.
+
+On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import ALLOCATOR, Arena
+from fsdp2.core.ports import Port, missing
+from fsdp2.errors import FSDPRuntimeError
+
+
+class Wait(enum.Enum):
+    """Why one stream waits for another. Removing any of these is a race, as a test shows for each."""
+
+    PARAMETERS_WRITTEN = "the all-gather stream reads shards after compute (the optimizer) has written them"
+    GATHERED = "compute reads unsharded parameters after the all-gather stream has written them"
+    READ = "the all-gather stream reuses an unsharded buffer after compute has read it"
+    GRADIENTS_READY = (
+        "the reduce-scatter stream reads gradients, and reuses reduced ones, after compute is done with them"
+    )
+    REDUCE_SCATTERED = "the all-reduce stream reads gradients after the reduce-scatter stream has written them"
+    REDUCED = "compute reads reduced gradients, and frees unsharded ones, after the reduce-scatter stream is done"
+
+
+class Device(Protocol):
+    """What the engine asks of a device. Streams and events are opaque to the engine."""
+
+    has_streams: bool
+    """False: collectives are issued as asynchronous works, and the stream methods do nothing."""
+
+    def new_stream(self) -> Any:
+        """A stream of high priority: communication is short to launch and long to wait for."""
+
+    def current_stream(self) -> Any:
+        """The caller's current stream: where compute runs."""
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current: kernels, collectives and allocations inside belong to it."""
+
+    def record(self, stream: Any) -> Any:
+        """An event at the present end of ``stream``."""
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        """Let whatever is issued to ``stream`` from now on run after ``event``."""
+
+    def block_host(self, event: Any) -> None:
+        """Block the host until ``event``: what was copied to host memory is read by the host."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a graph, which every stream that joined it must leave again."""
+
+
+_NOTHING = nullcontext()
+
+
+class HostDevice:
+    """CPU: works instead of streams."""
+
+    has_streams = False
+
+    def new_stream(self) -> None:
+        """There is none."""
+
+    def current_stream(self) -> None:
+        """There is none."""
+
+    def use(self, stream: None) -> AbstractContextManager[None]:
+        """Nothing to switch."""
+        return _NOTHING
+
+    def record(self, stream: None) -> None:
+        """Nothing to record."""
+
+    def wait(self, stream: None, event: None, why: Wait) -> None:
+        """Nothing to wait for: works are waited for on the host."""
+
+    def block_host(self, event: None) -> None:
+        """Nothing to wait for."""
+
+    def is_capturing(self) -> bool:
+        """It cannot."""
+        return False
+
+
+class StreamDevice:
+    """CUDA and devices like it (``torch.<type>.Stream``, ``Event``, ``stream``, ``current_stream``)."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+
+    def new_stream(self) -> Any:
+        """A high-priority stream."""
+        return self._module.Stream(priority=-1)
+
+    def current_stream(self) -> Any:
+        """The current stream of the current device."""
+        return self._module.current_stream()
+
+    def use(self, stream: Any) -> AbstractContextManager[Any]:
+        """Switch to ``stream``."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def record(self, stream: Any) -> Any:
+        """A fresh event on ``stream``."""
+        return stream.record_event()
+
+    def wait(self, stream: Any, event: Any, why: Wait) -> None:
+        """Wait on the device, not on the host."""
+        stream.wait_event(event)
+
+    def block_host(self, event: Any) -> None:
+        """Wait on the host."""
+        event.synchronize()
+
+    def is_capturing(self) -> bool:
+        """As CUDA's streams do. (Never run on a device.)"""
+        asks = getattr(self._module, "is_current_stream_capturing", None)
+        return bool(asks()) if asks is not None else False
+
+
+def device_for(device: torch.device) -> Device:
+    """How the engine talks to ``device``."""
+    return HostDevice() if device.type == "cpu" else StreamDevice(device)
+
+
+def finish_current_stream(device: torch.device) -> None:
+    """Block the host until the current stream is done. Not for the engine, which waits for single events."""
+    through = device_for(device)
+    through.block_host(through.record(through.current_stream()))
+
+
+@dataclass(slots=True)
+class CommHandle:
+    """Communication under way: asynchronous works (CPU) or an event on its stream (devices with streams)."""
+
+    works: list[dist.Work]
+    event: Any = None
+
+    def wait_for_works(self) -> None:
+        """Block the host until the works are done; on devices with streams there are none."""
+        for work in self.works:
+            work.wait()
+
+
+class Stage(enum.Enum):
+    """Where a reduction has come to, and so what must be waited for before it goes on."""
+
+    LAUNCHED = "collectives were launched, and others follow"
+    LAST_LAUNCHED = "the last collectives were launched"
+    DONE = "everything was issued; gradients are to be set"
+
+
+class PendingReduce(CommHandle):
+    """A gradient reduction in flight, and everything that must live until compute has waited for it.
+
+    It is kept from before its first collective is launched: whatever exception comes between a launch and the next
+    statement, the memory that was handed over is still held.
+
+    Attributes:
+        held: tensors handed to collectives.
+        steps: the reduction itself, which stops after each `Stage`. Streams keep the order of what is issued, so that
+            there it runs up to `Stage.DONE` at once; without streams the host waits after each.
+        stage: where it has come to.
+        needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
+            add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
+        is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
+    """
+
+    __slots__ = ("_has_streams", "held", "is_launching", "needs_host", "stage", "steps")
+    steps: Iterator[Stage]
+    stage: Stage
+
+    def __init__(self, has_streams: bool) -> None:
+        self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
+        self.held: object = None
+        self.needs_host: Callable[[], bool] | None = None
+        self.is_launching = True
+        self._has_streams = has_streams
+
+    def launch(self) -> None:
+        """Go on to the next stage that must be waited for."""
+        self.works, self.event = [], None
+        with _torch.without_grad():
+            self.stage = next(self.steps)
+            while self._has_streams and self.stage is not Stage.DONE:
+                self.stage = next(self.steps)
+
+    def deliver(self) -> None:
+        """Go on to the end: nothing must be waited for any more."""
+        with _torch.without_grad():
+            for _ in self.steps:
+                pass
+
+    def abandon(self) -> None:
+        """Go no further; what was handed over is still held."""
+        self.steps = iter(())  # the frame of the other steps refers to this, so they would live on
+
+
+POOL: Port[Callable[[], Arena]] = Port(missing("memory_pool"))
+"""Makes what keeps memory from use to use."""
+
+
+class FSDPCommContext:
+    """The streams of one root and the reductions in flight on them. Several roots may share one.
+
+    Attributes:
+        max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
+            unsharded gradients of its group.
+        gather_arena: of what belongs to the all-gather stream.
+        reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
+        was_interrupted: an exception came while a reduction was being launched.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.all_gather_stream = device.new_stream()
+        self.reduce_scatter_stream = device.new_stream()
+        self.all_reduce_stream = device.new_stream()
+        self.max_pending_reduces = 1
+        self.gather_arena = self.reduce_arena = ALLOCATOR
+        self._pending: deque[PendingReduce] = deque()
+        self._all_reducing: deque[PendingReduce] = deque()
+        self.was_interrupted = False
+        self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
+        self._to_host: list[Any] = []
+        self._host_reads: list[Any] = []
+        self._unfinished: object = None
+
+    def pool_memory(self, enable: bool) -> None:
+        """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
+        if enable is (self.gather_arena is not ALLOCATOR):
+            return
+        for arena in self._arenas():
+            arena.close()
+        self.gather_arena = POOL.filling() if enable else ALLOCATOR
+        self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
+
+    def end_step(self) -> None:
+        """A step that reduced gradients is over: keep of the pools what such steps need.
+
+        While a graph is captured everything stays, and the all-gather stream, the only one that nothing waits for at
+        the end of a backward, leaves the capture.
+        """
+        if self.gather_arena is ALLOCATOR:
+            return
+        if self.device.is_capturing():
+            self.compute_follows_gathers()
+            return
+        for arena in self._arenas():
+            arena.trim()
+
+    def pooled_storages(self) -> list[torch.UntypedStorage]:
+        """The memory that is kept for later uses at the moment."""
+        return [storage for arena in self._arenas() for storage in arena.idle_storages()]
+
+    def _arenas(self) -> set[Arena]:
+        return {self.gather_arena, self.reduce_arena}
+
+    def begin_handle(self, owner: object) -> None:
+        """``owner`` has begun what must be waited for before anything else on this context."""
+        self._unfinished = owner
+
+    def end_handle(self) -> None:
+        """It was waited for."""
+        self._unfinished = None
+
+    def is_unfinished(self, owner: object) -> bool:
+        """Whether what ``owner`` has begun is still to be waited for."""
+        return self._unfinished is owner
+
+    def refuse_unfinished_handle(self, what: str) -> None:
+        """Refuse to begin ``what`` while a handle is outstanding.
+
+        Raises:
+            FSDPRuntimeError: naming the remedy.
+        """
+        if self._unfinished is not None:
+            raise FSDPRuntimeError(
+                f"{what} was begun before the previous gradient reduction was waited for: call wait() on the handle "
+                "that finalize_backward(async_op=True) returned first."
+            )
+
+    def invalidate_handle(self, owner: object) -> None:
+        """``owner`` starts clean: forget its handle.
+
+        Raises:
+            FSDPRuntimeError: the handle outstanding is another root's.
+        """
+        if self._unfinished is not None and self._unfinished is not owner:
+            raise FSDPRuntimeError(
+                "reset_iter_state() was called while another root that shares the communication context has a gradient "
+                "reduction outstanding; wait for its handle, or reset that root."
+            )
+        self._unfinished = None
+
+    def gathers_follow(self, event: Any) -> None:
+        """Let all-gathers from now on run after ``event``, which the user recorded after the optimizer's step."""
+        self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
+
+    def gathers_follow_compute(self) -> None:
+        """Let all-gathers from now on see what compute has written so far: parameters after an optimizer step."""
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
+
+    def compute_follows_gather(self, handle: CommHandle) -> None:
+        """Let compute see the gathered parameters. Blocks the host on CPU."""
+        self._wait_for(handle, Wait.GATHERED)
+
+    def compute_follows_gathers(self) -> None:
+        """Let compute free what an interrupted all-gather may still be reading or writing."""
+        event = self.device.record(self.all_gather_stream)
+        self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
+
+    def gathers_follow_readers(self) -> None:
+        """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
+        if self.device.has_streams:
+            event = self.device.record(self.device.current_stream())
+            self.device.wait(self.all_gather_stream, event, Wait.READ)
+
+    def reduces_follow_compute(self) -> None:
+        """Let the reduce-scatter stream see the gradients that compute has written so far."""
+        if self.device.has_streams:
+            event = self.device.record(self.device.current_stream())
+            self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+
+    def compute_follows_reduces(self, hook_stream: Any = None) -> None:
+        """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""
+        streams = [self.reduce_scatter_stream, self.all_reduce_stream]
+        if hook_stream is not None:
+            streams.append(hook_stream)
+        for stream in streams:
+            self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
+
+    def all_reduces_follow(self, stream: Any) -> None:
+        """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far."""
+        event = self.device.record(self.reduce_scatter_stream)
+        self.device.wait(stream, event, Wait.REDUCE_SCATTERED)
+
+    def __del__(self) -> None:
+        """The groups go too: compute frees shards and gradients only after communication has read them."""
+        if self.device.has_streams and not sys.is_finalizing():
+            self.compute_follows_reduces()
+            self.compute_follows_gathers()
+            for pending in self._pending:  # may end on a stream of the user's
+                self._wait_for(pending, Wait.REDUCED)
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a reduction was issued and has not been waited for."""
+        return bool(self._pending)
+
+    def give_up(self, pending: PendingReduce, hook_stream: Any) -> None:
+        """An exception came while ``pending`` was being launched. Compute frees what streams may still be reading.
+
+        Where there are none, nothing can be waited for: what it holds stays until `drop_reduces`, and after.
+        """
+        if self.device.has_streams:
+            self._pending.remove(pending)
+            self.compute_follows_reduces(hook_stream)
+        else:
+            self.was_interrupted = True
+
+    def add_pending(self, pending: PendingReduce) -> None:
+        """Keep a reduction that is about to be issued."""
+        self._pending.append(pending)
+
+    def retire_reduces(self, keep: int) -> None:
+        """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight.
+
+        With replicas, one more may be in its second stage, the all-reduce, unless ``keep`` is 0.
+        """
+        while len(self._pending) > keep:
+            pending = self._pending[0]
+            self._wait(pending)
+            if pending.stage is Stage.LAUNCHED:  # without streams only
+                self._finish_all_reduces()
+                pending.is_launching = self.was_interrupted = True
+                self._all_reducing.append(self._pending.popleft())
+                pending.launch()
+                pending.is_launching = self.was_interrupted = False
+            else:
+                self._pending.popleft().deliver()
+        if keep == 0:
+            self._finish_all_reduces()
+            if self._to_host:
+                self._wait_on_host(self._to_host)
+
+    def _wait_on_host(self, events: list[Any]) -> None:
+        for event in events:
+            self.device.block_host(event)
+        events.clear()
+
+    def host_writes_shards_after(self, event: Any) -> None:
+        """Shards in host memory are being read until ``event``: see `let_host_write_shards`."""
+        self._host_reads.append(event)
+
+    def let_host_write_shards(self) -> None:
+        """Block the host until no copy reads the shards that it keeps. When control goes back to the user's code."""
+        if self._host_reads:
+            self._wait_on_host(self._host_reads)
+
+    def _finish_all_reduces(self) -> None:
+        while self._all_reducing:
+            self._wait(self._all_reducing[0])
+            self._all_reducing.popleft().deliver()
+
+    def drop_reduces(self) -> None:
+        """Wait for all reductions in flight and throw their gradients away."""
+        for queue in (self._all_reducing, self._pending):
+            while queue:
+                self._wait(queue[0])
+                queue.popleft().abandon()
+        self.was_interrupted = False
+
+    def _wait(self, pending: PendingReduce) -> None:
+        if pending.is_launching:
+            pending.is_launching, pending.stage = False, Stage.DONE
+            pending.abandon()
+            self._interrupted.append(pending)
+        self._wait_for(pending, Wait.REDUCED)
+        if pending.needs_host is not None and pending.event is not None:
+            if pending.needs_host():
+                self.device.block_host(pending.event)
+            else:
+                self._to_host.append(pending.event)
+
+    def _wait_for(self, handle: CommHandle, why: Wait) -> None:
+        handle.wait_for_works()
+        if handle.event is not None:
+            self.device.wait(self.device.current_stream(), handle.event, why)

@@ -1,0 +1,281 @@
+"""Trees of tensors, as modules take and return them: walking, replacing, casting.
+
+Knows nothing of autograd or of sharding.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import types
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.core.options import InputCast
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+
+_REBUILT = (list, tuple, dict, UserDict)
+"""Containers that can be rebuilt with other items; dataclass instances too."""
+
+
+def _items(tree: object) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a container; none for anything else."""
+    if isinstance(tree, (list, tuple)):
+        return enumerate(tree)
+    if isinstance(tree, Mapping):
+        return tree.items()
+    if _is_dataclass(tree):
+        names = (entry.name for entry in dataclasses.fields(tree))  # type: ignore[arg-type]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return ()
+
+
+def _is_dataclass(tree: object) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
+    """All tensors in ``tree``, through lists, tuples, mappings and dataclass instances, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    else:
+        for _, value in _items(tree):
+            yield from tensors_in(value)
+
+
+_LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, nn.Module, types.ModuleType)
+_MOST_VISITED = 10_000
+
+
+def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch.Tensor]:
+    """All tensors that ``output`` leads to: also through sets, attributes, ``__slots__``, closures and partials.
+
+    Modules are not looked into, nor more than ``most`` objects.
+
+    Raises:
+        FSDPTypeError: it is a generator or a coroutine, whose code is still to run.
+    """
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, filter)):
+        raise FSDPTypeError(
+            f"forward returned a {type(output).__name__}, whose code runs when it is iterated over: the parameters "
+            "are resharded by then. Return a list or a tuple of what it makes."
+        )
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting: deque[object] = deque([output])
+    while waiting and len(seen) < most:
+        each = waiting.popleft()
+        if isinstance(each, _LEAVES) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        else:
+            waiting.extend(_parts(each))
+    return found
+
+
+def _parts(value: Any) -> Iterable[object]:
+    """What ``value``, which is no tensor, holds."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from value
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    if isinstance(value, types.MethodType):
+        yield value.__self__
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # it is still empty
+                continue
+        return
+    yield from getattr(value, "__dict__", {}).values()
+    for cls in type(value).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            yield getattr(value, name, None)
+
+
+class Replaced:
+    """What was put in the place of tensors in the caller's own lists, dicts and objects, until a forward is over.
+
+    A module may write into what it is passed, and the caller reads it there: the containers stay the same objects.
+    What is found in them afterwards that was put there, and not written since, is taken out again.
+
+    Attributes:
+        containers: that were changed, by identity.
+    """
+
+    __slots__ = ("_originals", "containers")
+
+    def __init__(self) -> None:
+        self.containers: dict[int, Any] = {}
+        self._originals: dict[int, tuple[Any, int, Any]] = {}
+
+    def put(self, container: Any, key: Any, original: Any, replacement: Any) -> None:
+        """Put ``replacement`` where ``original`` is in ``container``, at ``key``."""
+        self.containers[id(container)] = container
+        self._originals[id(replacement)] = (replacement, _version_of(replacement), original)
+        _set(container, key, replacement)
+
+    def take_out(self) -> None:
+        """Put back what was there before."""
+        for container in self.containers.values():
+            for key, value in list(_items(container)):
+                found = value
+                while id(value) in self._originals:  # what was put there may have been replaced once more
+                    replacement, version, original = self._originals[id(value)]
+                    if _version_of(replacement) != version:
+                        break
+                    value = original
+                if value is not found:
+                    _set(container, key, value)
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _set(container: Any, key: Any, value: Any) -> None:
+    if _is_dataclass(container) and not isinstance(container, Mapping):
+        object.__setattr__(container, key, value)  # of frozen ones as well
+    else:
+        container[key] = value
+
+
+def _is_mutable(tree: Any) -> bool:
+    """Whether others that hold ``tree`` can see what is written into it."""
+    if isinstance(tree, tuple):
+        return False
+    return isinstance(tree, _REBUILT) or not type(tree).__dataclass_params__.frozen
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, replaced: Replaced | None = None) -> Any:
+    """``tree`` with every tensor replaced by ``function`` of it.
+
+    Containers are copied, in their own type, only where something in them changes. With ``replaced``, those that can be
+    written into stay the same objects, with other contents until ``replaced`` takes them out. Mappings other than
+    ``dict`` and ``UserDict`` are left alone.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if not isinstance(tree, _REBUILT) and not _is_dataclass(tree):
+        return tree
+    changes = []
+    for key, value in list(_items(tree)):
+        replacement = map_tensors(function, value, replaced)
+        if replacement is not value:
+            changes.append((key, value, replacement))
+    if not changes:
+        return tree
+    if replaced is not None and _is_mutable(tree):
+        for change in changes:
+            replaced.put(tree, *change)
+        return tree
+    return _with_changes(tree, {key: replacement for key, _, replacement in changes})
+
+
+def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
+    if isinstance(tree, tuple):
+        values = [changes.get(index, value) for index, value in enumerate(tree)]
+        return tree._make(values) if hasattr(tree, "_make") else type(tree)(values)
+    rebuilt = copy.copy(tree)
+    for key, value in changes.items():
+        _set(rebuilt, key, value)
+    return rebuilt
+
+
+def map_inputs(
+    function: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`map_tensors` of the arguments of a call, which are no container of the caller's."""
+    new_args = tuple([map_tensors(function, value, replaced) for value in args])
+    return new_args, {name: map_tensors(function, value, replaced) for name, value in kwargs.items()}
+
+
+def cast_floating_point(dtype: torch.dtype, tree: Any, replaced: Replaced | None = None) -> Any:
+    """``tree`` with every floating-point tensor of another dtype cast to ``dtype``. ``replaced``: see `map_tensors`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree, replaced)
+
+
+def cast_inputs(
+    cast: InputCast, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast; ``replaced`` as in `map_tensors`."""
+
+    def convert(dtype: torch.dtype, value: Any) -> Any:
+        return cast_floating_point(dtype, value, replaced)
+
+    if cast.names is None:
+        new_args = tuple([convert(cast.dtype, value) for value in args])
+        return new_args, {name: convert(cast.dtype, value) for name, value in kwargs.items()}
+    return cast_named(cast, argument_names(function), args, kwargs, convert)
+
+
+def cast_named(
+    cast: InputCast,
+    names: tuple[tuple[str, ...], str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    convert: Callable[[torch.dtype, Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``args`` and ``kwargs`` of a function with these `argument_names`, those that ``cast`` names converted."""
+    assert cast.names is not None, "names to look for"
+    positional, rest = names
+    of_args = [*positional, *[rest] * max(0, len(args) - len(positional))]
+    new_args = tuple(
+        convert(cast.dtype, value) if name in cast.names else value for name, value in zip(of_args, args, strict=False)
+    )
+    new_kwargs = {name: convert(cast.dtype, value) if name in cast.names else value for name, value in kwargs.items()}
+    return new_args, new_kwargs
+
+
+def argument_names(function: Callable[..., Any]) -> tuple[tuple[str, ...], str]:
+    """Names of the positional arguments (without self), and of those that follow (``*args``)."""
+    return _argument_names(getattr(function, "__func__", function), inspect.ismethod(function))
+
+
+@functools.lru_cache(maxsize=1024)
+def _argument_names(function: Callable[..., Any], is_method: bool) -> tuple[tuple[str, ...], str]:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+    return tuple(positional[is_method:]), rest
+
+
+def refuse_unknown_arguments(cast: InputCast | None, modules: Sequence[nn.Module]) -> None:
+    """Refuse names of inputs to cast that no forward of ``modules`` has.
+
+    Raises:
+        FSDPValueError: naming those that there are.
+    """
+    if cast is None or cast.names is None:
+        return
+    known: dict[str, None] = {}
+    for module in modules:
+        for each in inspect.signature(module.forward).parameters.values():
+            if each.kind is each.VAR_KEYWORD:
+                return
+            known[each.name] = None
+    for name in cast.names:
+        if name not in known:
+            raise FSDPValueError(
+                f"cast_forward_inputs names '{name}', but forward of {type(modules[0]).__name__} has the arguments "
+                f"{', '.join(known)}."
+            )

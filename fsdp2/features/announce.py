@@ -1,0 +1,51 @@
+"""Tells tools of collectives that are made of messages between peers, which they would not see.
+
+Dispatch modes (``CommDebugMode``) and functions that a program has put in the place of ``torch.distributed``'s are
+shown one all-gather, or one reduce-scatter, whatever messages it is made of: as with torch's own. They get buffers of
+the right size, and a group of the same ranks, over which nothing travels; what they return is not used. Whether
+somebody looks may differ by rank: nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.core.gather import Transfer
+
+_SHOWN: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def all_gather(members: Sequence[Transfer], group: dist.ProcessGroup) -> None:
+    """Show one all-gather of ``members`` to whoever looks."""
+    sent, received = _buffers([input for _, input in members], [output for output, _ in members])
+    _torch.all_gather_batched(received, sent, _shown(group))
+
+
+def reduce_scatter(members: Sequence[Transfer], op: Any, group: dist.ProcessGroup) -> None:
+    """Show one reduce-scatter of ``members`` to whoever looks."""
+    sent, received = _buffers([input for _, input in members], [output for output, _ in members])
+    _torch.reduce_scatter_batched(received, sent, op, _shown(group))
+
+
+def _buffers(sent: list[torch.Tensor], received: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As large as all of ``sent`` and of ``received``: in their dtype, or as bytes if they have several."""
+    dtypes = {each.dtype for each in sent}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    with _torch.unobserved(), torch.no_grad():
+        made = [
+            torch.zeros(sum(each.numel() * each.dtype.itemsize for each in side) // dtype.itemsize, dtype=dtype)
+            for side in (sent, received)
+        ]
+    return made[0], made[1]
+
+
+def _shown(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    if group not in _SHOWN:
+        _SHOWN[group] = _torch.silent_group_like(group)
+    return _SHOWN[group]

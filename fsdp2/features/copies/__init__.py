@@ -1,0 +1,1 @@
+"""Copies and pickles of sharded modules, their states and their meshes."""

@@ -1,0 +1,102 @@
+"""Meshes in pickles: what is written down of a `DeviceMesh`, and how it is found or made again, maybe in another job.
+
+Process groups cannot be pickled. A mesh that this process knows already is found by its ranks and names; else it is
+made anew, which makes process groups unless it is one dim over all ranks: then all ranks must unpickle.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2 import _torch
+from fsdp2.errors import FSDPRuntimeError
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRecord:
+    """What identifies a mesh, in any job of the same size.
+
+    Attributes:
+        device_type: as the mesh has it.
+        ranks: nested, one level per dim.
+        names: of the dims, if they have any.
+        root: the mesh that it is a slice of, if it is one.
+    """
+
+    device_type: str
+    ranks: Any
+    names: tuple[str, ...] | None
+    root: MeshRecord | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshRecord:
+        """Write ``mesh`` down, and remember it."""
+        know(mesh)
+        root = _torch.root_mesh(mesh)
+        return cls(*_identity(mesh), None if root is mesh or root is None else cls(*_identity(root)))
+
+    def find(self) -> DeviceMesh:
+        """The mesh, known or made anew. Collective over all ranks where it must be made.
+
+        Raises:
+            FSDPRuntimeError: it has flattened dims, or ranks that this job does not have.
+        """
+        known = _KNOWN.get(_key(self.device_type, self.ranks, self.names))
+        if known is not None and _is_alive(known):
+            return known
+        ranks = torch.tensor(self.ranks, dtype=torch.int)
+        if int(ranks.max()) >= dist.get_world_size():
+            raise FSDPRuntimeError(
+                f"a sharded module that was pickled on a mesh of the ranks {self.ranks} cannot be unpickled in a job "
+                f"of {dist.get_world_size()} ranks; use as many, or distributed checkpoints of its state_dict()."
+            )
+        if self.root is None or self.names is None:
+            made = DeviceMesh(self.device_type, ranks, mesh_dim_names=self.names)
+        elif self.root.names is None or not set(self.names) <= set(self.root.names):
+            raise FSDPRuntimeError(
+                f"a sharded module was pickled on a mesh whose dims {self.names} were flattened out of "
+                f"{self.root.names}, which cannot be made again in another job; use its state_dict()."
+            )
+        else:
+            root = self.root.find()
+            made = root if self.names == self.root.names else root[self.names]
+        know(made)
+        return made
+
+
+def _identity(mesh: DeviceMesh) -> tuple[str, Any, tuple[str, ...] | None]:
+    names = mesh.mesh_dim_names
+    return mesh.device_type, mesh.mesh.tolist(), None if names is None else tuple(names)
+
+
+_Key = tuple[int, str, str, tuple[str, ...] | None]
+_KNOWN: weakref.WeakValueDictionary[_Key, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def _key(device_type: str, ranks: Any, names: tuple[str, ...] | None) -> _Key:
+    """With the rank: ranks may be threads of one process, and each has meshes of its own."""
+    return dist.get_rank(), device_type, str(ranks), names
+
+
+def know(mesh: DeviceMesh) -> None:
+    """Remember ``mesh`` as long as somebody uses it. The first of equal ones counts."""
+    key = _key(*_identity(mesh))
+    known = _KNOWN.get(key)
+    if known is None or not _is_alive(known):
+        _KNOWN[key] = mesh
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    """Whether the process groups of ``mesh`` exist still."""
+    try:
+        for dim in range(mesh.ndim):
+            dist.get_process_group_ranks(mesh.get_group(dim))
+    except Exception:  # of many kinds, by version
+        return False
+    return True

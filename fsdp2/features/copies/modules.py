@@ -1,0 +1,78 @@
+"""How one sharded module is copied and pickled: by its original class, with its state at rest. See `copying`."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.compiled.frames import begin_graphs_at_calls_only
+from fsdp2.core.forward_methods import restore_methods
+from fsdp2.core.misuse import explain_errors
+from fsdp2.core.param import link_copies
+from fsdp2.core.state import FSDPState, state_of
+from fsdp2.errors import FSDPNotImplementedError
+from fsdp2.features.copies.states import complete_copies, shared_in_copies
+from fsdp2.optim import zeroing
+from fsdp2.optim.guard import GUARD
+
+
+def _state(module: Any) -> FSDPState:
+    state = state_of(module)
+    assert state is not None, "of a sharded module"
+    return state
+
+
+def deepcopied(module: Any, original: type, memo: dict[int, Any]) -> Any:
+    """A copy of ``module``, whose class was ``original``.
+
+    Raises:
+        FSDPNotImplementedError: that class copies itself in a way of its own.
+    """
+    if hasattr(original, "__deepcopy__"):
+        raise FSDPNotImplementedError(
+            f"{original.__name__} defines __deepcopy__, which knows nothing of sharding; copy the module before "
+            "fully_shard, or load its state_dict() into a second one."
+        )
+    make, arguments, attributes = module.__reduce_ex__(4)[:3]
+    for shared in shared_in_copies(_state(module).unit):
+        memo[id(shared)] = shared
+    copied = make(*arguments)
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(attributes, memo))
+    link_copies(memo)
+    return copied
+
+
+def reduced(
+    module: Any, original: type, reduce: Callable[[int], Any], make: Callable[..., nn.Module], protocol: int
+) -> tuple[Any, ...]:
+    """What ``module`` is pickled as: made by ``make`` from its ``original`` class; ``reduce`` is that class's own way.
+
+    Raises:
+        FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
+    """
+    _state(module).rest_for_copy()
+    how = reduce(max(2, protocol))
+    if isinstance(how, str) or how[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        raise FSDPNotImplementedError(
+            f"{original.__name__} says itself how it is pickled, and knows nothing of sharding; save its state_dict() "
+            "instead."
+        )
+    return make, (original, *how[1][1:]), *how[2:]
+
+
+def completed() -> None:
+    """A module has got its attributes: states may be complete by that, its own and those of tied weights."""
+    for state in complete_copies():
+        restore_methods(state)  # type: ignore[arg-type]
+        for module in state.modules:
+            _torch.map_state(module, state)
+        GUARD.install()
+        zeroing.install()
+        explain_errors()
+        begin_graphs_at_calls_only()

@@ -1,0 +1,61 @@
+"""`HostSum`: reduced gradients of one dtype that add up in host memory until the last backward brings them back.
+
+The host never computes with them: what waits is copied to the device, added to what was reduced, and copied back, all
+on the stream that reduced last. So nothing blocks, and on the device there is the sum of one group at a time. The
+memory on the host, pinned or not, is kept from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.buffers import Offloading
+
+
+class HostSum:
+    """The sum of what some backwards have reduced, as flat as it was reduced.
+
+    Attributes:
+        dtype: in which it adds up.
+        waits: there is something in it.
+        missing: indices of parameters that had no gradient on this rank in any of these backwards.
+    """
+
+    def __init__(self, offloading: Offloading, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.waits = False
+        self.missing: frozenset[int] = frozenset()
+        self._home = offloading
+        self._host: torch.Tensor | None = None
+
+    @property
+    def waiting(self) -> torch.Tensor | None:
+        """The sum itself, in host memory; None if nothing waits."""
+        return self._host if self.waits else None
+
+    def added_to(self, reduced: torch.Tensor) -> torch.Tensor:
+        """``reduced`` in this dtype, plus what waits; in place if it is of this dtype."""
+        total = reduced.to(self.dtype)
+        if self.waits:
+            assert self._host is not None, "what waits lies there"
+            waiting = torch.empty_like(total)
+            waiting.copy_(self._host, non_blocking=True)
+            total.add_(waiting)
+        return total
+
+    def keep(self, total: torch.Tensor, missing: Sequence[int]) -> None:
+        """Let ``total`` wait: a sum that `added_to` returned."""
+        if self._host is None or self._host.numel() != total.numel():
+            self._host = self._home.empty_on_host(total.numel(), self.dtype)
+        self._host.copy_(total, non_blocking=True)
+        self.missing, self.waits = self.still_missing(missing), True
+
+    def still_missing(self, missing: Sequence[int]) -> frozenset[int]:
+        """Those of ``missing`` that had no gradient before either."""
+        return self.missing.intersection(missing) if self.waits else frozenset(missing)
+
+    def drop(self) -> None:
+        """Nothing waits any more."""
+        self.waits = False

@@ -1,0 +1,361 @@
+"""Parameters whose tensors gather themselves: ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+A tensor subclass (float8, quantized) may send something else than its values: its first method returns what this rank
+sends, its second makes the unsharded tensor of what arrived. The contract is torch's, and looked up on the local tensor
+of the sharded parameter at lazy initialization::
+
+    def fsdp_pre_all_gather(self, mesh) -> (inputs, metadata)
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner_tensors) | None
+
+Every rank must send inputs of the same sizes: those of short ranks are padded by the extension. The first time
+``out`` is None, and the inner tensors are what the unsharded tensor needs to stay alive; their memory is freed and
+given back around each use. From then on ``out`` is that unsharded tensor, to be filled in place.
+
+Where a group reshards to fewer ranks after forward, each of them keeps a slice of what has arrived (a "rest") and the
+metadata. Before backward the rests are gathered among these ranks, and the second method is called again; the first
+is not, so that backward computes with what the forward computed with, whatever was written in between.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.core.buffers import Allocate, Resizable, on_the_wire, storage_alias
+from fsdp2.core.gather import Transfer
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.param import FSDPParam, is_subclass
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+
+_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def is_extended(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` gathers itself, or lies in no flat buffer, as tensor subclasses do."""
+    return hasattr(tensor, _PRE) or hasattr(tensor, _POST) or is_subclass(tensor)
+
+
+def check_extension(tensor: torch.Tensor, partition: Partition, world_size: int, where: str) -> None:
+    """Refuse an extension that cannot work.
+
+    Raises:
+        FSDPTypeError: one of the two methods is missing, or takes other arguments.
+        FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind
+            dim 0.
+    """
+    if partition.owner is not None:
+        raise FSDPNotImplementedError(
+            f"{where} gathers itself (a tensor subclass, or one with {_PRE}), and one rank is to own it, which is not "
+            "supported; shard its dim 0."
+        )
+    is_uneven = bool(partition.dim) and partition.size % world_size != 0
+    if partition.dim is None or partition.order or is_uneven:
+        what = "has no dims" if partition.dim is None else "is not contiguous"
+        what = (
+            f"has {partition.size} entries in dim {partition.dim}, uneven over {world_size} ranks"
+            if is_uneven
+            else what
+        )
+        raise FSDPNotImplementedError(
+            f"{where} gathers itself (a tensor subclass, or one with {_PRE}) and {what}, which is not supported; shard "
+            "its dim 0, contiguous, or pass it in ignored_params."
+        )
+    if not (hasattr(tensor, _PRE) or hasattr(tensor, _POST)):
+        return  # a subclass that says nothing: its values are gathered, as copying it to a plain tensor gives them
+    if not (hasattr(tensor, _PRE) and hasattr(tensor, _POST)):
+        missing = _POST if hasattr(tensor, _PRE) else _PRE
+        raise FSDPTypeError(f"{where} has only one of {_PRE} and {_POST}: define {missing} too.")
+    signature = inspect.signature(getattr(tensor, _PRE))
+    if len(signature.parameters) not in (1, 5):
+        raise FSDPTypeError(
+            f"{where}: {_PRE}{signature} must take (mesh) or (mesh, outer_size, outer_stride, module, mp_policy)."
+        )
+
+
+def _cut_dim(param: FSDPParam) -> int:
+    dim = param.sharding.partition.dim
+    assert dim is not None, "an extension without dims is refused"
+    return dim
+
+
+@dataclass(slots=True)
+class _Extended:
+    """One parameter that gathers itself, and what is known of its gathers.
+
+    Attributes:
+        sizes: of the inputs that every rank sends; None before the first gather.
+        dtypes: of these inputs.
+        outputs: flat, (world_size * n,) for each input; freed between uses.
+        inner: what the extension says its unsharded tensor lies on.
+        metadata: what it passes from before to after the gather.
+        is_made: the unsharded tensor exists.
+        rests: of each output, the slice of this rank among its neighbours; freed when the group is sharded again.
+        rest_metadata: what goes with them.
+        releases: the extension needs the outputs no more once it has made the unsharded tensor.
+    """
+
+    param: FSDPParam
+    sizes: list[torch.Size] | None = None
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    outputs: list[Resizable] = field(default_factory=list)
+    aliases: list[torch.Tensor] = field(default_factory=list)
+    inner: list[Resizable] = field(default_factory=list)
+    metadata: Any = None
+    is_made: bool = False
+    rests: list[Resizable] = field(default_factory=list)
+    rest_metadata: Any = None
+    releases: bool = False
+
+
+class _Staged:
+    """Tensors of any dtypes in one buffer: what one member of a collective carries. Allocates, and copies them there.
+
+    Attributes:
+        members: none if there is nothing to send.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], mesh: DataParallelMesh, allocate: Allocate | None) -> None:
+        self._places, offset = [], 0
+        for tensor in tensors:
+            nbytes = tensor.numel() * tensor.element_size()
+            offset = byte_start(offset, nbytes, tensor.element_size())
+            self._places.append((offset, nbytes))
+            offset += nbytes
+        dtypes = {tensor.dtype for tensor in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        world_size, numel = mesh.shard_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
+        if allocate is not None:
+            staging = allocate((world_size * numel,), dtype=dtype, device=mesh.device)
+            send = staging[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]
+        else:
+            staging = torch.empty(world_size * numel, dtype=dtype, device=mesh.device)
+            send = torch.empty(numel, dtype=dtype, device=mesh.device)
+        send_bytes = send.view(torch.uint8)
+        for tensor, (start, nbytes) in zip(tensors, self._places, strict=True):
+            if nbytes:
+                send_bytes[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        self._arrived = staging.view(torch.uint8).view(world_size, -1)
+        self.members: list[Transfer] = [(on_the_wire(staging), on_the_wire(send))] if numel else []
+
+    def copy_out(self, outputs: Sequence[torch.Tensor], outers: Sequence[int]) -> None:
+        """Move what has arrived to the flat ``outputs``: ranks alternate ``outer`` times, where a later dim is cut."""
+        world_size = self._arrived.shape[0]
+        for output, outer, (start, nbytes) in zip(outputs, outers, self._places, strict=True):
+            if nbytes:
+                piece = self._arrived[:, start : start + nbytes].view(output.dtype)
+                output.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
+
+
+def _take_as_it_is(
+    outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """In the place of ``fsdp_post_all_gather``: what has arrived is the parameter, and lies where it lay before."""
+    return (outputs[0], ()) if out is None else None
+
+
+class ExtensionGather:
+    """The all-gather of those parameters of a group that gather themselves: one more packed member.
+
+    Attributes:
+        params: these parameters.
+        allocate: where the buffers come from, if the all-gather says it.
+        keeps_memory: whether `free` leaves the unsharded tensors their memory.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, allocate: Allocate | None) -> None:
+        self.params = tuple(params)
+        self.keeps_memory = False
+        self._mesh = mesh
+        self.allocate = allocate
+        self._extended = [_Extended(param) for param in params]
+        self._staged: _Staged | None = None
+        for each in self._extended:
+            where = f"parameter '{each.param.path}'"
+            check_extension(each.param.local, each.param.sharding.partition, mesh.shard_size, where)
+            release = getattr(each.param.local, _RELEASES, None)
+            each.releases = bool(release()) if release is not None else False
+
+    def begin(self) -> list[Transfer]:
+        """Ask the extensions what to send, and lay it out in one buffer. Collective the first time.
+
+        Raises:
+            FSDPRuntimeError: on every rank, if the ranks would send different sizes.
+        """
+        inputs = [self._inputs_of(each) for each in self._extended]
+        self._refuse_other_sizes(inputs)
+        self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.allocate)
+        return self._staged.members
+
+    def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
+        """Give the outputs memory, into which the rests are gathered as they lie: nothing is asked for, or copied."""
+        for each in self._extended:
+            for output in each.outputs:
+                output.allocate()
+        rests = [rest.flat for each in self._extended for rest in each.rests]
+        if self.allocate is not None:  # which gathers in memory of its own
+            self._staged = _Staged(rests, neighbours, self.allocate)
+            return self._staged.members
+        pairs = zip(self._aliases(), rests, strict=True)
+        return [(on_the_wire(alias), on_the_wire(rest)) for alias, rest in pairs if rest.numel()]
+
+    def _aliases(self) -> list[torch.Tensor]:
+        return [alias for each in self._extended for alias in each.aliases]
+
+    def _inputs_of(self, each: _Extended) -> list[torch.Tensor]:
+        param, mesh = each.param, self._mesh
+        local: Any = param.local
+        if not hasattr(local, _PRE):
+            return [self._plain_values(param)]
+        if local.device != mesh.device:
+            local = local.to(mesh.device, non_blocking=True)
+        before = getattr(local, _PRE, None) or getattr(param.local, _PRE)
+        if len(inspect.signature(before).parameters) == 1:
+            inputs, each.metadata = before(mesh.shard_mesh)
+        else:
+            size = torch.Size(param.shape)
+            module = param.uses[0][0]
+            inputs, each.metadata = before(mesh.shard_mesh, size, contiguous_stride(size), module, param.policy)
+        return list(inputs)
+
+    def _plain_values(self, param: FSDPParam) -> torch.Tensor:
+        """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
+        partition, dim = param.sharding.partition, _cut_dim(param)
+        shape = list(param.shape)
+        shape[dim] = partition.rows(self._mesh.shard_size)
+        values = torch.zeros(shape, dtype=param.param_dtype, device=self._mesh.device)
+        if param.local.numel():
+            values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
+        return values
+
+    def _refuse_other_sizes(self, inputs: list[list[torch.Tensor]]) -> None:
+        sizes = [[tensor.size() for tensor in tensors] for tensors in inputs]
+        known = [each.sizes for each in self._extended]
+        if all(before is None for before in known):
+            self._refuse_disagreement(inputs)
+        for each, tensors, before, now in zip(self._extended, inputs, known, sizes, strict=True):
+            dtypes = [tensor.dtype for tensor in tensors]
+            if before is not None and (before, each.dtypes) != (now, dtypes):
+                raise FSDPRuntimeError(
+                    f"{_PRE} of parameter '{each.param.path}' returned sizes {list(map(tuple, now))} in {dtypes}, the "
+                    f"first time {list(map(tuple, before))} in {each.dtypes}; they must stay the same."
+                )
+            each.sizes, each.dtypes = now, dtypes
+
+    def _refuse_disagreement(self, inputs: list[list[torch.Tensor]]) -> None:
+        group = self._mesh.shard_group
+        if group is None or group.size() == 1:
+            return
+        for each, tensors in zip(self._extended, inputs, strict=True):
+            mine = torch.tensor(
+                [len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)],
+                device=self._mesh.device,
+            )
+            everyone = mine.new_empty(2 * group.size())
+            _torch.gather_unobserved(everyone, mine, group)
+            of_ranks = everyone.view(-1, 2).tolist()
+            if any(of_rank != of_ranks[0] for of_rank in of_ranks):
+                raise FSDPRuntimeError(
+                    f"{_PRE} of parameter '{each.param.path}' (shape {each.param.shape}) returned (tensors, bytes) "
+                    f"{of_ranks} on the ranks; all must send the same: short ones pad their inputs to the shard of "
+                    f"rank 0, {each.param.sharding.partition.rows(group.size())} rows."
+                )
+
+    def finish(self, neighbours: DataParallelMesh | None) -> None:
+        """Give the extensions what has arrived, to make or fill their unsharded tensors.
+
+        Among ``neighbours`` this rank keeps its part of it before: extensions may write into it, or let it be freed.
+        """
+        assert self._staged is not None, "a gather is under way"
+        for each in self._extended:
+            self._allocate(each)
+        outers = [math.prod(size[: _cut_dim(each.param)]) for each in self._extended for size in each.sizes or ()]
+        self._staged.copy_out(self._aliases(), outers)
+        self._staged = None
+        for each in self._extended:
+            if neighbours is not None:
+                self._keep_rests(each, neighbours)
+            metadata, each.metadata = each.metadata, None
+            self._make_unsharded(each, metadata)
+
+    def finish_from_rests(self) -> None:
+        """Let the extensions fill their unsharded tensors once more, as they did before."""
+        for each in self._extended:
+            self._allocate(each)
+        if self._staged is not None:
+            aliases = self._aliases()
+            self._staged.copy_out(aliases, [1] * len(aliases))
+            self._staged = None
+        for each in self._extended:
+            self._make_unsharded(each, each.rest_metadata)
+
+    def _keep_rests(self, each: _Extended, neighbours: DataParallelMesh) -> None:
+        if not each.rests:
+            each.rests = [Resizable(alias.new_empty(alias.numel() // neighbours.shard_size)) for alias in each.aliases]
+        for rest, alias in zip(each.rests, each.aliases, strict=True):
+            rest.allocate()
+            rest.flat.copy_(alias.view(neighbours.shard_size, -1)[neighbours.shard_rank])
+        each.rest_metadata = each.metadata
+
+    def free_rests(self) -> None:
+        """Free what was kept for a gather among neighbours."""
+        for each in self._extended:
+            each.rest_metadata = None
+            for rest in each.rests:
+                rest.free()
+
+    def _allocate(self, each: _Extended) -> None:
+        if not each.outputs:
+            assert each.sizes is not None, "inputs were asked for"
+            for size, dtype in zip(each.sizes, each.dtypes, strict=True):
+                numel = self._mesh.shard_size * size.numel()
+                output = torch.empty(numel, dtype=dtype, device=self._mesh.device)
+                each.outputs.append(Resizable(output))
+                # Through an alias, whose writes do not count as changes of what lies on the output.
+                each.aliases.append(storage_alias(output, 0, (numel,), (1,)))
+        for buffer in (*each.outputs, *each.inner):
+            buffer.allocate()
+
+    def _make_unsharded(self, each: _Extended, metadata: Any) -> None:
+        param, local = each.param, each.param.local
+        assert each.sizes is not None, "inputs were asked for"
+        dim, world_size = _cut_dim(param), self._mesh.shard_size
+        outputs = tuple(
+            output.flat.view(*size[:dim], world_size * size[dim], *size[dim + 1 :])
+            for output, size in zip(each.outputs, each.sizes, strict=True)
+        )
+        after: Any = getattr(local, _POST, _take_as_it_is)
+        if each.is_made:
+            after(outputs, metadata, param.param_dtype, out=param.unsharded)
+        else:
+            unsharded, inner = after(outputs, metadata, param.param_dtype)
+            lying = {output.storage.data_ptr() for output in each.outputs}
+            each.inner = [Resizable(tensor) for tensor in inner if tensor.untyped_storage().data_ptr() not in lying]
+            if tuple(unsharded.shape) != param.shape:  # padded
+                unsharded = torch.as_strided(unsharded, param.shape, contiguous_stride(param.shape), 0)
+            param.take_unsharded(unsharded)
+            each.is_made = True
+        if each.releases:
+            for output in each.outputs:
+                output.free()
+
+    def storages(self) -> set[int]:
+        """The identities of the storages that unsharded tensors lie on."""
+        return {_torch.storage_of(buffer.flat) for each in self._extended for buffer in (*each.outputs, *each.inner)}
+
+    def free(self) -> None:
+        """Free the unsharded tensors' memory."""
+        self._staged = None
+        if self.keeps_memory:
+            return
+        for each in self._extended:
+            for buffer in (*each.outputs, *each.inner):
+                buffer.free()

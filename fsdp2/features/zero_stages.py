@@ -1,0 +1,111 @@
+"""ZeRO stages by name: when each frees the unsharded parameters, and over which ranks it cuts them.
+
+A stage is nothing but settings: the mesh says whether anything is cut, two flags say when what was gathered is freed.
+The names are those of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2019,
+arXiv 1910.02054; ``"replicate"`` is distributed data parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
+from fsdp2.errors import FSDPValueError
+
+Strategy = Literal["replicate", "zero1", "zero2", "zero3"]
+
+
+class ReshardPolicy(NamedTuple):
+    """How long unsharded parameters stay.
+
+    Attributes:
+        reshard_after_forward: whether the end of forward frees them.
+        reshard_after_backward: whether the end of backward does; None: if it reduces gradients.
+    """
+
+    reshard_after_forward: bool
+    reshard_after_backward: bool | None
+
+
+_RESIDENCES = {
+    "replicate": ReshardPolicy(False, None),
+    "zero1": ReshardPolicy(False, None),
+    "zero2": ReshardPolicy(False, True),
+    "zero3": ReshardPolicy(True, True),
+}
+
+
+def reshard_policy_of(strategy: Any) -> ReshardPolicy:
+    """How long parameters stay unsharded under ``strategy``.
+
+    Raises:
+        FSDPValueError: it is not one of the four.
+    """
+    if not isinstance(strategy, str) or strategy not in _RESIDENCES:
+        raise FSDPValueError(f"strategy must be one of {', '.join(map(repr, _RESIDENCES))}, got {strategy!r}.")
+    return _RESIDENCES[strategy]
+
+
+def info_for(strategy: Strategy | None, info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+    """``info``, or for ``"replicate"`` all its ranks as copies. Flattening two dims makes process groups.
+
+    Raises:
+        FSDPValueError: the strategy shards over a mesh that only replicates, or the other way around.
+    """
+    if strategy is None:
+        return info
+    dims = info.dp_mesh_dims
+    if strategy != "replicate":
+        if info.shard_mesh_dim is None:
+            raise FSDPValueError(
+                f"strategy={strategy!r} shards, and dp_mesh_dims={dims} names no dim to shard over; name one in "
+                "dp_mesh_dims.shard, or pass strategy='replicate'."
+            )
+        return info
+    if dims is not None and dims.shard_names:
+        raise FSDPValueError(
+            f"strategy='replicate' shards nothing, and dp_mesh_dims={dims} names dims to shard over; name them in "
+            "dp_mesh_dims.replicate, or pass another strategy."
+        )
+    return replicating_info(info)
+
+
+def refuse_contradictions(strategy: Strategy | None, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
+    """Refuse arguments that say something else than ``strategy`` does.
+
+    An int for ``reshard_after_forward`` says to how many ranks ``"zero3"`` reshards after forward.
+
+    Raises:
+        FSDPValueError: naming both.
+    """
+    if strategy is None:
+        return
+    reshards = reshard_policy_of(strategy).reshard_after_forward
+    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    asked = reshard_after_forward != 1 if is_int else reshard_after_forward
+    if asked is not None and asked is not reshards:
+        raise FSDPValueError(
+            f"strategy={strategy!r} and reshard_after_forward={reshard_after_forward!r} contradict each other: under "
+            f"{strategy!r} parameters are {'' if reshards else 'not '}resharded after forward. Pass only one of them."
+        )
+    if strategy == "replicate" and shard_placement_fn is not None:
+        raise FSDPValueError(
+            "strategy='replicate' and shard_placement_fn contradict each other: nothing is sharded. Pass only one of "
+            "them."
+        )
+
+
+def refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None:
+    """Refuse to change at run time between whole and sharded parameters, which lie on other meshes.
+
+    Raises:
+        FSDPValueError: naming the module and the remedy.
+    """
+    replicates = mesh.shard_group is None
+    if (strategy == "replicate") is not replicates:
+        now = "replicated" if replicates else "sharded"
+        raise FSDPValueError(
+            f"the parameters of '{name}' are {now}, so set_strategy({strategy!r}) would lay them out anew. Undo it by "
+            f"fsdp2.unwrap(model), which its optimizers outlive, and fully_shard(..., strategy={strategy!r}) again; "
+            "or leave this module out, with recurse=False."
+        )

@@ -1,1 +1,0 @@
-"""What users do to sharded modules: the methods of `FSDPModule`, copies, unwrapping, tying."""

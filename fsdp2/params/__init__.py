@@ -1,1 +1,0 @@
-"""Parameters and their memory: the sharded and the unsharded form, flat buffers, gradients, extensions."""

@@ -1,1 +1,0 @@
-"""What runs in forward and backward: groups, hooks, the order of communication, the root."""
