@@ -1,11 +1,15 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
-import fsdp2.features.gloo_p2p  # noqa: F401  gloo's sends and receives, which take the place of its collectives
+import fsdp2.compiled.frames
+import fsdp2.features
+import fsdp2.optim.guard
+import fsdp2.optim.zeroing  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
 from fsdp2.compiled.entry import prepare_compile
 from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
 from fsdp2.compiled.support import set_graph_capture
+from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.core.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.core.module import (
@@ -17,10 +21,9 @@ from fsdp2.core.module import (
 )
 from fsdp2.core.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.core.shard import fully_shard
-from fsdp2.core.sharding import RowBlocks, ShardPlacementResult
+from fsdp2.core.sharding import Owned, RowBlocks, ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.features.owned import Owned, balanced_owners
+from fsdp2.features.owned import balanced_owners
 from fsdp2.features.unwrap import unwrap
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 MOVED = {
+    "fsdp2.modules.module": {"new_sharded": "fsdp2.core.module"},
+    "fsdp2.params.param": {"refuse_share_memory": "fsdp2.core.param"},
     "fsdp2.plan.ragged": {"RaggedDTensor": "fsdp2.ragged.dtensor", "RaggedShard": "fsdp2.ragged.placement"},
 }
 """By former modules, what state dicts name in them, and where that is now."""

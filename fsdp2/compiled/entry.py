@@ -19,6 +19,7 @@ from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, Trace
 from fsdp2.compiled.unsharding import unshard
 from fsdp2.core.buffers import storage_alias
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.module import PREPARES_GRAPHS
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
@@ -222,3 +223,6 @@ def _spec_of(group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpe
         again,
         budget,
     )
+
+
+PREPARES_GRAPHS.fill(prepares_graphs)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
 from fsdp2 import _torch_compiler
+from fsdp2.core.module import ON_SHARDING
 
 PACKAGE = "fsdp2"
 BEGINS_GRAPHS = "_captured_call"
@@ -66,3 +67,6 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_nested(constant)
+
+
+ON_SHARDING.append(begin_graphs_at_calls_only)

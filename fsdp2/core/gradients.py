@@ -40,9 +40,9 @@ from fsdp2.core.buffers import (
 from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.ports import Port, missing
 from fsdp2.core.sharding import dtensor_at_offset
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.host_accumulation import HostSum
 
 # `GradientBuffer`: what sharded gradients of one group and dtype lie on, from step to step.
 #
@@ -167,6 +167,44 @@ _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
 _DTYPE: Callable[[Any], torch.dtype] = operator.attrgetter("dtype")
 
 
+class Accumulation:
+    """What some backwards have reduced, and the last of them is to deliver: here nothing ever waits.
+
+    Attributes:
+        dtype: in which it adds up; None: in none.
+        waits: there is something in it.
+        missing: indices of parameters that had no gradient on this rank in any of these backwards.
+    """
+
+    dtype: torch.dtype | None = None
+    waits: bool = False
+    missing: frozenset[int] = frozenset()
+
+    @property
+    def waiting(self) -> torch.Tensor | None:
+        """The sum itself; None if nothing waits."""
+        return None
+
+    def added_to(self, reduced: torch.Tensor) -> torch.Tensor:
+        """``reduced`` plus what waits; in place if dtypes allow."""
+        return reduced
+
+    def keep(self, total: torch.Tensor, missing: Sequence[int]) -> None:
+        """Let ``total`` wait: a sum that `added_to` returned."""
+        raise NotImplementedError
+
+    def still_missing(self, missing: Sequence[int]) -> frozenset[int]:
+        """Those of ``missing`` that had no gradient before either."""
+        return frozenset(missing)
+
+    def drop(self) -> None:
+        """Nothing waits any more."""
+
+
+ACCUMULATION: Port[Callable[[Offloading, torch.dtype], Accumulation]] = Port(missing("host_accumulation"))
+"""Makes one that waits in host memory."""
+
+
 @dataclass(slots=True)
 class PackedGradients:
     """One reduction under way: what it sends, where it arrives, and what must stay alive until it has.
@@ -208,7 +246,7 @@ class GradientBucket:
         dtype: in which gradients are reduced.
         layout: of the reduce-scatter.
         reduce_scattered: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
-        sum: reduced, and waiting on the host for the last backward; None: nothing ever does.
+        sum: reduced, and waiting on the host for the last backward, if anything ever does.
         presence_scale: what says that a parameter has a gradient on this rank.
     """
 
@@ -236,9 +274,11 @@ class GradientBucket:
         dtypes = {param.delivery_dtype(dtype) for param in self.params}
         self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         self._arrives_in_place = self._delivery_dtype is dtype and offloading.device == device
-        self.sum: HostSum | None = None
+        self.sum = Accumulation()
         if offloading.sums_on_host:
-            self.sum = HostSum(offloading, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype))
+            self.sum = ACCUMULATION.filling(
+                offloading, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype)
+            )
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._holes = self._make_holes()
@@ -414,7 +454,7 @@ class GradientBucket:
     @property
     def _is_copied_to_delivery(self) -> bool:
         """Whether nothing of a temporary that gradients arrive in is needed after their delivery."""
-        return self._delivery_dtype is not None and not self._arrives_in_place and self.sum is None
+        return self._delivery_dtype is not None and not self._arrives_in_place and self.sum.dtype is None
 
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
@@ -440,7 +480,7 @@ class GradientBucket:
 
     def continues(self, earlier: GradientBucket) -> bool:
         """Whether what waits in ``earlier`` can wait here."""
-        dtypes = [None if each.sum is None else each.sum.dtype for each in (self, earlier)]
+        dtypes = [each.sum.dtype for each in (self, earlier)]
         return self.layout == earlier.layout and dtypes[0] == dtypes[1]
 
     def take_reduce_scattered(self, earlier: GradientBucket) -> None:
@@ -451,12 +491,12 @@ class GradientBucket:
 
     def waits(self) -> bool:
         """Whether a later backward is to go on with what earlier ones have reduced."""
-        return self.reduce_scattered is not None or (self.sum is not None and self.sum.waits)
+        return self.reduce_scattered is not None or self.sum.waits
 
     def clear(self, indices: Sequence[int], set_to_none: bool) -> None:
         """Make zeros of what waits of these parameters; ``set_to_none``: as if they had no gradient on this rank."""
         waiting = [] if self.reduce_scattered is None else [self.reduce_scattered]
-        if self.sum is not None and self.sum.waiting is not None:
+        if self.sum.waiting is not None:
             waiting.append(self.sum.waiting)
         for flat in waiting:
             for index in indices:
@@ -466,14 +506,12 @@ class GradientBucket:
                     flat[self.layout.presence_offset + index].zero_()
         if set_to_none:
             self._reduce_scattered_missing.update(indices)
-            if self.sum is not None:
-                self.sum.missing |= frozenset(indices)
+            self.sum.missing |= frozenset(indices)
 
     def drop(self) -> None:
         """Forget what waits."""
         self.reduce_scattered = None
-        if self.sum is not None:
-            self.sum.drop()
+        self.sum.drop()
 
     def finish(
         self,
@@ -490,7 +528,7 @@ class GradientBucket:
         """
         if divisor is not None:
             packed.output.div_(divisor)
-        if self.sum is not None and (keeps or self.sum.waits):
+        if keeps or self.sum.waits:
             packed.output = self.sum.added_to(packed.output)
             if keeps:
                 self.sum.keep(packed.output, packed.missing)

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdp2.features.ownership import Region
+from fsdp2.core.ownership import Region
 
 DIRECT_ALIGNMENT_BYTES = 128
 """Direct slots start at multiples of this, as collectives like it."""

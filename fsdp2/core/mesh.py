@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from fsdp2 import _torch
 from fsdp2.arguments import checked_class
 from fsdp2.core.options import DataParallelMeshDims
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.copies.meshes import know
 
 
 @checked_class()
@@ -154,6 +154,13 @@ class DataParallelMesh:
         return sizes if self.replicate_group is None else f"{sizes} x {self.replicate_size} replicas"
 
 
+ON_MESH: list[Callable[[DeviceMesh], None]] = []
+"""A port: called with every mesh that is to be sharded over."""
+
+SHARDED: WeakSet[DeviceMesh] = WeakSet()
+"""The meshes that something is sharded over."""
+
+
 def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """How ``mesh`` is used: 1D shards, 2D is (replicate, shard), N-D as ``dims`` says.
 
@@ -165,7 +172,8 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
-    know(mesh)
+    for note in ON_MESH:
+        note(mesh)
     if dims is not None:
         dims = _validated_dims(mesh, dims)
     if mesh.get_coordinate() is None:
@@ -198,7 +206,8 @@ def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
     if mesh.ndim > 1:
         assert mesh.mesh_dim_names is not None, "a mesh of two dims has names"
         mesh = _torch.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names))
-        know(mesh)
+        for note in ON_MESH:
+            note(mesh)
     return DDPMeshInfo(mesh, replicate_mesh_dim=0, dp_mesh_dims=info.dp_mesh_dims, spmd_mesh=info.spmd_mesh)
 
 

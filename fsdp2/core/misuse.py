@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.core.hooks import STATE
+from fsdp2.core.mesh import SHARDED
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.structure import module_paths
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.features.whole_operators import is_ours, tensors_in
 
 _CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
@@ -257,3 +257,19 @@ def _methods_of(frames: Sequence[FrameType]) -> Iterator[tuple[Any, FrameType]]:
 
 def _name(module: nn.Module) -> str:
     return type(module).__name__.removeprefix("FSDP")
+
+
+def is_ours(tensor: DTensor) -> bool:
+    """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
+    spec = _torch.spec_of(tensor)
+    partition = any(map(_torch.is_shard, spec.placements))
+    return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of an operator, those in lists included."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)

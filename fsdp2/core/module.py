@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -16,29 +16,18 @@ from torch import nn
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
-from fsdp2.compiled.entry import prepares_graphs
-from fsdp2.compiled.support import explained_conversion
+from fsdp2.core.collectives import AllGather, ReduceScatter, check_comm
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.misuse import explanation_of, refuse_data_parallel
 from fsdp2.core.options import DEFAULT, FREE, RootSettings, denominator_of
 from fsdp2.core.param import refuse_share_memory
+from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import FSDPRoot, Unit
 from fsdp2.core.root_checks import refuse_finalization
+from fsdp2.core.shard_arguments import Strategy
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.structure import own_forward_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.features.copies.modules import completed, deepcopied, reduced
-from fsdp2.features.custom_collectives import (
-    AllGather,
-    AllGatherInMemory,
-    GroupMemory,
-    ReduceScatter,
-    ReduceScatterInMemory,
-    SymmetricMemory,
-    check_comm,
-    refuse_custom,
-)
-from fsdp2.features.zero_stages import Strategy, refuse_switch, reshard_policy_of
 
 # What the asynchronous methods of `FSDPModule` return, to be waited for.
 
@@ -121,6 +110,34 @@ _EVENT = Rule("a recorded event, or None", lambda value: type(value) not in _NO_
 def get_cls_to_fsdp_cls() -> Mapping[type, type]:
     """The classes of sharded modules by their original classes, as long as there are modules of them."""
     return _CLASSES
+
+
+ON_SHARDING: list[Callable[[], None]] = []
+"""A port: called whenever a module was sharded, or a sharded one copied."""
+
+PREPARES_GRAPHS: Port[Callable[[], Callable[[Any], bool]]] = Port(lambda: lambda module: False)
+"""Makes what prepares a compiled call of a sharded module, and says whether it is to be part of a graph."""
+
+EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] = Port(lambda state: nullcontext())
+"""Around what converts or moves the parameters of a state, to explain why it fails."""
+
+DEEPCOPIED: Port[Callable[[Any, type, dict[int, Any]], Any]] = Port(missing("copies"))
+"""Copies a sharded module of that original class, with that memo."""
+
+REDUCED: Port[Callable[[Any, type, Callable[[int], Any], Callable[..., Any], int], Any]] = Port(missing("copies"))
+"""What a sharded module is pickled as: see `__reduce_ex__`."""
+
+COMPLETED: Port[Callable[[], None]] = Port(missing("copies"))
+"""A copy has got its attributes."""
+
+
+SET_IN_MEMORY: Port[Callable[[Iterable[FSDPParamGroup], str, str | None, bool], None]] = Port(
+    missing("custom_collectives")
+)
+"""Lets groups communicate in memory of a kind, or no more: see the methods that call it."""
+
+SET_STRATEGY: Port[Callable[[Any, list[FSDPState]], None]] = Port(missing("zero_stages"))
+"""Lets states reshard as a strategy says."""
 
 
 class FSDPModule:
@@ -271,11 +288,7 @@ class FSDPModule:
             FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
                 `fully_shard` does.
         """
-        reshard_policy, states = reshard_policy_of(strategy), self._states(recurse)
-        for state in states:
-            refuse_switch(strategy, state.mesh, state.name)
-        for state in states:
-            state.reshard_after_forward, state.reshard_after_backward = reshard_policy
+        SET_STRATEGY.filling(strategy, list(self._states(recurse)))
         for group in self._groups(recurse):
             group.rest_on_all_ranks()
 
@@ -518,16 +531,8 @@ class FSDPModule:
         Raises:
             FSDPRuntimeError: a custom collective is set, which allocates itself.
         """
-        groups = self._groups(recurse=False)
-        refuse_custom(groups, "set_allocate_memory_from_process_group_for_comm")
-        for group in groups:
-            process_group = group.mesh.shard_group
-            if process_group is not None:
-                scatter = group.reducer.scatter_group or process_group
-                gather = AllGatherInMemory(GroupMemory(process_group)) if enable else None
-                reduce = ReduceScatterInMemory(GroupMemory(scatter)) if enable else None
-                changes: dict[str, Any] = {"custom_all_gather": gather, "custom_reduce_scatter": reduce}
-                group.configure(dataclasses.replace(group.settings, **changes))
+        groups, method = self._groups(recurse=False), "set_allocate_memory_from_process_group_for_comm"
+        SET_IN_MEMORY.filling(groups, method, None, enable)
 
     @checked()
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -539,18 +544,7 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
-        groups = self._groups(recurse=False)
-        refuse_custom(groups, "set_symm_mem_for_comm")
-        for group in groups:
-            process_group = group.mesh.shard_group
-            if process_group is not None:
-                changes: dict[str, Any] = {
-                    "custom_all_gather": AllGatherInMemory(SymmetricMemory(process_group, backend))
-                }
-                if group.settings.only_sums:
-                    scatter = group.reducer.scatter_group or process_group
-                    changes["custom_reduce_scatter"] = ReduceScatterInMemory(SymmetricMemory(scatter, backend))
-                group.configure(dataclasses.replace(group.settings, **changes))
+        SET_IN_MEMORY.filling(self._groups(recurse=False), "set_symm_mem_for_comm", backend, True)
 
     @checked()
     def set_communication_memory_pool(self, enable: bool) -> None:
@@ -667,7 +661,7 @@ class FSDPModule:
         if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         try:
-            if _torch_compiler.frame_callback() and prepares_graphs()(self):
+            if _torch_compiler.frame_callback() and PREPARES_GRAPHS.filling()(self):
                 with self._get_fsdp_state().graph_hooks.called():
                     return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -686,7 +680,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         for each in self._states(recurse):  # all, before the first of them is converted
             each.quiesce()
-        with explained_conversion(state):
+        with EXPLAINED_CONVERSION.filling(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
@@ -712,16 +706,16 @@ class FSDPModule:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
             FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
         """
-        return deepcopied(self, _original_class(type(self)), memo)
+        return DEEPCOPIED.filling(self, _original_class(type(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
-        return reduced(self, _original_class(type(self)), super().__reduce_ex__, made_again, int(protocol))
+        return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, made_again, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying and unpickling."""
         super().__setstate__(attributes)  # type: ignore[misc]
-        completed()
+        COMPLETED.filling()
 
 
 def new_sharded(original: type, *arguments: Any) -> NoReturn:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fsdp2.arguments import checked_class, is_number, shown
+from fsdp2.core.collectives import AllGather, Comm, ReduceScatter, check_comm
 from fsdp2.core.other_words import explain_mixed_precision, explain_offload
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.custom_collectives import AllGather, Comm, ReduceScatter, check_comm
 
 # What a user may ask of `fully_shard`, as frozen, self-validating data: precision, offload, named mesh dims.
 #

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
 from fsdp2.core.layout import Partition
+from fsdp2.core.mesh import SHARDED
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.sharding import Sharding, class_of, dtensor_over, local_shard, parameter_at_offset
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.whole_operators import serve
 
 # `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
 
@@ -358,7 +358,7 @@ class FSDPParam:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
         FSDPParam.identity_changes += 1
         self.sharded = sharded
-        serve(_torch.spec_of(sharded).mesh)
+        SHARDED.add(_torch.spec_of(sharded).mesh)
         self.local = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad
         explicit, dtype = _torch.grad_dtype_policy(sharded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,11 +18,11 @@ from fsdp2.core.buffers import ALLOCATOR
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
+from fsdp2.core.ports import Port
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.schedule import ExecutionOrder
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.errors import ParamPhase
-from fsdp2.features.half_backward import HalfwayGathers
 
 PREFETCH_DEPTH = 1
 """How many units are gathered ahead of the one that computes, unless the user has set a budget."""
@@ -32,6 +32,34 @@ MAX_PREFETCH_DEPTH = 16
 
 Unit = tuple[FSDPParamGroup, ...]
 """The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
+
+
+class Postponed(Protocol):
+    """What is to be gathered ahead as soon as there is room.
+
+    Attributes:
+        during: the unit whose backward runs.
+        upcoming: what is to be gathered.
+    """
+
+    during: Unit
+    upcoming: Sequence[Unit]
+
+    def watch(self) -> None:
+        """Begin to wait for room."""
+
+    def cancel(self) -> None:
+        """Wait for it no more."""
+
+
+POSTPONED: Port[Callable[[Unit, Sequence[Unit], Callable[[], None]], Postponed] | None] = Port(None)
+"""Makes one, of a unit, of what comes after it, and of what is called when there is room. None: nothing waits."""
+
+ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
+"""A port: called when a root forms, with its states and their groups."""
+
+Prefetch = tuple[Unit, ...] | None
+"""The units that are gathered after one, as the user has it; None: those that are expected to come."""
 
 
 class SharedComm:
@@ -91,7 +119,7 @@ class Iteration:
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
-        self.postponed: HalfwayGathers | None = None
+        self.postponed: Postponed | None = None
         self.recomputed: Unit | None = None
 
 
@@ -265,7 +293,8 @@ class FSDPRoot:
             if any([group.reducer.is_ordered for group in unit]):
                 self._gather_ahead(expected, for_backward=True)
                 expected = ()
-            iteration.postponed = HalfwayGathers(unit, expected, self._gather_halfway)
+            assert POSTPONED.filling is not None, "it postpones"
+            iteration.postponed = POSTPONED.filling(unit, expected, self._gather_halfway)
             iteration.postponed.watch()
         else:
             self._gather_ahead(expected if then is None else then, for_backward=True)
@@ -273,7 +302,7 @@ class FSDPRoot:
     def _postpones(self, unit: Unit) -> bool:
         """Whether what follows ``unit``, of large gradients, is gathered later. [Note: half a backward each]"""
         comm = self.comm
-        if comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
+        if POSTPONED.filling is None or comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
             return False
         return self.settings.prefetch_bytes is None and unit not in self._enclosing
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.mesh import DataParallelMesh, default_mesh, mesh_info, smaller_mesh
+from fsdp2.core.layout import Partition
+from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info, smaller_mesh
 from fsdp2.core.misuse import explain_errors, refuse_whole_tensors
-from fsdp2.core.module import mix_in
+from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
 from fsdp2.core.options import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -28,27 +29,89 @@ from fsdp2.core.options import (
     policy_or_function,
 )
 from fsdp2.core.other_words import instead_of
-from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
+from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
+from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import Unit
-from fsdp2.core.shard_arguments import ShardArguments
+from fsdp2.core.shard_arguments import ShardArguments, Strategy
 from fsdp2.core.sharding import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
 from fsdp2.core.state import FSDPState, state_of
+from fsdp2.core.storage import GATHERS_ITSELF, RESTS
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.replicate_small import absorb, is_small, mesh_of_small, share
-from fsdp2.features.reshard_to_fewer import PostForwardShards
-from fsdp2.features.tensor_extensions import check_extension, is_extended
-from fsdp2.features.tied_weights import Use, check_tied, take_tied
-from fsdp2.features.torch_patches import warn_of_patches
-from fsdp2.features.zero_stages import Strategy, info_for, refuse_contradictions, reshard_policy_of
-from fsdp2.optim import zeroing
-from fsdp2.optim.guard import GUARD
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _MIXED_PRECISION = MixedPrecisionPolicy()
 _OFFLOAD = OffloadPolicy()
+
+
+INFO_FOR: Port[Callable[[Any, Any, Any, Callable[[], DataParallelMeshInfo]], DataParallelMeshInfo]] = Port(
+    missing("zero_stages")
+)
+"""How a strategy uses the mesh, beside ``reshard_after_forward`` and ``shard_placement_fn``."""
+
+
+class SmallParameters:
+    """What ``replicate_below`` does: here nothing, if it is 0."""
+
+    def mesh_of(self, replicate_below: Any, info: DataParallelMeshInfo) -> DataParallelMesh | None:
+        """Where small parameters are replicated: all ranks of ``info``; None if there are to be none. Collective."""
+        return missing("replicate_small")() if replicate_below else None  # type: ignore[no-any-return]
+
+    def is_small(self, parameter: nn.Parameter, replicate_below: int) -> bool:
+        """Whether ``parameter`` is one of them."""
+        return False
+
+    def absorb(
+        self, modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
+    ) -> tuple[Unit, list[Any]]:
+        """``unit`` with the small parameters of calls below ``modules``, and what `share` is to be told."""
+        return unit, []
+
+    def share(self, absorbed: list[Any]) -> None:
+        """Let the calls below use what theirs has become part of."""
+
+
+SMALL: Port[SmallParameters] = Port(SmallParameters())
+
+Use = tuple[nn.Module, str, str]
+"""A module, the name of one of its own parameters, and that parameter's fully qualified name."""
+
+
+class Tied(NamedTuple):
+    """A parameter that another call has sharded, and that modules of this one hold too."""
+
+    original: nn.Parameter
+    uses: list[Use]
+    owner: FSDPParam
+
+
+class Ties:
+    """Weights tied across calls: here refused."""
+
+    def take(
+        self,
+        found: dict[nn.Parameter, list[Use]],
+        ignored: frozenset[nn.Parameter],
+        managed: Sequence[nn.Module],
+        module: nn.Module,
+    ) -> list[Tied]:
+        """Take the tied parameters out of ``found``; check the others."""
+        if any(fsdp_param_of(parameter) or replacement_of(parameter) is not None for parameter in found):
+            missing("tied_weights")()
+        return []
+
+    def check(
+        self, tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
+    ) -> None:
+        """Refuse a second call that says otherwise than the first."""
+
+
+TIES: Port[Ties] = Port(Ties())
+
+CHECK_EXTENSION: Port[Callable[[torch.Tensor, Partition, int, str], None]] = Port(missing("tensor_extensions"))
+"""Refuses a tensor that gathers itself, and cannot be sharded so over that many ranks; with its name for messages."""
 
 
 @overload
@@ -178,13 +241,12 @@ def fully_shard(
     modules = _validated_modules(module)
     asked, offloading = policy_or_function(mp_policy), offload(offload_policy)
     check_policy_callable(shard_placement_fn)
-    refuse_contradictions(strategy, reshard_after_forward, shard_placement_fn)
-    info = info_for(strategy, mesh_info(default_mesh() if mesh is None else mesh, dp_mesh_dims))
+    info = _mesh_info(strategy, reshard_after_forward, shard_placement_fn, mesh, dp_mesh_dims)
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = ignored_below(modules, ignored_params)
     below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    small = mesh_of_small(replicate_below, info)
+    small = SMALL.filling.mesh_of(replicate_below, info)
     arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
     )
@@ -192,22 +254,23 @@ def fully_shard(
         return module
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
-    tied = take_tied(found, ignored, managed, modules[0])
+    _refuse_lazy(found, modules[0])
+    tied = TIES.filling.take(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *((t.original, t.uses) for t in tied))]
     policy = module_policy(arguments.mp_policy, named, name)
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
-        check_tied(tied, arguments, policy.of_parameters[len(found) :], name)
+        TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], name)
         unit = _shard(found, managed, arguments, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
-        unit, absorbed = absorb(modules, unit, arguments, name)
+        unit, absorbed = SMALL.filling.absorb(modules, unit, arguments, name)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
     state = FSDPState(modules, unit, policy, arguments, ignored)
-    share(absorbed)
+    SMALL.filling.share(absorbed)
     if strategy is not None:
-        state.reshard_after_forward, state.reshard_after_backward = reshard_policy_of(strategy)
+        SET_STRATEGY.filling(strategy, [state])
     for each_module in modules:
         mix_in(each_module)
     state.module_hooks.mark(managed)
@@ -215,15 +278,33 @@ def fully_shard(
         state.module_hooks.handle_state_dicts(state, modules, managed)
     for each_module in modules:
         state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
-    GUARD.install()
-    zeroing.install()
     explain_errors()
-    warn_of_patches()
-    begin_graphs_at_calls_only()
+    for action in ON_SHARDING:
+        action()
     return module
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def _mesh_info(
+    strategy: Strategy | None, reshard_after_forward: Any, shard_placement_fn: Any, mesh: Any, dims: Any
+) -> DataParallelMeshInfo:
+    def without_strategy() -> DataParallelMeshInfo:
+        return mesh_info(default_mesh() if mesh is None else mesh, dims)
+
+    if strategy is None:
+        return without_strategy()
+    return INFO_FOR.filling(strategy, reshard_after_forward, shard_placement_fn, without_strategy)
+
+
+def _refuse_lazy(found: dict[nn.Parameter, list[Use]], module: nn.Module) -> None:
+    for parameter, uses in found.items():
+        if is_lazy(parameter):
+            raise FSDPValueError(
+                f"parameter '{uses[0][2]}' of {type(module).__name__} is not initialized: run a forward of the lazy "
+                "module before fully_shard."
+            )
 
 
 def _validated_resharding(reshard_after_forward: Any, mesh: DataParallelMesh) -> tuple[bool | None, int | None]:
@@ -258,8 +339,8 @@ def _requested_sharding(
     where = f"parameter '{fqn}' of {name}"
     sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
     data = local_data(parameter)
-    if is_extended(data):
-        check_extension(data, sharding.partition, sharding.mesh.shard_size, where)
+    if GATHERS_ITSELF.filling(data):
+        CHECK_EXTENSION.filling(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
 
 
@@ -399,7 +480,7 @@ def _shard(
     neighbours = arguments.reshard_after_forward[1]
     shardings = [
         _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, mesh)
-        if small is None or not is_small(parameter, arguments.replicate_below)
+        if small is None or not SMALL.filling.is_small(parameter, arguments.replicate_below)
         else _requested_sharding(parameter, uses[0][2], name, None, small)
         for parameter, uses in found.items()
     ]
@@ -419,7 +500,7 @@ def _shard(
     )
     for group in unit:
         if neighbours is not None and neighbours < group.mesh.shard_size:
-            group.storage.post_forward = PostForwardShards(smaller_mesh(group.mesh, neighbours))
+            group.storage.post_forward = RESTS.filling(smaller_mesh(group.mesh, neighbours))
     return unit
 
 

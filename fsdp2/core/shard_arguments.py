@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, PolicyFunction
-from fsdp2.features.zero_stages import Strategy
+
+Strategy = Literal["replicate", "zero1", "zero2", "zero3"]
+"""A ZeRO stage by name; ``"replicate"`` is distributed data parallelism."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,6 @@ from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.core.layout import Partition, memory_order
 from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.owned import Owned
 
 # DTensors over local tensors that lie in a buffer: of the right class, with copies and pickles of their own.
 
@@ -189,6 +188,27 @@ class RowBlocks:
             raise FSDPTypeError(f"RowBlocks takes the rows of a block, an int, got {self.rows!r}.")
         if self.rows < 1:
             raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
+
+
+@checked_class(rank=ANYTHING)
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
+
+    Its DTensor has all rows on that rank, 0 rows on the others; so have its gradient and its optimizer's state.
+
+    Attributes:
+        rank: in the mesh dim that is sharded over, from 0.
+
+    Raises:
+        FSDPValueError: not an int, or negative.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
+            raise FSDPValueError(f"Owned takes a rank in the mesh dim that is sharded over, from 0; got {self.rank!r}.")
 
 
 @checked_class(placement=ANYTHING)  # checked where it is for a parameter, which the message names

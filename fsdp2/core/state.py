@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.compiled.untraced import UNTRACED
 from fsdp2.core.claiming import claim, refuse_busy, release, roots_of, share_context, supersede
 from fsdp2.core.hooks import (
     STATE,
@@ -23,7 +22,8 @@ from fsdp2.core.hooks import (
 )
 from fsdp2.core.misuse import refuse_inside_of_a_pass
 from fsdp2.core.options import ModulePolicy, RootSettings
-from fsdp2.core.root import FSDPRoot, SharedComm, Unit
+from fsdp2.core.ports import Port, missing
+from fsdp2.core.root import ON_ROOT, FSDPRoot, Prefetch, SharedComm, Unit
 from fsdp2.core.root_checks import (
     refuse_disagreement,
     refuse_list_as_root,
@@ -35,9 +35,8 @@ from fsdp2.core.shard_arguments import ShardArguments
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
+from fsdp2.core.untraced import UNTRACED
 from fsdp2.errors import FSDPRuntimeError, ParamPhase
-from fsdp2.features.copies.states import CopyableState, Prefetch, resolve_prefetch
-from fsdp2.features.torch_view import attribute_of
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -64,7 +63,14 @@ def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(state for module in modules for state in states_below(module)))
 
 
-class FSDPState(CopyableState):
+ATTRIBUTE_OF: Port[Callable[[Any, str], Any]] = Port(object.__getattribute__)
+"""What programs ask a state for that it does not have, by name."""
+
+RECIPE_OF: Port[Callable[[Any], Any]] = Port(missing("copies"))
+"""What of a state travels with copies of its modules. On arrival its ``begin(state)`` is called."""
+
+
+class FSDPState:
     """The hooks of one module, or of a list of modules that share their groups.
 
     Attributes:
@@ -94,7 +100,7 @@ class FSDPState(CopyableState):
         arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
-        self._begin(modules, unit, policy, arguments, ignored_params)
+        self.begin(modules, unit, policy, arguments, ignored_params)
         for module in self.modules:
             module.__dict__[STATE] = self
             self.module_hooks.handles += [
@@ -102,7 +108,7 @@ class FSDPState(CopyableState):
                 module.register_forward_hook(self.post_forward, prepend=False),
             ]
 
-    def _begin(
+    def begin(
         self,
         modules: Sequence[nn.Module],
         unit: Unit,
@@ -110,6 +116,7 @@ class FSDPState(CopyableState):
         arguments: ShardArguments,
         ignored_params: frozenset[nn.Parameter],
     ) -> None:
+        """Set all attributes."""
         self.modules = tuple(modules)
         self.class_name = type(modules[0]).__name__
         self.unit = unit
@@ -152,11 +159,19 @@ class FSDPState(CopyableState):
         """For messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
 
+    def __getstate__(self) -> Any:
+        """What travels with copies and pickles of the modules."""
+        return RECIPE_OF.filling(self)
+
+    def __setstate__(self, recipe: Any) -> None:
+        """A copy, to be completed when its modules have been copied."""
+        recipe.begin(self)
+
     if not TYPE_CHECKING:  # else every attribute would be right
 
         def __getattr__(self, name: str) -> Any:
             """What programs know of torch's state; see `torch_view`."""
-            return attribute_of(self, name)
+            return ATTRIBUTE_OF.filling(self, name)
 
     # -- lazy initialization
 
@@ -212,7 +227,8 @@ class FSDPState(CopyableState):
         for state in states:
             state._shared = tuple(group for group in state.unit if group.is_shared)
             state._own = tuple(group for group in state.unit if not group.is_shared)
-        resolve_prefetch(states, groups)
+        for action in ON_ROOT:
+            action(states, groups)
         self.states, self.own_root = states, root
         claim(root, states, self)
 

@@ -6,7 +6,8 @@ modules, streams or process groups' collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,11 +16,86 @@ from fsdp2.core.buffers import Allocate, DtypeBuffers, Offloading
 from fsdp2.core.gather import Gather, Source, Transfer
 from fsdp2.core.layout import BufferLayout
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.param import FSDPParam
+from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import BuffersPlan, ParamPlan
+from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.features.reshard_to_fewer import PostForwardShards
-from fsdp2.features.tensor_extensions import ExtensionGather, is_extended
+
+
+class PostForwardShards(Protocol):
+    """Where the parameters of a group rest between forward and backward, if on fewer ranks.
+
+    Attributes:
+        mesh: of these ranks.
+        gather: from there to the unsharded buffers; None before `prepare`.
+    """
+
+    mesh: DataParallelMesh
+    gather: Gather | None
+
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
+        """Lay out what rests, without memory. The unsharded buffers have memory."""
+
+    def let_go(self) -> None:
+        """Forget the buffers, until the next `prepare`. Nothing rests here."""
+
+    def set_allocate(self, allocate: Allocate | None, device: torch.device) -> None:
+        """Let the buffers of gathers come from ``allocate`` from now on. The unsharded buffers have memory."""
+
+    def take(self) -> None:
+        """Take from the unsharded buffers what is to rest here."""
+
+    def changed(self) -> FSDPParam | None:
+        """A parameter that was written while it rested here, if there is one."""
+
+    def free(self) -> None:
+        """Free what rests here, once it has been gathered."""
+
+
+RESTS: Port[Callable[[DataParallelMesh], PostForwardShards]] = Port(missing("reshard_to_fewer"))
+"""Makes it, of the mesh of the fewer ranks."""
+
+
+class ExtensionGather(Protocol):
+    """The gather of the tensors of a group that gather themselves.
+
+    Attributes:
+        keeps_memory: whether `free` leaves the unsharded tensors their memory.
+        allocate: where the buffers come from, if these say it.
+    """
+
+    keeps_memory: bool
+    allocate: Allocate | None
+
+    def begin(self) -> list[Transfer]:
+        """What they send, and where it arrives."""
+
+    def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
+        """The same, of what rests on ``neighbours``."""
+
+    def finish(self, neighbours: DataParallelMesh | None) -> None:
+        """All has arrived: make the unsharded tensors, and keep what is to rest on ``neighbours``."""
+
+    def finish_from_rests(self) -> None:
+        """The same, of what came from there."""
+
+    def free(self) -> None:
+        """The unsharded tensors are used no more."""
+
+    def free_rests(self) -> None:
+        """What rested is used no more."""
+
+    def storages(self) -> set[int]:
+        """The identities of what the unsharded tensors lie on."""
+
+
+GATHERS_ITSELF: Port[Callable[[torch.Tensor], bool]] = Port(is_subclass)
+"""Whether a tensor gathers itself, or lies in no flat buffer."""
+
+EXTENSION_GATHER: Port[Callable[[Sequence[FSDPParam], DataParallelMesh, Allocate | None], ExtensionGather]] = Port(
+    missing("tensor_extensions")
+)
+"""Makes the gather of such parameters."""
 
 
 class GroupStorage:
@@ -83,7 +159,7 @@ class GroupStorage:
         )
 
     def _find_extended(self) -> tuple[FSDPParam, ...]:
-        return tuple(param for param in self._params if is_extended(param.local))
+        return tuple(param for param in self._params if GATHERS_ITSELF.filling(param.local))
 
     def check_devices(self, name: str) -> None:
         """Refuse parameters on meta, or elsewhere than their shards live.
@@ -120,7 +196,7 @@ class GroupStorage:
         self._gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
-        self._extensions = ExtensionGather(self._extended, mesh, self.allocate) if self._extended else None
+        self._extensions = EXTENSION_GATHER.filling(self._extended, mesh, self.allocate) if self._extended else None
         for param in self._extended:
             param.post_forward = None
         if self._extensions is not None:

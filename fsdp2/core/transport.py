@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
+from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.gather import Transfer
 from fsdp2.errors import FSDPValueError
-from fsdp2.features.custom_collectives import AllGather, Comm, ReduceScatter
 
 Works = list[Any] | None
 Allocate = Callable[..., torch.Tensor]

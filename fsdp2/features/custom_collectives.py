@@ -1,13 +1,9 @@
-"""Collectives that a user (or a setting) puts in the place of torch.distributed's: the protocols, and those we bring.
-
-A custom collective also decides where its buffers lie, so a group that uses one sends everything packed, through the
-buffer that ``allocate`` returned.
-"""
+"""Custom collectives in memory of the process group's, or in symmetric memory: torch.distributed's otherwise."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,51 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.errors import FSDPRuntimeError, FSDPTypeError
-
-
-class Comm(ABC):
-    """What every custom collective provides: memory for its buffers."""
-
-    @abstractmethod
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A contiguous buffer of ``size`` (one dim) to communicate with, fresh or used again."""
-
-
-class AllGather(Comm):
-    """In the place of the all-gather of parameters; see `FSDPModule.set_custom_all_gather`."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather ``input_tensor`` (n,) of every rank into ``output_tensor`` (world_size * n,).
-
-        ``output_tensor`` came from ``allocate``; ``input_tensor`` is this rank's part of it. With ``async_op`` return
-        the work to wait for.
-        """
-
-
-class ReduceScatter(Comm):
-    """In the place of the reduce-scatter of gradients; see `FSDPModule.set_custom_reduce_scatter`."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduce ``input_tensor`` (world_size * n,) with ``op``; this rank's part goes to ``output_tensor`` (n,).
-
-        Both came from ``allocate``. With ``async_op`` return the work to wait for.
-        """
+from fsdp2.core.collectives import AllGather, ReduceScatter
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.module import SET_IN_MEMORY
+from fsdp2.errors import FSDPRuntimeError
 
 
 class GroupMemory:
@@ -140,19 +95,7 @@ class ReduceScatterInMemory(ReduceScatter):
 OURS = (AllGatherInMemory, ReduceScatterInMemory)
 
 
-def check_comm(comm: object, method: str) -> None:
-    """Refuse what is no custom collective. (Any class with the two methods will do, torch's base classes as well.)
-
-    Raises:
-        FSDPTypeError: it cannot be called, or has no ``allocate``.
-    """
-    if isinstance(comm, type) or not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise FSDPTypeError(
-            f"{method} takes an object that can be called and has allocate(size, *, dtype, device), got {comm!r}."
-        )
-
-
-def refuse_custom(groups: Iterable[Any], method: str) -> None:
+def _refuse_custom(groups: Iterable[FSDPParamGroup], method: str) -> None:
     """Refuse to bring memory for collectives where the user's own collectives do.
 
     Raises:
@@ -165,3 +108,31 @@ def refuse_custom(groups: Iterable[Any], method: str) -> None:
                     f"{method} and a custom collective exclude each other: {type(comm).__name__} allocates its "
                     "buffers itself."
                 )
+
+
+def _set_in_memory(groups: Iterable[FSDPParamGroup], method: str, backend: str | None, enable: bool) -> None:
+    """Let ``groups`` communicate in symmetric memory of ``backend``; None: in memory of their process groups.
+
+    Raises:
+        FSDPRuntimeError: one of ``groups`` has a collective of the user's.
+    """
+    _refuse_custom(groups, method)
+    for group in groups:
+        process_group = group.mesh.shard_group
+        if process_group is None:
+            continue
+        changes: dict[str, Any] = {"custom_all_gather": None}
+        if enable:
+            changes["custom_all_gather"] = AllGatherInMemory(_memory(process_group, backend))
+        if backend is None or group.settings.only_sums:
+            scatter = group.reducer.scatter_group or process_group
+            reduce = ReduceScatterInMemory(_memory(scatter, backend)) if enable else None
+            changes["custom_reduce_scatter"] = reduce
+        group.configure(dataclasses.replace(group.settings, **changes))
+
+
+def _memory(group: dist.ProcessGroup, backend: str | None) -> GroupMemory | SymmetricMemory:
+    return GroupMemory(group) if backend is None else SymmetricMemory(group, backend)
+
+
+SET_IN_MEMORY.fill(_set_in_memory)

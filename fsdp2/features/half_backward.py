@@ -21,6 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.root import POSTPONED
 
 
 class HalfwayGathers:
@@ -74,3 +75,6 @@ def watched_of(groups: Iterable[FSDPParamGroup]) -> Iterable[torch.Tensor]:
         for param in group.reducer.large:
             if param.unsharded is not None and param.unsharded.requires_grad:
                 yield param.unsharded
+
+
+POSTPONED.fill(HalfwayGathers)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.core.buffers import Offloading
+from fsdp2.core.gradients import ACCUMULATION, Accumulation
 
 
-class HostSum:
+class HostSum(Accumulation):
     """The sum of what some backwards have reduced, as flat as it was reduced.
 
     Attributes:
@@ -24,7 +25,7 @@ class HostSum:
     """
 
     def __init__(self, offloading: Offloading, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+        self.dtype: torch.dtype = dtype
         self.waits = False
         self.missing: frozenset[int] = frozenset()
         self._home = offloading
@@ -59,3 +60,6 @@ class HostSum:
     def drop(self) -> None:
         """Nothing waits any more."""
         self.waits = False
+
+
+ACCUMULATION.fill(HostSum)

@@ -8,42 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, checked, checked_class
+from fsdp2.arguments import ANYTHING, checked
+from fsdp2.core.ownership import assign_ranks
+from fsdp2.core.sharding import Owned
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.features.ownership import assign_ranks
 
 Cost = Callable[[nn.Parameter], float]
 Select = Callable[[str, nn.Parameter], bool]
 StepTargets = Sequence[nn.Module | Sequence[nn.Module]]
 
 _NEWTON_SCHULZ_STEPS = 5
-
-
-@checked_class(rank=ANYTHING)
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
-
-    Its DTensor has all rows on that rank, 0 rows on the others; so have its gradient and its optimizer's state.
-
-    Attributes:
-        rank: in the mesh dim that is sharded over, from 0.
-
-    Raises:
-        FSDPValueError: not an int, or negative.
-    """
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
-            raise FSDPValueError(f"Owned takes a rank in the mesh dim that is sharded over, from 0; got {self.rank!r}.")
 
 
 def newton_schulz_flops(parameter: nn.Parameter) -> float:

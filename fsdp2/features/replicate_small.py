@@ -7,7 +7,7 @@ first, reduced when the backward is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,6 +16,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
 from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
+from fsdp2.core.shard import SMALL, SmallParameters
 from fsdp2.core.shard_arguments import ShardArguments
 from fsdp2.core.state import FSDPState, states_below_all
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
@@ -29,79 +30,12 @@ class Absorbed(NamedTuple):
     after: FSDPParamGroup
 
 
-def mesh_of_small(replicate_below: Any, info: DataParallelMeshInfo) -> DataParallelMesh | None:
-    """Where small parameters are replicated: all ranks of ``info``; None if there are to be none. Collective.
-
-    Raises:
-        FSDPTypeError: ``replicate_below`` is no int.
-        FSDPValueError: it is negative, or nothing is sharded anyway.
-        FSDPNotImplementedError: the mesh is a part of a larger one.
-    """
-    if isinstance(replicate_below, bool) or not isinstance(replicate_below, int):
-        raise FSDPTypeError(f"replicate_below must be a number of bytes, an int, got {replicate_below!r}.")
-    if replicate_below < 0:
-        raise FSDPValueError(f"replicate_below must be a number of bytes, 0 for none, got {replicate_below}.")
-    if not replicate_below:
-        return None
-    if info.dp_mesh_dims is not None:
-        raise FSDPNotImplementedError(
-            "replicate_below does not work together with dp_mesh_dims; pass strategy='replicate' with dp_mesh_dims in "
-            "the calls on small modules."
-        )
-    if info.shard_mesh_dim is None:
-        raise FSDPValueError("replicate_below replicates small parameters, and all others are replicated, too.")
-    return DataParallelMesh.from_info(replicating_info(info))
-
-
-def is_small(parameter: nn.Parameter, replicate_below: int) -> bool:
-    """Whether the whole of it takes fewer bytes. (Not those that gather themselves.)"""
-    return parameter.numel() * parameter.element_size() < replicate_below and not is_subclass(local_data(parameter))
-
-
 def _bucket(state: FSDPState) -> FSDPParamGroup | None:
     if state.arguments.replicate_below:
         for group in state.unit:
             if group.mesh.shard_group is None:
                 return group
     return None
-
-
-def absorb(
-    modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
-) -> tuple[Unit, list[Absorbed]]:
-    """Make one bucket of that in ``unit`` and those below ``modules`` on the same ranks and in the same memory.
-
-    Returns:
-        The unit with it, and the states that share it from now on: see `share`.
-
-    Raises:
-        FSDPRuntimeError: gradients in a bucket below wait for their reduction.
-    """
-    if not arguments.replicate_below:
-        return unit, []
-    own = [group for group in unit if group.mesh.shard_group is None]
-    ranks = own[0].mesh.key if own else None
-    below: list[tuple[FSDPState, FSDPParamGroup]] = []
-    for state in states_below_all(modules):
-        group = _bucket(state)
-        if (
-            group is None
-            or group.storage.offloading != arguments.offloading
-            or group.mesh.device != arguments.mesh.device
-        ):
-            continue
-        ranks = group.mesh.key if ranks is None else ranks
-        if group.mesh.key == ranks:
-            below.append((state, group))
-    if not below:
-        return unit, []
-    taken = list(dict.fromkeys(group for _, group in below))
-    names = {each: prefix for module in modules for prefix, each in module.named_modules()}
-    for group in taken:
-        _release(group, names[group.sharers[0].modules[0]])
-    groups = [*own, *taken]
-    bucket = _merged([param for group in groups for param in group.params], groups[0], name)
-    return (*(group for group in unit if group not in own), bucket), [Absorbed(*each, bucket) for each in below]
 
 
 def _release(group: FSDPParamGroup, prefix: str) -> None:
@@ -128,8 +62,78 @@ def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str) -> FSD
     return FSDPParamGroup(params, like.mesh, like.storage.offloading, write_counter=write_counter, name=name)
 
 
-def share(absorbed: Iterable[Absorbed]) -> None:
-    """Let the modules below use the bucket that theirs has become part of, after the one that owns it."""
-    for state, before, after in absorbed:
-        state.unit = tuple(after if group is before else group for group in state.unit)
-        after.sharers.append(state)
+class SmallInBuckets(SmallParameters):
+    """Those of many calls in one group."""
+
+    def mesh_of(self, replicate_below: Any, info: DataParallelMeshInfo) -> DataParallelMesh | None:
+        """Where small parameters are replicated: all ranks of ``info``; None if there are to be none. Collective.
+
+        Raises:
+            FSDPTypeError: ``replicate_below`` is no int.
+            FSDPValueError: it is negative, or nothing is sharded anyway.
+            FSDPNotImplementedError: the mesh is a part of a larger one.
+        """
+        if isinstance(replicate_below, bool) or not isinstance(replicate_below, int):
+            raise FSDPTypeError(f"replicate_below must be a number of bytes, an int, got {replicate_below!r}.")
+        if replicate_below < 0:
+            raise FSDPValueError(f"replicate_below must be a number of bytes, 0 for none, got {replicate_below}.")
+        if not replicate_below:
+            return None
+        if info.dp_mesh_dims is not None:
+            raise FSDPNotImplementedError(
+                "replicate_below does not work together with dp_mesh_dims; pass strategy='replicate' with dp_mesh_dims "
+                "in the calls on small modules."
+            )
+        if info.shard_mesh_dim is None:
+            raise FSDPValueError("replicate_below replicates small parameters, and all others are replicated, too.")
+        return DataParallelMesh.from_info(replicating_info(info))
+
+    def is_small(self, parameter: nn.Parameter, replicate_below: int) -> bool:
+        """Whether the whole of it takes fewer bytes. (Not those that gather themselves.)"""
+        return parameter.numel() * parameter.element_size() < replicate_below and not is_subclass(local_data(parameter))
+
+    def absorb(
+        self, modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
+    ) -> tuple[Unit, list[Absorbed]]:
+        """Make one bucket of that in ``unit`` and those below ``modules`` on the same ranks and in the same memory.
+
+        Returns:
+            The unit with it, and the states that share it from now on: see `share`.
+
+        Raises:
+            FSDPRuntimeError: gradients in a bucket below wait for their reduction.
+        """
+        if not arguments.replicate_below:
+            return unit, []
+        own = [group for group in unit if group.mesh.shard_group is None]
+        ranks = own[0].mesh.key if own else None
+        below: list[tuple[FSDPState, FSDPParamGroup]] = []
+        for state in states_below_all(modules):
+            group = _bucket(state)
+            if (
+                group is None
+                or group.storage.offloading != arguments.offloading
+                or group.mesh.device != arguments.mesh.device
+            ):
+                continue
+            ranks = group.mesh.key if ranks is None else ranks
+            if group.mesh.key == ranks:
+                below.append((state, group))
+        if not below:
+            return unit, []
+        taken = list(dict.fromkeys(group for _, group in below))
+        names = {each: prefix for module in modules for prefix, each in module.named_modules()}
+        for group in taken:
+            _release(group, names[group.sharers[0].modules[0]])
+        groups = [*own, *taken]
+        bucket = _merged([param for group in groups for param in group.params], groups[0], name)
+        return (*(group for group in unit if group not in own), bucket), [Absorbed(*each, bucket) for each in below]
+
+    def share(self, absorbed: list[Absorbed]) -> None:
+        """Let the modules below use the bucket that theirs has become part of, after the one that owns it."""
+        for state, before, after in absorbed:
+            state.unit = tuple(after if group is before else group for group in state.unit)
+            after.sharers.append(state)
+
+
+SMALL.fill(SmallInBuckets())

@@ -18,6 +18,7 @@ from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.sharding import local_shard, parameter_at_offset, post_forward_placement
+from fsdp2.core.storage import RESTS
 
 
 class PostForwardShards:
@@ -114,3 +115,6 @@ class PostForwardShards:
         """Free the parts, once they have been gathered."""
         for part in self._parts:
             part.free()
+
+
+RESTS.fill(PostForwardShards)

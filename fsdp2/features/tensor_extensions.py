@@ -33,6 +33,8 @@ from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
+from fsdp2.core.shard import CHECK_EXTENSION
+from fsdp2.core.storage import EXTENSION_GATHER, GATHERS_ITSELF
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -359,3 +361,8 @@ class ExtensionGather:
         for each in self._extended:
             for buffer in (*each.outputs, *each.inner):
                 buffer.free()
+
+
+GATHERS_ITSELF.fill(is_extended)
+CHECK_EXTENSION.fill(check_extension)
+EXTENSION_GATHER.fill(ExtensionGather)

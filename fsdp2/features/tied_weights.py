@@ -6,62 +6,16 @@ The owner's group becomes part of the unit of every such call: see `FSDPParamGro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
+from fsdp2.core.shard import TIES, Tied, Ties, Use
 from fsdp2.core.shard_arguments import ShardArguments
 from fsdp2.core.sharding import dim_blocks_owner, requested_placement
 from fsdp2.errors import FSDPValueError
-
-Use = tuple[nn.Module, str, str]
-"""A module, the name of one of its own parameters, and that parameter's fully qualified name."""
-
-
-class Tied(NamedTuple):
-    """A parameter that another call has sharded, and that modules of this one hold too."""
-
-    original: nn.Parameter
-    uses: list[Use]
-    owner: FSDPParam
-
-
-def take_tied(
-    found: dict[nn.Parameter, list[Use]],
-    ignored: frozenset[nn.Parameter],
-    managed: Sequence[nn.Module],
-    module: nn.Module,
-) -> list[Tied]:
-    """Take the tied parameters out of ``found``; check the others.
-
-    Raises:
-        FSDPValueError: a parameter is not initialized, was sharded in this very place, or is tied and ignored.
-    """
-    tied: list[Tied] = []
-    for parameter, uses in list(found.items()):
-        where = f"parameter '{uses[0][2]}' of {type(module).__name__}"
-        if is_lazy(parameter):
-            raise FSDPValueError(f"{where} is not initialized: run a forward of the lazy module before fully_shard.")
-        owner = _owner(parameter)
-        if owner is None:
-            continue
-        if any(use[:2] in owner.uses for use in uses):
-            raise FSDPValueError(
-                f"{where} is already sharded, as '{owner.path}' in the group of {owner.group_name}. Call fully_shard "
-                "bottom-up: on submodules before the module that contains them."
-            )
-        tied.append(Tied(parameter, found.pop(parameter), owner))
-    for each in managed:
-        for name, registered in each._parameters.items():
-            if registered is not None and registered in ignored and _owner(registered) is not None:
-                raise FSDPValueError(
-                    f"parameter '{name}' of {type(each).__name__} is in ignored_params, but is tied to one that "
-                    "another call has sharded; ignore it in all calls, or in none."
-                )
-    return tied
 
 
 def _owner(parameter: nn.Parameter) -> FSDPParam | None:
@@ -74,28 +28,67 @@ def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
     return policy.param_dtype, policy.reduce_dtype
 
 
-def check_tied(
-    tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
-) -> None:
-    """A tied parameter is sharded as its first `fully_shard` call said: refuse a second that says otherwise.
+class TiedWeights(Ties):
+    """One call shards a parameter, the others use it."""
 
-    Raises:
-        FSDPValueError: naming the argument.
-    """
-    for each, policy in zip(tied, policies, strict=True):
-        owner, fqn = each.owner, each.uses[0][2]
-        wanted, mesh = requested_placement(arguments.shard_placement_fn, each.original, fqn, arguments.mesh)
-        communicates_otherwise = mesh.key != owner.sharding.mesh.key
-        differs = {
-            "strategy": communicates_otherwise and arguments.strategy != owner.group.sharers[0].arguments.strategy,
-            "mesh": communicates_otherwise,
-            "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.partition.partition_key,
-            "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
-            "offload_policy": arguments.offloading != owner.group.storage.offloading,
-        }
-        for argument, does in differs.items():
-            if does:
+    def take(
+        self,
+        found: dict[nn.Parameter, list[Use]],
+        ignored: frozenset[nn.Parameter],
+        managed: Sequence[nn.Module],
+        module: nn.Module,
+    ) -> list[Tied]:
+        """Take the tied parameters out of ``found``; check the others.
+
+        Raises:
+            FSDPValueError: a parameter was sharded in this very place, or is tied and ignored.
+        """
+        tied: list[Tied] = []
+        for parameter, uses in list(found.items()):
+            where = f"parameter '{uses[0][2]}' of {type(module).__name__}"
+            owner = _owner(parameter)
+            if owner is None:
+                continue
+            if any(use[:2] in owner.uses for use in uses):
                 raise FSDPValueError(
-                    f"parameter '{fqn}' of {name} is tied to '{owner.path}' of {owner.group_name}, which fully_shard "
-                    f"has sharded with another '{argument}'; pass the same in both calls."
+                    f"{where} is already sharded, as '{owner.path}' in the group of {owner.group_name}. Call "
+                    "fully_shard bottom-up: on submodules before the module that contains them."
                 )
+            tied.append(Tied(parameter, found.pop(parameter), owner))
+        for each in managed:
+            for name, registered in each._parameters.items():
+                if registered is not None and registered in ignored and _owner(registered) is not None:
+                    raise FSDPValueError(
+                        f"parameter '{name}' of {type(each).__name__} is in ignored_params, but is tied to one that "
+                        "another call has sharded; ignore it in all calls, or in none."
+                    )
+        return tied
+
+    def check(
+        self, tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
+    ) -> None:
+        """A tied parameter is sharded as its first `fully_shard` call said: refuse a second that says otherwise.
+
+        Raises:
+            FSDPValueError: naming the argument.
+        """
+        for each, policy in zip(tied, policies, strict=True):
+            owner, fqn = each.owner, each.uses[0][2]
+            wanted, mesh = requested_placement(arguments.shard_placement_fn, each.original, fqn, arguments.mesh)
+            communicates_otherwise = mesh.key != owner.sharding.mesh.key
+            differs = {
+                "strategy": communicates_otherwise and arguments.strategy != owner.group.sharers[0].arguments.strategy,
+                "mesh": communicates_otherwise,
+                "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.partition.partition_key,
+                "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
+                "offload_policy": arguments.offloading != owner.group.storage.offloading,
+            }
+            for argument, does in differs.items():
+                if does:
+                    raise FSDPValueError(
+                        f"parameter '{fqn}' of {name} is tied to '{owner.path}' of {owner.group_name}, which "
+                        f"fully_shard has sharded with another '{argument}'; pass the same in both calls."
+                    )
+
+
+TIES.fill(TiedWeights())

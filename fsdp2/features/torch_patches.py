@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.module import ON_SHARDING
+
 _IMPLEMENTATION = "torch.distributed.fsdp._fully_shard"
 _PARTS = {
     "_fsdp_param_group": "FSDPParamGroup",
@@ -55,3 +57,6 @@ def _is_others(member: Any) -> bool:
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
     return code is not None and not code.co_filename.startswith(_TORCH)
+
+
+ON_SHARDING.append(warn_of_patches)

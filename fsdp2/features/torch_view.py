@@ -20,6 +20,7 @@ from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, DDPMeshInfo,
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.state import ATTRIBUTE_OF
 from fsdp2.errors import ParamPhase
 
 
@@ -329,3 +330,6 @@ def attribute_of(state: Any, name: str) -> Any:
     if name not in _OFFERED:
         _refuse("FSDPState", name)
     return _OFFERED[name](state)
+
+
+ATTRIBUTE_OF.fill(attribute_of)

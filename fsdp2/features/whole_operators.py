@@ -11,15 +11,16 @@ a whole tensor, once per initialization.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.core.misuse import is_ours, tensors_in
+from fsdp2.core.module import ON_SHARDING
 from fsdp2.errors import FSDPNotImplementedError
 
 _aten: Any = torch.ops.aten
@@ -60,15 +61,12 @@ _REFUSED = (_aten.multinomial.default, _aten.rrelu_with_noise.default)
 
 _HANDLED = frozenset((*_TRACKED, *_UNTRACKED, *_INDEXED, *_REFUSED, _aten.eye.m_out))
 
-_MESHES: WeakSet[DeviceMesh] = WeakSet()
 
-
-def serve(mesh: DeviceMesh) -> None:
-    """Run these operators on the whole of DTensors on ``mesh``, from now on."""
-    if mesh not in _MESHES:
-        _MESHES.add(mesh)
-        _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled))
-        _torch.replace_truncated_normal(_truncated_normal)
+@functools.cache
+def serve() -> None:
+    """Run these operators on the whole of DTensors on meshes that something is sharded over, from now on."""
+    _torch.handle_operators(dict.fromkeys(_HANDLED, _run_handled))
+    _torch.replace_truncated_normal(_truncated_normal)
 
 
 def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,13 +86,6 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             "Take the whole with tensor.full_tensor() (all ranks must call it)."
         )
     return run_on_whole(func, args, kwargs, chunk_of)
-
-
-def is_ours(tensor: DTensor) -> bool:
-    """Whether ``tensor`` is cut, and lies on a mesh that something was sharded over."""
-    spec = _torch.spec_of(tensor)
-    partition = any(map(_torch.is_shard, spec.placements))
-    return partition and spec.mesh in _MESHES and not _torch.local_of(tensor).is_meta
 
 
 def _is_on_host(tensor: DTensor) -> bool:
@@ -182,10 +173,4 @@ def chunk_of(whole: torch.Tensor, spec: Any) -> torch.Tensor:
     return whole
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator, those in lists included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+ON_SHARDING.append(serve)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.ownership import Region
 from fsdp2.core.sharding import Sharding
 from fsdp2.core.transport import transport_of
-from fsdp2.features.ownership import Region
 
 
 class Part(NamedTuple):

@@ -7,12 +7,15 @@ arXiv 1910.02054; ``"replicate"`` is distributed data parallelism.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
+from fsdp2.core.module import SET_STRATEGY
+from fsdp2.core.shard import INFO_FOR
+from fsdp2.core.shard_arguments import Strategy
+from fsdp2.core.state import FSDPState
 from fsdp2.errors import FSDPValueError
-
-Strategy = Literal["replicate", "zero1", "zero2", "zero3"]
 
 
 class ReshardPolicy(NamedTuple):
@@ -46,14 +49,12 @@ def reshard_policy_of(strategy: Any) -> ReshardPolicy:
     return _RESIDENCES[strategy]
 
 
-def info_for(strategy: Strategy | None, info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+def _info_for(strategy: Strategy, info: DataParallelMeshInfo) -> DataParallelMeshInfo:
     """``info``, or for ``"replicate"`` all its ranks as copies. Flattening two dims makes process groups.
 
     Raises:
         FSDPValueError: the strategy shards over a mesh that only replicates, or the other way around.
     """
-    if strategy is None:
-        return info
     dims = info.dp_mesh_dims
     if strategy != "replicate":
         if info.shard_mesh_dim is None:
@@ -70,7 +71,7 @@ def info_for(strategy: Strategy | None, info: DataParallelMeshInfo) -> DataParal
     return replicating_info(info)
 
 
-def refuse_contradictions(strategy: Strategy | None, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
+def _refuse_contradictions(strategy: Strategy, reshard_after_forward: Any, shard_placement_fn: Any) -> None:
     """Refuse arguments that say something else than ``strategy`` does.
 
     An int for ``reshard_after_forward`` says to how many ranks ``"zero3"`` reshards after forward.
@@ -78,8 +79,6 @@ def refuse_contradictions(strategy: Strategy | None, reshard_after_forward: Any,
     Raises:
         FSDPValueError: naming both.
     """
-    if strategy is None:
-        return
     reshards = reshard_policy_of(strategy).reshard_after_forward
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     asked = reshard_after_forward != 1 if is_int else reshard_after_forward
@@ -95,7 +94,7 @@ def refuse_contradictions(strategy: Strategy | None, reshard_after_forward: Any,
         )
 
 
-def refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None:
+def _refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None:
     """Refuse to change at run time between whole and sharded parameters, which lie on other meshes.
 
     Raises:
@@ -109,3 +108,28 @@ def refuse_switch(strategy: Strategy, mesh: DataParallelMesh, name: str) -> None
             f"fsdp2.unwrap(model), which its optimizers outlive, and fully_shard(..., strategy={strategy!r}) again; "
             "or leave this module out, with recurse=False."
         )
+
+
+def info_for(
+    strategy: Strategy, reshard_after_forward: Any, shard_placement_fn: Any, info: Callable[[], DataParallelMeshInfo]
+) -> DataParallelMeshInfo:
+    """How the mesh is used, given how it would be used without a strategy, once the other arguments agree with it."""
+    _refuse_contradictions(strategy, reshard_after_forward, shard_placement_fn)
+    return _info_for(strategy, info())
+
+
+def set_strategy(strategy: Strategy, states: Sequence[FSDPState]) -> None:
+    """Let ``states`` reshard as ``strategy`` says.
+
+    Raises:
+        FSDPValueError: it is not one of the four, or would lay parameters out anew.
+    """
+    reshard_policy = reshard_policy_of(strategy)
+    for state in states:
+        _refuse_switch(strategy, state.mesh, state.name)
+    for state in states:
+        state.reshard_after_forward, state.reshard_after_backward = reshard_policy
+
+
+INFO_FOR.fill(info_for)
+SET_STRATEGY.fill(set_strategy)

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, WriteCounter, former_of, fsdp_param_of, is_orphan_copy, replacement_of
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.whole_tensors import Former
@@ -221,3 +222,6 @@ def _shard_value(value: Any, sharded: Any) -> Any:
             return value
         value = _torch.local_of(value)  # of tensor parallelism
     return owner.shard_of(value)
+
+
+ON_SHARDING.append(GUARD.install)

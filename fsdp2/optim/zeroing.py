@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.reduce import GradientReducer
 
@@ -67,3 +68,6 @@ def _before_optimizers(optimizer: Any, set_to_none: bool) -> None:
 
 def _before_modules(module: Any, set_to_none: bool) -> None:
     clear_waiting(module.parameters(), set_to_none)
+
+
+ON_SHARDING.append(install)

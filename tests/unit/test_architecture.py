@@ -25,9 +25,7 @@ MAY_IMPORT = {
 FACES = ("__init__", "_moved")
 
 # Features that the core still knows by name. None is to be added.
-KNOWN_TO_THE_CORE = {
-    ("core.gradients", "features.host_accumulation"),
-}
+KNOWN_TO_THE_CORE: set[tuple[str, str]] = set()
 
 
 def module_name(path: Path) -> str:

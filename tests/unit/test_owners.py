@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import FSDPTypeError, FSDPValueError, Owned, balanced_owners
+from fsdp2.core.ownership import assign_ranks
 from fsdp2.features.owned import newton_schulz_flops
-from fsdp2.features.ownership import assign_ranks
 from tests.harness import fake_world
 
 

@@ -11,8 +11,8 @@ import torch
 
 from fsdp2.core.gather import Gather
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition
+from fsdp2.core.ownership import Region
 from fsdp2.core.plan import BuffersPlan, GroupPlan, ParamPlan
-from fsdp2.features.ownership import Region
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
+from fsdp2.core.mesh import ON_MESH
 from fsdp2.errors import FSDPRuntimeError
 
 
@@ -100,3 +101,6 @@ def _is_alive(mesh: DeviceMesh) -> bool:
     except Exception:  # of many kinds, by version
         return False
     return True
+
+
+ON_MESH.append(know)

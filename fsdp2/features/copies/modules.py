@@ -10,15 +10,13 @@ from typing import Any
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.compiled.frames import begin_graphs_at_calls_only
 from fsdp2.core.forward_methods import restore_methods
 from fsdp2.core.misuse import explain_errors
+from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED
 from fsdp2.core.param import link_copies
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features.copies.states import complete_copies, shared_in_copies
-from fsdp2.optim import zeroing
-from fsdp2.optim.guard import GUARD
+from fsdp2.features.copies.states import complete_copies, rest_for_copy, shared_in_copies
 
 
 def _state(module: Any) -> FSDPState:
@@ -56,7 +54,7 @@ def reduced(
     Raises:
         FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
     """
-    _state(module).rest_for_copy()
+    rest_for_copy(_state(module))
     how = reduce(max(2, protocol))
     if isinstance(how, str) or how[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         raise FSDPNotImplementedError(
@@ -72,7 +70,11 @@ def completed() -> None:
         restore_methods(state)  # type: ignore[arg-type]
         for module in state.modules:
             _torch.map_state(module, state)
-        GUARD.install()
-        zeroing.install()
         explain_errors()
-        begin_graphs_at_calls_only()
+        for action in ON_SHARDING:
+            action()
+
+
+DEEPCOPIED.fill(deepcopied)
+REDUCED.fill(reduced)
+COMPLETED.fill(completed)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,10 @@ from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import DataParallelMesh, smaller_mesh
 from fsdp2.core.options import GroupSettings, MixedPrecisionPolicy, ModulePolicy, RootSettings
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of
-from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.root import ON_ROOT, Unit
 from fsdp2.core.shard_arguments import ShardArguments
 from fsdp2.core.sharding import Sharding
+from fsdp2.core.state import RECIPE_OF, FSDPState
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, Identity
 from fsdp2.features.copies.meshes import MeshRecord
 from fsdp2.features.custom_collectives import OURS
@@ -193,22 +193,14 @@ class Inherited:
         return tuple(units) or None
 
 
-Prefetch = tuple[Unit, ...] | Inherited | None
-
-
-def inherit(prefetch: Prefetch) -> Inherited | None:
+def inherit(prefetch: Any) -> Inherited | None:
     """``prefetch`` as it travels."""
     if prefetch is None or isinstance(prefetch, Inherited):
         return prefetch
     return Inherited(tuple(tuple(group.identity for group in unit) for unit in prefetch))
 
 
-class _Prefetching(Protocol):
-    forward_prefetch: Prefetch
-    backward_prefetch: Prefetch
-
-
-def resolve_prefetch(states: Iterable[_Prefetching], groups: Iterable[FSDPParamGroup]) -> None:
+def resolve_prefetch(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> None:
     """Replace what ``states``, all below one root, have `Inherited` by units of ``groups``."""
     known = {group.identity: group for group in groups}
     for state in states:
@@ -240,7 +232,7 @@ class Recipe:
         owns: list[bool],
         module_hooks: ModuleHooks,
         ignored: Iterable[nn.Parameter],
-        prefetch: tuple[Prefetch, Prefetch],
+        prefetch: tuple[Any, Any],
         facts: Facts,
     ) -> None:
         below = {parameter for module in modules for parameter in module.parameters()}
@@ -259,6 +251,30 @@ class Recipe:
         return all(module.__dict__.get(attribute) is state for module in self.modules) and all(
             name in module.__dict__.get("_parameters", ()) for module, name in uses
         )
+
+    def begin(self, state: FSDPState) -> None:
+        """``state`` is new, and is completed when its modules have been copied."""
+        state.begin(self.modules, (), self.facts.policy, self.facts.arguments, frozenset())
+        _INCOMPLETE.recipes[state] = self
+
+    def complete(self, state: FSDPState) -> bool:
+        """Give ``state`` its groups, if its modules are there by now. Returns whether they are."""
+        if not self.is_ready(STATE, state):
+            return False
+        del _INCOMPLETE.recipes[state]
+        state.module_hooks = self.module_hooks
+        state.unit, state.class_name = self.make_unit(), self.facts.class_name
+        state.ignored_params = frozenset(self.ignored)
+        state.arguments = dataclasses.replace(self.facts.arguments, ignored_params=state.ignored_params)
+        prefetch: Any = (self.forward_prefetch, self.backward_prefetch)  # until the root forms
+        state.forward_prefetch, state.backward_prefetch = prefetch
+        for name in _COPIED:
+            setattr(state, name, self.facts.settings[name])
+        state.configure_root(**dataclasses.asdict(self.facts.root_settings))
+        for group, owns in zip(state.unit, self.owns, strict=True):
+            group.sharers.insert(0 if owns else len(group.sharers), state)  # whose settings count comes first
+        state.module_hooks.attach(state)
+        return True
 
     def make_unit(self) -> Unit:
         """Groups of the parameters that the modules hold.
@@ -338,121 +354,55 @@ class _Incomplete(threading.local):
     """Copies that wait for modules: their own, or others that hold weights tied to theirs. Of this thread's making."""
 
     def __init__(self) -> None:
-        self.states: WeakSet[CopyableState] = WeakSet()
+        self.recipes: WeakKeyDictionary[FSDPState, Recipe] = WeakKeyDictionary()
 
 
 _INCOMPLETE = _Incomplete()
 
 
-def complete_copies() -> list[CopyableState]:
+def complete_copies() -> list[FSDPState]:
     """Complete the copies that have got all of their modules by now, and return them."""
-    return [state for state in list(_INCOMPLETE.states) if state.complete()]
+    return [state for state, recipe in list(_INCOMPLETE.recipes.items()) if recipe.complete(state)]
 
 
-class CopyableState(ABC):
-    """The part of a state that lets it travel with copies and pickles of its modules. See `FSDPState`."""
+def rest_for_copy(state: FSDPState) -> None:
+    """Let ``state`` come to rest before its modules are copied or pickled.
 
-    modules: tuple[nn.Module, ...]
-    class_name: str
-    unit: Unit
-    root: FSDPRoot | None
-    forward_prefetch: Prefetch
-    backward_prefetch: Prefetch
-    ignored_params: frozenset[nn.Parameter]
-    arguments: ShardArguments
-    policy: ModulePolicy
-    module_hooks: ModuleHooks
-    _recipe: Recipe | None = None
+    Raises:
+        FSDPRuntimeError: inside a forward or backward, or gradients would be lost.
+    """
+    root = state.root
+    if root is not None:
+        root.recover_if_failed()
+        if root.is_running():
+            raise FSDPRuntimeError(
+                f"'{state.name}' cannot be copied or pickled inside a forward or backward of {root.name}, or "
+                "before finalize_backward(); do it between iterations."
+            )
+        root.finish()
+    state.quiesce()
+    state.adopt_replaced()
+    for group in state.unit:
+        refuse_to_copy(group)
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """For messages."""
 
-    @property
-    @abstractmethod
-    def root_settings(self) -> RootSettings:
-        """What was set that counts if this is the root."""
+def recipe_of(state: FSDPState) -> Recipe:
+    """What travels of ``state``; of a copy that is not complete, what it has come as."""
+    arrived = _INCOMPLETE.recipes.get(state)
+    if arrived is not None:
+        return arrived
+    facts = Facts(
+        state.class_name,
+        dataclasses.replace(state.arguments, ignored_params=frozenset()),
+        state.policy,
+        {name: getattr(state, name) for name in _COPIED},
+        state.root_settings,
+        tuple(map(GroupFacts.of, state.unit)),
+    )
+    prefetch = (state.forward_prefetch, state.backward_prefetch)
+    owns = [group.sharers[0] is state for group in state.unit]
+    return Recipe(state.modules, state.unit, owns, state.module_hooks, state.ignored_params, prefetch, facts)
 
-    @abstractmethod
-    def configure_root(self, **changes: Any) -> None:
-        """Change settings of the root."""
 
-    @abstractmethod
-    def quiesce(self, *, frees: bool = True) -> None:
-        """Bring the parameters to rest, sharded."""
-
-    @abstractmethod
-    def adopt_replaced(self) -> None:
-        """Take over parameters that were replaced."""
-
-    @abstractmethod
-    def _begin(
-        self,
-        modules: Sequence[nn.Module],
-        unit: Unit,
-        policy: ModulePolicy,
-        arguments: ShardArguments,
-        ignored_params: frozenset[nn.Parameter],
-    ) -> None:
-        """Set all attributes."""
-
-    def rest_for_copy(self) -> None:
-        """Come to rest before the modules are copied or pickled.
-
-        Raises:
-            FSDPRuntimeError: inside a forward or backward, or gradients would be lost.
-        """
-        if self.root is not None:
-            self.root.recover_if_failed()
-            if self.root.is_running():
-                raise FSDPRuntimeError(
-                    f"'{self.name}' cannot be copied or pickled inside a forward or backward of {self.root.name}, or "
-                    "before finalize_backward(); do it between iterations."
-                )
-            self.root.finish()
-        self.quiesce()
-        self.adopt_replaced()
-        for group in self.unit:
-            refuse_to_copy(group)
-
-    def __getstate__(self) -> Recipe:
-        """What travels with copies and pickles of the modules."""
-        if self._recipe is not None:
-            return self._recipe
-        facts = Facts(
-            self.class_name,
-            dataclasses.replace(self.arguments, ignored_params=frozenset()),
-            self.policy,
-            {name: getattr(self, name) for name in _COPIED},
-            self.root_settings,
-            tuple(map(GroupFacts.of, self.unit)),
-        )
-        prefetch = (self.forward_prefetch, self.backward_prefetch)
-        owns = [group.sharers[0] is self for group in self.unit]
-        return Recipe(self.modules, self.unit, owns, self.module_hooks, self.ignored_params, prefetch, facts)
-
-    def __setstate__(self, recipe: Recipe) -> None:
-        """A copy, to be completed when its modules have been copied."""
-        self._begin(recipe.modules, (), recipe.facts.policy, recipe.facts.arguments, frozenset())
-        self._recipe = recipe
-        _INCOMPLETE.states.add(self)
-
-    def complete(self) -> bool:
-        """Take the groups of a copy, if its modules are there by now. Returns whether it did."""
-        recipe = self._recipe
-        if recipe is None or not recipe.is_ready(STATE, self):
-            return False
-        _INCOMPLETE.states.discard(self)
-        self._recipe, self.module_hooks = None, recipe.module_hooks
-        self.unit, self.class_name = recipe.make_unit(), recipe.facts.class_name
-        self.ignored_params = frozenset(recipe.ignored)
-        self.arguments = dataclasses.replace(recipe.facts.arguments, ignored_params=self.ignored_params)
-        self.forward_prefetch, self.backward_prefetch = recipe.forward_prefetch, recipe.backward_prefetch
-        for name in _COPIED:
-            setattr(self, name, recipe.facts.settings[name])
-        self.configure_root(**dataclasses.asdict(recipe.facts.root_settings))
-        for group, owns in zip(self.unit, recipe.owns, strict=True):
-            group.sharers.insert(0 if owns else len(group.sharers), self)  # whose settings count comes first
-        self.module_hooks.attach(self)
-        return True
+RECIPE_OF.fill(recipe_of)
+ON_ROOT.append(resolve_prefetch)
