@@ -6,7 +6,7 @@ it is now. `torch.load(weights_only=True)` knows tensors by these names too. Pro
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -54,4 +54,6 @@ def know_former_names() -> None:
     sys.meta_path.append(_Finder())
     for former, names in MOVED.items():
         for name, now in names.items():
+            if importlib.util.find_spec(now) is None:  # a part that is not installed
+                continue
             torch.serialization.add_safe_globals([(getattr(importlib.import_module(now), name), f"{former}.{name}")])

@@ -266,3 +266,25 @@ def test_the_last_of_it_and_the_divide_factor_counts(world_size: int) -> None:
         expected = {n: None if g is None else g * count_of(0, world_size) / scale for n, g in reference.items()}
         assert_sharded_same(str(setter), gradients_of(model), expected, tolerance=SUM_ORDER)
         model.zero_grad()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("keep", ["gradients", "local tensors", "views of these"])
+def test_gradients_that_are_kept_never_change(keep: str) -> None:
+    """Of the next steps' gradients none is written where they lie."""
+    model = build()
+    for block in (*model, model):
+        fully_shard(block)
+    kept: list[Any] = []
+    values: list[Any] = []
+    for step in range(4):
+        model.zero_grad()
+        loss_of(model, 1 + step, dist.get_rank()).backward()
+        now: list[Any] = [parameter.grad for parameter in model.parameters()]
+        values += [each.to_local().clone() for each in now]
+        kept += now if keep == "gradients" else [each.to_local() for each in now]
+        if keep == "views of these":
+            kept[-len(now) :] = [each.view(-1) for each in kept[-len(now) :]]
+        del now
+        for value, each in zip(values, kept, strict=True):
+            assert torch.equal(value.view(-1), (each.to_local() if keep == "gradients" else each).view(-1))

@@ -16,7 +16,7 @@ BASE = ("errors", "arguments", "_torch", "_torch_compiler")
 MAY_IMPORT = {
     "core": (),
     "ragged": ("core", "features"),
-    "features": ("core", "optim", "compiled"),
+    "features": ("core", "optim"),
     "compiled": ("core",),
     "optim": ("core", "features"),
     "grouping": ("core",),
@@ -187,3 +187,17 @@ def test_public_surface_is_documented() -> None:
 
 def test_contributing_fits_a_page() -> None:
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 70
+
+
+def test_the_cores_readme_lists_its_ports() -> None:
+    text = (PACKAGE / "core" / "README.md").read_text()
+    assert len(text.splitlines()) <= 80
+    ports = set()
+    for path in sorted((PACKAGE / "core").glob("*.py")):
+        for node in parse(path).body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                kind = ast.unparse(node.annotation)
+                if kind.startswith("Port[") or node.target.id.startswith("ON_"):
+                    ports.add(f"{path.stem}.{node.target.id}")
+    assert len(ports) >= 20
+    assert not [port for port in ports if f"`{port}`" not in text]

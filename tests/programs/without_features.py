@@ -1,0 +1,149 @@
+"""Trains with the core alone: the package without one feature after the other, on two ranks, beside the plain model.
+
+    python -m tests.programs.without_features
+
+Prints a line for each feature. A process is forked for each, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+PACKAGE = Path(__file__).parents[2] / "fsdp2"
+RANKS = 2
+
+
+def feature_modules() -> list[str]:
+    """The features, as names of modules: files and folders."""
+    folder = PACKAGE / "features"
+    files = [each.stem for each in folder.glob("*.py") if each.stem != "__init__"]
+    return sorted([*files, *(each.name for each in folder.iterdir() if (each / "__init__.py").exists())])
+
+
+def _imported(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.ImportFrom):
+        return [statement.module or "", *(f"{statement.module}.{each.name}" for each in statement.names)]
+    return [each.name for each in statement.names] if isinstance(statement, ast.Import) else []
+
+
+def _needs(path: Path, removed: set[str]) -> bool:
+    names = [
+        name for each in ast.walk(ast.parse(path.read_text())) if isinstance(each, ast.stmt) for name in _imported(each)
+    ]
+    return any(name == each or name.startswith(f"{each}.") for name in names for each in removed)
+
+
+def remove(feature: str, package: Path) -> set[str]:
+    """Take ``feature`` out of ``package``, and what outside of the core imports it; the names of what is gone."""
+    gone = {f"fsdp2.features.{feature}"}
+    while True:
+        beside = [each for each in package.rglob("*.py") if each.relative_to(package).parts[0] != "core"]
+        needing = [each for each in beside if each.parent != package and _needs(each, gone)]
+        own = package / "features" / feature
+        shutil.rmtree(own, ignore_errors=True)
+        own.with_suffix(".py").unlink(missing_ok=True)
+        for each in needing:
+            each.unlink(missing_ok=True)
+            gone.add("fsdp2." + ".".join(each.relative_to(package).with_suffix("").parts).removesuffix(".__init__"))
+        if not needing:
+            break
+    face = package / "__init__.py"
+    tree = ast.parse(face.read_text())
+    kept = [each for each in tree.body if not any(name in gone for name in _imported(each)[:1])]
+    lost = {each.asname or each.name for node in tree.body if node not in kept for each in getattr(node, "names", [])}
+    for node in kept:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List):
+            node.value.elts = [each for each in node.value.elts if ast.literal_eval(each) not in lost]
+    face.write_text(ast.unparse(ast.Module(kept, [])))
+    return gone
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def _train(model: nn.Module, batches: Callable[[int], list[torch.Tensor]]) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = torch.stack([model(batch).square().mean() for batch in batches(step)]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train_sharded(rank: int, store: str) -> None:
+    """As rank ``rank``: the losses are those of the plain model, in its state dict are its parameters."""
+    import fsdp2
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    plain = _model()
+    expected = _train(plain, lambda step: [_batch(step, each) for each in range(RANKS)])
+    model = _model()
+    for each in (*model, model):
+        fsdp2.fully_shard(each)
+    found = torch.tensor(_train(model, lambda step: [_batch(step, rank)]))
+    dist.all_reduce(found)
+    torch.testing.assert_close(found / RANKS, torch.tensor(expected))
+    for name, parameter in model.state_dict().items():
+        torch.testing.assert_close(parameter.full_tensor(), plain.state_dict()[name])
+    dist.destroy_process_group()
+
+
+def _in_process(action: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        action()
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _run(feature: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "fsdp2"
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        gone = remove(feature, package)
+        sys.path.insert(0, folder)
+        import fsdp2
+
+        assert Path(fsdp2.__file__).parent == package, "the copy is what runs"
+        ranks = [_in_process(lambda rank=rank: train_sharded(rank, f"{folder}/store")) for rank in range(RANKS)]  # type: ignore[misc]
+        assert [os.waitpid(each, 0)[1] for each in ranks] == [0] * RANKS, f"without {feature}"
+        print(f"without {feature}: trains" + (f" (nor {', '.join(sorted(gone))})" if len(gone) > 1 else ""))
+
+
+def main() -> int:
+    """All features in turn; 1 if one is needed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    failed = [each for each in feature_modules() if os.waitpid(_in_process(lambda each=each: _run(each)), 0)[1]]  # type: ignore[misc]
+    if failed:
+        print(f"needed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
