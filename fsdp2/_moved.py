@@ -28,7 +28,7 @@ class _Former(types.ModuleType):
     """A module that was."""
 
     def __getattr__(self, name: str) -> Any:
-        now = MOVED[self.__name__].get(name)
+        now = MOVED.get(self.__name__, {}).get(name)
         if now is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}; import public names from fsdp2.")
         return getattr(importlib.import_module(now), name)
@@ -38,8 +38,9 @@ class _Finder(MetaPathFinder, Loader):
     """Finds the modules that were."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        """Of former names only."""
-        return ModuleSpec(name, self) if name in MOVED else None
+        """Of former names only, and of the folders that they were in."""
+        is_folder = any(former.startswith(f"{name}.") for former in MOVED)
+        return ModuleSpec(name, self, is_package=is_folder) if is_folder or name in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """Empty."""
