@@ -9,7 +9,6 @@ from fsdp2._moved import know_former_names
 from fsdp2.compiled.entry import prepare_compile
 from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
 from fsdp2.compiled.support import set_graph_capture
-from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.functions import register_fsdp_forward_method, share_comm_ctx
 from fsdp2.core.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.core.module import (
@@ -19,7 +18,15 @@ from fsdp2.core.module import (
     disable_fsdp_module_new_init,
     get_cls_to_fsdp_cls,
 )
-from fsdp2.core.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2.core.options import (
+    AllGather,
+    Comm,
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+)
 from fsdp2.core.shard import fully_shard
 from fsdp2.core.sharding import Owned, RowBlocks, ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError

@@ -1,13 +1,26 @@
-"""Whether ranks agree on what they are about to do: compared by a fingerprint, explained by a difference."""
+"""What is checked when a root forms: that every parameter is owned and ready, and that the ranks agree.
+
+Ranks compare a fingerprint; if they differ, every rank says how.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.options import RootSettings, described
+from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.plan import ModelPlan
+from fsdp2.core.root import FSDPRoot
+from fsdp2.errors import FSDPRuntimeError
 
 
 def disagreement(
@@ -34,3 +47,148 @@ def disagreement(
             lines = difflib.unified_diff(reference, text.splitlines(), "rank 0", f"rank {rank}", lineterm="", n=1)
             return "\n".join(lines)
     return "the fingerprints differ, the descriptions do not"
+
+
+# What is checked when a root forms: that every parameter is owned and ready, and that the ranks agree.
+
+
+def refuse_unowned_parameters(
+    modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
+) -> None:
+    """Every parameter below ``modules`` is one of ``params``, ignored, or in a module that torch's `replicate` manages.
+
+    Raises:
+        FSDPRuntimeError: one is not, and would not be reduced.
+    """
+    owned = {(module, name) for param in params for module, name in param.uses}
+    for root in modules:
+        replicated = {
+            module for each in root.modules() if "replicate" in _torch.composed(each) for module in each.modules()
+        }
+        for prefix, module in root.named_modules():
+            if module in replicated:
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter in ignored or (module, name) in owned:
+                    continue
+                raise FSDPRuntimeError(
+                    f"parameter '{prefix + '.' + name if prefix else name}' of {class_name} was added after "
+                    "fully_shard and belongs to no group: its gradient would not be reduced. Add parameters before "
+                    "calling fully_shard, or call fully_shard on the module that holds it, or pass it in "
+                    "ignored_params."
+                )
+
+
+def refuse_meta(modules: Sequence[nn.Module], class_name: str) -> None:
+    """No sharded parameter and no buffer below ``modules`` is on meta.
+
+    Raises:
+        FSDPRuntimeError: some are, and have no values.
+    """
+    parameters = [name for each in modules for name, p in each.named_parameters() if p.is_meta and fsdp_param_of(p)]
+    buffers = [name for each in modules for name, buffer in each.named_buffers() if buffer.is_meta]
+    if parameters or buffers:
+        kinds = " and ".join(["parameters"] * bool(parameters) + ["buffers"] * bool(buffers))
+        raise FSDPRuntimeError(
+            f"{kinds} of {class_name} are still on the meta device: {', '.join([*parameters, *buffers])}. Materialize "
+            "the model before its first forward: model.to_empty(device=...), then initialize it or load a state dict."
+        )
+
+
+def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: RootSettings) -> tuple[str, ...]:
+    """What was set that decides which collectives there are, in which order, and how gradients are scaled.
+
+    A line for each state, group and for the root, of what is not as it is by default.
+    """
+    lines = [_line("root", described(root, without=("pools_memory",)))]  # which each rank may have as it likes
+    for state in states:
+        values = {name: getattr(state, name) for name in _STATE}
+        found = {name: str(value) for name, value in values.items() if value != _STATE[name]}
+        found |= _prefetch_of(state)
+        lines.append(_line(f"module '{state.name}'", found))
+    for group in groups:
+        found, post_forward = described(group.settings, without=_OF_THIS_RANK), group.storage.post_forward
+        if post_forward is not None:
+            found["ranks_after_forward"] = str(post_forward.mesh.shard_size)
+        lines.append(_line(f"group '{group.name}'", found))
+    return tuple(line for line in lines if line)
+
+
+_OF_THIS_RANK = ("keeps_unsharded_storage", "all_reduce_hook_stream")
+_STATE = {"reshard_after_forward": None, "reshard_after_backward": True, "is_captured": True}
+"""What is set on states, as it is by default."""
+
+
+def _line(what: str, found: dict[str, str]) -> str:
+    return f"{what}: set {', '.join(f'{name}={value}' for name, value in found.items())}" if found else ""
+
+
+def _prefetch_of(state: Any) -> dict[str, str]:
+    names = {name: _names(getattr(state, name)) for name in ("forward_prefetch", "backward_prefetch")}
+    return {name: value for name, value in names.items() if value is not None}
+
+
+def _names(prefetch: Any) -> str | None:
+    if not isinstance(prefetch, tuple):  # of a copy: not looked up yet
+        return None if prefetch is None else "as copied"
+    return str([getattr(group, "name", "another group") for unit in prefetch for group in unit])
+
+
+def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh, settings: tuple[str, ...]) -> None:
+    """The ranks that communicate have the same plans and settings. Collective over each mesh that ``groups`` are on.
+
+    Raises:
+        FSDPRuntimeError: on every rank, with the difference.
+    """
+    meshes = {mesh.key: mesh}
+    for group in groups:
+        meshes.setdefault(group.mesh.key, group.mesh)
+    for key, each in meshes.items():
+        plans = (group.plan for group in groups if group.plan is not None and group.mesh.key == key)
+        plan = ModelPlan(tuple(plans), settings)
+        for process_group in (each.shard_group, each.replicate_group):
+            difference = disagreement(plan.fingerprint(), str(plan), process_group, each.device)
+            if difference is not None:
+                raise FSDPRuntimeError(
+                    "the ranks have different plans, so their collectives would not match; every rank must build the "
+                    f"same model, shard it alike and set the same. Difference:\n{difference}"
+                )
+
+
+def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:
+    """Refuse `FSDPModule.finalize_backward`, called on the module ``name``, where it cannot be.
+
+    Raises:
+        FSDPRuntimeError: saying why not.
+    """
+    if not is_root:
+        raise FSDPRuntimeError(f"finalize_backward() must be called on the root, {root.name}, not on '{name}'.")
+    if not root.settings.finalizes_manually:
+        raise FSDPRuntimeError(
+            "finalize_backward() needs set_manual_backward_finalization(True), called on the root before backward."
+        )
+    if root.iteration.in_backward:
+        raise FSDPRuntimeError("finalize_backward() must be called after backward has ended, not during it.")
+    root.comm.refuse_unfinished_handle("finalize_backward()")
+    for group in root.groups:
+        reducer, settings = group.reducer, group.settings
+        stops_early = settings.requires_gradient_sync and not settings.requires_all_reduce and reducer.is_due()
+        if group.mesh.replicate_group is not None and (reducer.awaits_all_reduce() or stops_early):
+            raise FSDPRuntimeError(
+                f"finalize_backward() cannot leave gradients of '{group.name}' between reduce-scatter and "
+                "all-reduce: call set_requires_all_reduce(True) for every backward that it finalizes."
+            )
+
+
+def refuse_list_as_root(modules: Sequence[nn.Module]) -> None:
+    """A list of modules that were sharded together is no root.
+
+    Raises:
+        FSDPRuntimeError: it is a list.
+    """
+    if len(modules) > 1:
+        names = ", ".join(type(module).__name__ for module in modules)
+        raise FSDPRuntimeError(
+            f"a list of modules ({names}) that fully_shard was called on cannot be the root, as no forward "
+            "contains them all: call fully_shard on the module that does as well, and run its forward."
+        )

@@ -13,12 +13,12 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Offloading
+from fsdp2.core.gather import GroupStorage
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
 from fsdp2.core.plan import GradientsPlan, GroupPlan
 from fsdp2.core.reduce import GradientReducer
-from fsdp2.core.storage import GroupStorage
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, transport_of
 from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase

@@ -16,16 +16,14 @@ from torch import nn
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
-from fsdp2.core.collectives import AllGather, ReduceScatter, check_comm
+from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.misuse import explanation_of, refuse_data_parallel
-from fsdp2.core.options import DEFAULT, FREE, RootSettings, denominator_of
+from fsdp2.core.options import DEFAULT, FREE, AllGather, ReduceScatter, RootSettings, check_comm, denominator_of
 from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import FSDPRoot, Unit
-from fsdp2.core.root_checks import refuse_finalization
-from fsdp2.core.shard_arguments import Strategy
-from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import own_forward_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +22,7 @@ from fsdp2.core.ports import Port
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.schedule import ExecutionOrder
 from fsdp2.core.streams import FSDPCommContext
-from fsdp2.errors import ParamPhase
+from fsdp2.errors import FSDPRuntimeError, ParamPhase
 
 PREFETCH_DEPTH = 1
 """How many units are gathered ahead of the one that computes, unless the user has set a budget."""
@@ -518,3 +518,103 @@ class FSDPRoot:
                 "communication were dropped with it. Run the whole accumulation again.",
                 stacklevel=2,
             )
+
+
+# Several roots over the same sharded modules: a shared encoder below two models, or one that also runs alone.
+#
+# A root *claims* the states below it when its forward begins, if another has claimed one of them since. Every root
+# keeps the orders that it has learned; all of them share one communication context, so that whoever ends a backward
+# waits for all of its reductions. The groups, their buffers and what a forward has saved for its backward stay as they
+# are.
+
+
+class Claimable(Protocol):
+    """A state, as far as roots are concerned.
+
+    Attributes:
+        class_name: for messages.
+        root: which has claimed it last; None before lazy initialization.
+        roots: all that it is below of.
+        own_root: the root that its own module is.
+        is_root: whether ``root`` is ``own_root``.
+    """
+
+    class_name: str
+    root: FSDPRoot | None
+    roots: list[FSDPRoot]
+    own_root: FSDPRoot | None
+    is_root: bool
+
+
+AnyClaimable = TypeVar("AnyClaimable", bound=Claimable)
+
+
+def roots_of(states: Iterable[Claimable]) -> list[FSDPRoot]:
+    """All roots that ``states`` are below of, each once."""
+    return list(dict.fromkeys(root for state in states for root in state.roots))
+
+
+def refuse_busy(claimer: str, names: Mapping[AnyClaimable, str], own: FSDPRoot | None) -> None:
+    """Refuse to claim states that another root than ``own`` is using. Roots that have failed are recovered.
+
+    Raises:
+        FSDPRuntimeError: naming both roots and the submodule.
+    """
+    for state, name in names.items():
+        for root in state.roots:
+            if root is own:
+                continue
+            root.recover_if_failed()
+            if root.is_running():
+                raise FSDPRuntimeError(
+                    f"{claimer} begins a forward, but its submodule '{name}' ({state.class_name}) is being used by "
+                    f"{root.name}, whose forward or backward is running, or waits for finalize_backward(). Roots that "
+                    "share a module take turns: run them one after the other, or call fully_shard on a module that "
+                    "contains them."
+                )
+
+
+def supersede(states: Iterable[Claimable]) -> None:
+    """End the roots that ``states`` were: they lie below another now."""
+    for state in states:
+        if state.own_root is not None:
+            state.own_root.dissolve()
+
+
+def claim(root: FSDPRoot, states: Iterable[Claimable], owner: Claimable) -> None:
+    """Make ``root``, which is ``owner``'s, the root of ``states``. Those that it takes them from notice."""
+    for state in states:
+        for other in state.roots:
+            other.is_disturbed = True
+        if root not in state.roots:
+            state.roots.append(root)
+        state.root, state.is_root = root, state is owner
+    root.is_disturbed = False
+
+
+def release(root: FSDPRoot, states: Iterable[Claimable]) -> None:
+    """``root`` is to be no root of ``states`` any more; others notice."""
+    for state in states:
+        if root in state.roots:
+            state.roots.remove(root)
+        if state.own_root is root:
+            state.own_root = None
+        if state.root is root:
+            state.root, state.is_root = None, False
+            for other in state.roots:
+                other.is_disturbed = True
+
+
+def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
+    """Let ``roots``, none of which is running, use one communication context: ``shared``, or the first of theirs."""
+    for root in roots:
+        if shared.comm is None:
+            shared.comm = root.comm
+        root.shared_comm = shared
+        if root.comm is not shared.comm:
+            root.comm.retire_reduces(0)
+            for group in root.groups:
+                group.quiesce()  # its memory belongs to a stream of the context that it leaves
+                group.comm = shared.comm
+            root.comm.let_host_write_shards()
+            root.comm = shared.comm

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
+from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info, smaller_mesh
@@ -32,10 +33,8 @@ from fsdp2.core.other_words import instead_of
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import Unit
-from fsdp2.core.shard_arguments import ShardArguments, Strategy
 from fsdp2.core.sharding import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
-from fsdp2.core.state import FSDPState, state_of
-from fsdp2.core.storage import GATHERS_ITSELF, RESTS
+from fsdp2.core.state import FSDPState, ShardArguments, Strategy, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError

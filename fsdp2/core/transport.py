@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
-from fsdp2.core.collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.gather import Transfer
+from fsdp2.core.options import AllGather, Comm, ReduceScatter
 from fsdp2.errors import FSDPValueError
 
 Works = list[Any] | None

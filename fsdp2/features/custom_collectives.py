@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.core.collectives import AllGather, ReduceScatter
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import SET_IN_MEMORY
+from fsdp2.core.options import AllGather, ReduceScatter
 from fsdp2.errors import FSDPRuntimeError
 
 

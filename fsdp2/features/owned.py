@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.ownership import assign_ranks
+from fsdp2.core.layout import assign_ranks
 from fsdp2.core.sharding import Owned
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 

@@ -17,8 +17,7 @@ from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_
 from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
 from fsdp2.core.shard import SMALL, SmallParameters
-from fsdp2.core.shard_arguments import ShardArguments
-from fsdp2.core.state import FSDPState, states_below_all
+from fsdp2.core.state import FSDPState, ShardArguments, states_below_all
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 

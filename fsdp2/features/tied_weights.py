@@ -13,8 +13,8 @@ from torch import nn
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.shard import TIES, Tied, Ties, Use
-from fsdp2.core.shard_arguments import ShardArguments
 from fsdp2.core.sharding import dim_blocks_owner, requested_placement
+from fsdp2.core.state import ShardArguments
 from fsdp2.errors import FSDPValueError
 
 

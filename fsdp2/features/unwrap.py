@@ -13,11 +13,11 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core import agreement
-from fsdp2.core.claiming import roots_of
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import mix_out
 from fsdp2.core.param import FSDPParam, carry_over, disown, fsdp_param_of, is_subclass
 from fsdp2.core.plan import fingerprint
+from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.features.whole_tensors import Former, Part, unsharded_like, whole_tensors

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
 from fsdp2.core.module import SET_STRATEGY
 from fsdp2.core.shard import INFO_FOR
-from fsdp2.core.shard_arguments import Strategy
-from fsdp2.core.state import FSDPState
+from fsdp2.core.state import FSDPState, Strategy
 from fsdp2.errors import FSDPValueError
 
 

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.gather import Gather
+from fsdp2.core.gather import Gather, GroupStorage
 from fsdp2.core.gradients import GradientBucket, PackedGradients
-from fsdp2.core.storage import GroupStorage
 from fsdp2.core.streams import Wait
 from tests.harness import fake_world
 from tests.harness.happens_before import (

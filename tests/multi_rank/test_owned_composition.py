@@ -23,7 +23,7 @@ from fsdp2 import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp2.core.collectives import AllGather, ReduceScatter
+from fsdp2.core.options import AllGather, ReduceScatter
 from tests.harness import Reference, multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase

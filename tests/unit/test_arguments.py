@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2 import FSDPError, FSDPModule, FSDPTypeError, FSDPValueError, fully_shard
 from fsdp2.arguments import accepts
-from fsdp2.core.root_checks import settings_of
+from fsdp2.core.agreement import settings_of
 from fsdp2.core.state import states_below
 from tests.harness.fake import FakeWorlds
 

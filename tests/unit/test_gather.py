@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fsdp2.core.buffers import Resizable, in_memory_order
-from fsdp2.core.collectives import AllGather
 from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import BufferLayout, Partition
+from fsdp2.core.options import AllGather
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from fsdp2.core.gather import Gather
-from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition
-from fsdp2.core.ownership import Region
+from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition, Region
 from fsdp2.core.plan import BuffersPlan, GroupPlan, ParamPlan
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.core.forward_methods import restore_methods
+from fsdp2.core.functions import restore_methods
 from fsdp2.core.misuse import explain_errors
 from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED
 from fsdp2.core.param import link_copies
