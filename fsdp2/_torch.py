@@ -182,6 +182,7 @@ def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         handlers[func] = handler
 
 
+@functools.cache
 def collective_operators() -> tuple[Any, ...]:
     """The operators of ``torch.distributed``'s collectives, which no DTensor can be passed to."""
     names = ("allgather_", "allreduce_", "broadcast_", "reduce_", "reduce_scatter_", "scatter_", "gather_", "send")

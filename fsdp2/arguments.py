@@ -32,11 +32,13 @@ class Rule:
         expected: ends the sentence "takes ...".
         accepts: whether a value is that.
         is_kind: whether it is of the right type at least; if not, that is a `FSDPTypeError`, else a `FSDPValueError`.
+        kinds: types whose instances are accepted, whatever they are: looked up first.
     """
 
     expected: str
     accepts: Callable[[Any], bool]
     is_kind: Callable[[Any], bool] = lambda value: True
+    kinds: frozenset[type] = frozenset()
 
 
 ANYTHING = Rule("anything", lambda value: True)
@@ -137,7 +139,7 @@ class _Arguments:
                 raise FSDPTypeError(f"{self._name} lacks the argument '{name}'.")
         for name, value in given.items():
             rule = self._rules.get(name)
-            if rule is not None and not rule.accepts(value):
+            if rule is not None and type(value) not in rule.kinds and not rule.accepts(value):
                 kind = FSDPValueError if rule.is_kind(value) else FSDPTypeError
                 raise kind(f"{self._name} takes {rule.expected} as '{name}', got {shown(value)}.")
 
@@ -157,7 +159,9 @@ class _Arguments:
         rules = dict(self._given)
         for name, hint in hints.items():
             if name in self._names and name not in ("self", "cls", "return") and hint is not Any:
-                rules.setdefault(name, Rule(_text(hint), functools.partial(accepts, hint), lambda value: False))
+                rules.setdefault(
+                    name, Rule(_text(hint), functools.partial(accepts, hint), lambda value: False, _kinds(hint))
+                )
         return rules
 
 
@@ -189,6 +193,17 @@ def accepts(hint: Any, value: Any) -> bool:
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
         return _is_iterable_of(arguments[0] if arguments else Any, value)
     return not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _kinds(hint: Any) -> frozenset[type]:
+    """Types whose instances ``hint`` accepts, whatever they are."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return frozenset().union(*map(_kinds, typing.get_args(hint)))
+    if hint is None:
+        return frozenset((type(None),))
+    if hint is float:
+        return frozenset((int, float))
+    return frozenset((hint,)) if isinstance(hint, type) and typing.get_origin(hint) is None else frozenset()
 
 
 def _is_iterable_of(item: Any, value: Any) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 # Parameters that live whole on one rank: where they lie in the region that they share. Pure arithmetic.
 #
@@ -173,6 +173,11 @@ class Partition:
         order: its dims as they follow each other in memory, outermost first; () if contiguous.
         block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
         owner: the rank that has all rows; None: they are dealt out evenly.
+        size: entries of ``dim``: the rows that are dealt out.
+        outer: how many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied.
+        row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
+        numel: elements of the parameter.
+        memory_dim: where ``dim`` is in memory order.
     """
 
     shape: tuple[int, ...]
@@ -180,42 +185,32 @@ class Partition:
     order: tuple[int, ...] = ()
     block_rows: int = 1
     owner: int | None = None
+    size: int = field(init=False, repr=False, compare=False)
+    outer: int = field(init=False, repr=False, compare=False)
+    row_numel: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    memory_dim: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """What follows from the others."""
+        shape, dim = self.shape, self.dim
+        in_memory = tuple(shape[each] for each in self.order) if self.order else shape
+        where = 0 if dim is None else self.order.index(dim) if self.order else dim
+        behind = in_memory if dim is None else in_memory[where + 1 :]
+        known = {
+            "size": 1 if dim is None else shape[dim],
+            "outer": math.prod(in_memory[:where]),
+            "row_numel": math.prod(behind),
+            "numel": math.prod(shape),
+            "memory_dim": where,
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     @property
     def partition_key(self) -> tuple[int | None, int, int | None]:
         """What tells apart ways of dealing out: dim, block_rows and owner."""
         return self.dim, self.block_rows, self.owner
-
-    @property
-    def size(self) -> int:
-        """Entries of ``dim``: the rows that are dealt out."""
-        return 1 if self.dim is None else self.shape[self.dim]
-
-    @property
-    def outer(self) -> int:
-        """How many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied."""
-        return math.prod(self._memory_shape[: self.memory_dim])
-
-    @property
-    def row_numel(self) -> int:
-        """Elements of a row in one of these pieces: the sizes behind ``dim``, multiplied."""
-        return math.prod(self._memory_shape if self.dim is None else self._memory_shape[self.memory_dim + 1 :])
-
-    @property
-    def numel(self) -> int:
-        """Elements of the parameter."""
-        return math.prod(self.shape)
-
-    @property
-    def memory_dim(self) -> int:
-        """Where ``dim`` is in memory order."""
-        if self.dim is None:
-            return 0
-        return self.order.index(self.dim) if self.order else self.dim
-
-    @property
-    def _memory_shape(self) -> tuple[int, ...]:
-        return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
 
     def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The strides of a tensor of ``shape``, dense and in this order."""
@@ -230,7 +225,8 @@ class Partition:
             return 1
         if self.owner is not None:
             return self.size
-        return min(ceil_div(ceil_div(self.size, self.block_rows), world_size) * self.block_rows, self.size)
+        blocks = -(-self.size // self.block_rows)  # `ceil_div`, at no call
+        return min(-(-blocks // world_size) * self.block_rows, self.size)
 
     def is_chunked(self, world_size: int) -> bool:
         """Whether the rows are dealt out as ``torch.chunk`` does."""
