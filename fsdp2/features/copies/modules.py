@@ -1,4 +1,4 @@
-"""How one sharded module is copied and pickled: by its original class, with its state at rest. See `copying`."""
+"""How one sharded module is copied and pickled: by its original class, with its state at rest. See `states`."""
 
 from __future__ import annotations
 
