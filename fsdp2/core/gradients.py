@@ -46,7 +46,7 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 
 # `GradientBuffer`: what sharded gradients of one group and dtype lie on, from step to step.
 #
-# Knows who holds them; when it may be used again, see [Note: reusing the sharded-gradient buffer] in `gradients`.
+# Knows who holds them; when it may be used again, see the note above.
 
 
 class GradientBuffer:
@@ -566,7 +566,7 @@ class GradientBucket:
             self._buffer.release()
 
     def leave_buffer(self) -> None:
-        """Neither free nor use the gradient buffer again: a collective that nothing can wait for may write there."""
+        """Neither free nor use the gradient buffer again. Gradients that lie on it keep it."""
         self._buffer = None
 
     def needs_values(self, packed: PackedGradients) -> bool:

@@ -161,6 +161,11 @@ SHARDED: WeakSet[DeviceMesh] = WeakSet()
 """The meshes that something is sharded over."""
 
 
+def _note(mesh: DeviceMesh) -> None:
+    for action in ON_MESH:
+        action(mesh)
+
+
 def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """How ``mesh`` is used: 1D shards, 2D is (replicate, shard), N-D as ``dims`` says.
 
@@ -172,8 +177,7 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
-    for note in ON_MESH:
-        note(mesh)
+    _note(mesh)
     if dims is not None:
         dims = _validated_dims(mesh, dims)
     if mesh.get_coordinate() is None:
@@ -206,8 +210,7 @@ def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
     if mesh.ndim > 1:
         assert mesh.mesh_dim_names is not None, "a mesh of two dims has names"
         mesh = _torch.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names))
-        for note in ON_MESH:
-            note(mesh)
+        _note(mesh)
     return DDPMeshInfo(mesh, replicate_mesh_dim=0, dp_mesh_dims=info.dp_mesh_dims, spmd_mesh=info.spmd_mesh)
 
 

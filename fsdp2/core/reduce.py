@@ -98,6 +98,10 @@ class _Sent(NamedTuple):
     packed: PackedGradients
     scaling: Scaling
 
+    def leave(self) -> None:
+        """Neither free nor use again where a collective may write that nothing can wait for."""
+        self.gradients.leave_buffer()
+
 
 def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Transfer]]]:
     """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
@@ -532,7 +536,6 @@ class GradientReducer:
         self.is_reducing = False  # whatever the interrupted one was
         for bucket in self.buckets:
             bucket.drop()
-            bucket.leave_buffer()
             for param in bucket.params:
                 if param.unsharded is not None:
                     param.unsharded.grad = None

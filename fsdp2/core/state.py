@@ -203,6 +203,7 @@ class FSDPState:
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
         arguments: the arguments of the call.
+        recipe: of a copy, what it has come as, until it is complete.
         module_hooks: what hangs on the modules.
         graph_hooks: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
@@ -251,6 +252,7 @@ class FSDPState:
         self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
         self.arguments = arguments
+        self.recipe: Any = None
         self.module_hooks = ModuleHooks()
         self.graph_hooks: Any = UNTRACED
         self.is_captured = True

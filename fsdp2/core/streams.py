@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -185,6 +185,13 @@ class Stage(enum.Enum):
     DONE = "everything was issued; gradients are to be set"
 
 
+class Held(Protocol):
+    """What was handed to a collective."""
+
+    def leave(self) -> None:
+        """Neither free nor use again where a collective may write that nothing can wait for."""
+
+
 class PendingReduce(CommHandle):
     """A gradient reduction in flight, and everything that must live until compute has waited for it.
 
@@ -192,7 +199,7 @@ class PendingReduce(CommHandle):
     statement, the memory that was handed over is still held.
 
     Attributes:
-        held: tensors handed to collectives.
+        held: what was handed to collectives.
         steps: the reduction itself, which stops after each `Stage`. Streams keep the order of what is issued, so that
             there it runs up to `Stage.DONE` at once; without streams the host waits after each.
         stage: where it has come to.
@@ -207,7 +214,7 @@ class PendingReduce(CommHandle):
 
     def __init__(self, has_streams: bool) -> None:
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
-        self.held: object = None
+        self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
         self._has_streams = has_streams
@@ -451,6 +458,8 @@ class FSDPCommContext:
         if pending.is_launching:
             pending.is_launching, pending.stage = False, Stage.DONE
             pending.abandon()
+            for each in pending.held:
+                each.leave()
             self._interrupted.append(pending)
         self._wait_for(pending, Wait.REDUCED)
         if pending.needs_host is not None and pending.event is not None:

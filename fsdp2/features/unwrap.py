@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -21,9 +21,11 @@ from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.features.whole_tensors import Former, Part, unsharded_like, whole_tensors
-from fsdp2.optim.guard import rekey
 
 Module = TypeVar("Module", bound=nn.Module)
+
+ON_UNWRAPPED: list[Callable[[Optimizer], None]] = []
+"""Called with each optimizer that is to go on with the whole parameters."""
 
 
 @checked()
@@ -81,7 +83,8 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
             mix_out(each)
         forget_state(state)
     for optimizer in optimizers:
-        rekey(optimizer)
+        for action in ON_UNWRAPPED:
+            action(optimizer)
     return module
 
 

@@ -29,6 +29,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, WriteCounter, former_of, fsdp_param_of, is_orphan_copy, replacement_of
 from fsdp2.errors import FSDPRuntimeError
+from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import Former
 from fsdp2.optim.offload import offload_as_policies_ask
 
@@ -225,3 +226,4 @@ def _shard_value(value: Any, sharded: Any) -> Any:
 
 
 ON_SHARDING.append(GUARD.install)
+ON_UNWRAPPED.append(rekey)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from fsdp2 import (
     register_fsdp_forward_method,
     unwrap,
 )
-from fsdp2.core.state import state_of, states_below
+from fsdp2.core.state import FSDPState, state_of, states_below
 from tests.harness import multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
@@ -477,3 +478,22 @@ def test_classes_with_ways_of_their_own_are_refused() -> None:
         copy.deepcopy(model)
     with pytest.raises(FSDPNotImplementedError, match="Stubborn says itself how it is pickled"):
         pickle.dumps(model)
+
+
+@multi_rank(2)
+def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
+    """Its state waits for a module that never comes, and goes with it."""
+    model = CASE.build()
+    first, *_ = model
+    fully_shard(list(model))
+    fully_shard(model)
+    first.cannot_be_copied = (each for each in ())
+    gc.collect()
+    states = [each for each in gc.get_objects() if type(each) is FSDPState]
+    with pytest.raises(TypeError, match="generator"):
+        copy.deepcopy(model)
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each) is FSDPState] == states
+    del first.cannot_be_copied
+    copied, reference = copy.deepcopy(model), Reference(CASE, world_size=world_size)
+    goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.state import states_below
 from tests.harness import multi_rank
@@ -594,12 +594,19 @@ def test_what_waits_elsewhere_is_cleared_too(waits: str, world_size: int) -> Non
 
 @multi_rank(4)
 @pytest.mark.parametrize("call", range(4))
-def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: int) -> None:
-    """The launch has happened, and nobody can wait for it: the memory that it uses stays."""
-    model = CASE.build()
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another root"])
+def test_an_exception_between_an_all_reduce_and_its_work(beside: bool, call: int, world_size: int) -> None:
+    """The launch has happened, and nobody can wait for it: the memory that it uses stays.
+
+    Also if it came in ``finalize_backward``, and another root that shares the communication context notices it first.
+    """
+    model, other = CASE.build(), CASE.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for unit in CASE.units(model):
+    for unit in (*CASE.units(model), *CASE.units(other)):
         fully_shard(unit, mesh=mesh)
+    model.set_manual_backward_finalization(True)
+    if beside:
+        share_comm_ctx([model, other])
     optimizer = adamw(list(model.parameters()))
     calls, original = itertools.count(), dist.all_reduce
     in_flight, freed = [], []  # addresses: a reference would keep the memory
@@ -615,7 +622,10 @@ def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: 
         patch.setattr(dist, "all_reduce", launched_in_vain)
         with pytest.raises(KeyboardInterrupt):
             loss_of(model).backward()
+            model.finalize_backward()
     optimizer.zero_grad()
+    if beside:
+        loss_of(other)
     with pytest.MonkeyPatch.context() as patch:
         free = Resizable.free
 
@@ -624,7 +634,12 @@ def test_an_exception_between_an_all_reduce_and_its_work(call: int, world_size: 
             free(buffer)
 
         patch.setattr(Resizable, "free", noted)
-        loss_of(model)
-    assert not set(in_flight) & set(freed), "the thread of the collective may still write there"
+        loss_of(model).backward()
+        model.finalize_backward()
+    used = {parameter.grad.to_local().untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert len(in_flight) == 1
+    assert not set(in_flight) & {*freed, *used}, "the thread of the collective may still write there"
+    optimizer.zero_grad()
+    model.set_manual_backward_finalization(False)
     reference = Reference(CASE, world_size=world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fsdp2"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each folder may import beside itself and the files at the top that know nothing of sharding.
+# Files at the top that know nothing of sharding, and then the folders. Each may import those before it; the first
+# folder, the core, has none before it.
 BASE = ("errors", "arguments", "_torch", "_torch_compiler")
-MAY_IMPORT = {
-    "core": (),
-    "ragged": ("core", "features"),
-    "features": ("core", "optim"),
-    "compiled": ("core",),
-    "optim": ("core", "features"),
-    "grouping": ("core",),
-}
+ORDER = ("core", "features", "ragged", "compiled", "optim", "grouping")
 # The package's face, and the names of before, which may import everything but `compat`.
 FACES = ("__init__", "_moved")
-
-# Features that the core still knows by name. None is to be added.
-KNOWN_TO_THE_CORE: set[tuple[str, str]] = set()
 
 
 def module_name(path: Path) -> str:
@@ -84,23 +76,12 @@ def test_folders_import_what_they_stand_on(path: Path) -> None:
     own = module_name(path)
     if own in FACES or folder(own) == "compat":
         return
-    assert folder(own) in MAY_IMPORT or own in BASE, f"{own} is in no folder of the architecture"
+    assert folder(own) in ORDER or own in BASE, f"{own} is in no folder of the architecture"
+    before = [*BASE, *ORDER]
+    rank = before.index(own if own in BASE else folder(own))
     for target in imported_modules(path):
-        if folder(target) == folder(own) or target in BASE or (own, target) in KNOWN_TO_THE_CORE:
-            assert own not in BASE or BASE.index(target) < BASE.index(own), f"{own} imports {target}"
-            continue
-        assert folder(target) in MAY_IMPORT[folder(own)], f"{own} imports {target}"
-
-
-def test_what_the_core_knows_of_features_is_written_down() -> None:
-    outside = {
-        (module_name(path), target)
-        for path in FILES
-        if folder(module_name(path)) == "core"
-        for target in imported_modules(path)
-        if folder(target) not in ("core", "")
-    }
-    assert outside == KNOWN_TO_THE_CORE
+        name = target if target in BASE else folder(target)
+        assert name == folder(own) or name in before[:rank], f"{own} imports {target}"
 
 
 def test_nothing_imports_in_circles() -> None:
@@ -201,3 +182,11 @@ def test_the_cores_readme_lists_its_ports() -> None:
                     ports.add(f"{path.stem}.{node.target.id}")
     assert len(ports) >= 20
     assert not [port for port in ports if f"`{port}`" not in text]
+
+
+def test_the_cores_readme_names_files_that_there_are() -> None:
+    text = (PACKAGE / "core" / "README.md").read_text()
+    beside = {each.name for each in (PACKAGE / "core").iterdir()}
+    for name in re.findall(r"`([\w/]+\.(?:py|md))", text):
+        places = [PACKAGE / name, ROOT / name, ROOT / "tests" / name]
+        assert name in beside or any(each.exists() for each in places), name

@@ -13,7 +13,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -254,14 +254,15 @@ class Recipe:
     def begin(self, state: FSDPState) -> None:
         """``state`` is new, and is completed when its modules have been copied."""
         state.begin(self.modules, (), self.facts.policy, self.facts.arguments, frozenset())
-        _INCOMPLETE.recipes[state] = self
+        state.recipe = self
+        _INCOMPLETE.states.add(state)
 
     def complete(self, state: FSDPState) -> bool:
         """Give ``state`` its groups, if its modules are there by now. Returns whether they are."""
         if not self.is_ready(STATE, state):
             return False
-        del _INCOMPLETE.recipes[state]
-        state.module_hooks = self.module_hooks
+        _INCOMPLETE.states.discard(state)
+        state.recipe, state.module_hooks = None, self.module_hooks
         state.unit, state.class_name = self.make_unit(), self.facts.class_name
         state.ignored_params = frozenset(self.ignored)
         state.arguments = dataclasses.replace(self.facts.arguments, ignored_params=state.ignored_params)
@@ -353,7 +354,7 @@ class _Incomplete(threading.local):
     """Copies that wait for modules: their own, or others that hold weights tied to theirs. Of this thread's making."""
 
     def __init__(self) -> None:
-        self.recipes: WeakKeyDictionary[FSDPState, Recipe] = WeakKeyDictionary()
+        self.states: WeakSet[FSDPState] = WeakSet()
 
 
 _INCOMPLETE = _Incomplete()
@@ -361,7 +362,7 @@ _INCOMPLETE = _Incomplete()
 
 def complete_copies() -> list[FSDPState]:
     """Complete the copies that have got all of their modules by now, and return them."""
-    return [state for state, recipe in list(_INCOMPLETE.recipes.items()) if recipe.complete(state)]
+    return [state for state in list(_INCOMPLETE.states) if state.recipe.complete(state)]
 
 
 def rest_for_copy(state: FSDPState) -> None:
@@ -387,9 +388,8 @@ def rest_for_copy(state: FSDPState) -> None:
 
 def recipe_of(state: FSDPState) -> Recipe:
     """What travels of ``state``; of a copy that is not complete, what it has come as."""
-    arrived = _INCOMPLETE.recipes.get(state)
-    if arrived is not None:
-        return arrived
+    if state.recipe is not None:
+        return state.recipe  # type: ignore[no-any-return]
     facts = Facts(
         state.class_name,
         dataclasses.replace(state.arguments, ignored_params=frozenset()),
