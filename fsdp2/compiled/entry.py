@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from fsdp2 import _torch_compiler
 from fsdp2.arguments import checked
 from fsdp2.compiled.grad_sinks import grad_sinks_of
 from fsdp2.compiled.overlap import overlap, source_hash
-from fsdp2.compiled.specs import GatherSpec, GroupSpec, Ranks, ReduceSpec, operations_of, rows_of, text_of
+from fsdp2.compiled.specs import GroupSpec, text_of
 from fsdp2.compiled.support import reason_against
 from fsdp2.compiled.tracing import RefusedState, TracedGroup, TracedState, TracedUse
 from fsdp2.compiled.unsharding import unshard
@@ -21,6 +21,7 @@ from fsdp2.core.buffers import storage_alias
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import PREPARES_GRAPHS
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.plan import GroupPlan
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 
@@ -111,7 +112,7 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
         group.refuse_set_data()
         group.reshard()
         group.adopt_replaced()
-        if group.plan is None:
+        if not group.is_prepared:
             assert group.comm is not None, "a root has prepared it"
             group.prepare(group.comm)
         ready.append(_prepared(group, again, budget))
@@ -129,22 +130,21 @@ def _gathers_again(state: FSDPState) -> bool:
 
 def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedGroup:
     """What was prepared before if nothing has changed since, else anew."""
-    key = Key(group.plan, group.reducer.buckets, again, budget)
-    version = group.written()
+    plan, version = group.plan, group.written()
     known = group.graph_inputs
-    if known is not None and known.key.is_same(key):
+    if known is not None and known.made_of[0] is plan and known.made_of[1:] == (again, budget):
         if known.version != version:
             known.version = version
             # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
-    spec = _spec_of(group, again, budget)
+    spec = GroupSpec.of(group, again, budget)
     # Whatever the mode of the first call is, a later one may train.
     with torch.inference_mode(False), torch.enable_grad():
         shards = tuple(
             storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
         )
-        grad_sinks = grad_sinks_of(group, spec.reduces)
+        grad_sinks = grad_sinks_of(group)
     uses = tuple(
         TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
         for index, param in enumerate(group.params)
@@ -153,76 +153,34 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     sharded = [param.sharded for param in group.params]
     _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
     prepared = TracedGroup(text_of(spec), shards, grad_sinks, uses)
-    group.graph_inputs = Prepared(key, version, prepared)
+    group.graph_inputs = Prepared((plan, again, budget), version, prepared)
     return prepared
 
 
-class Key(NamedTuple):
-    """What a prepared group depends on.
+class Prepared:
+    """What `prepare_call` has made of a group.
 
     Attributes:
-        plan: of the group.
-        dtypes: of its reductions, one object for as long as they are the same.
-        gathers_again: whether backward does.
-        budget: bytes that may be gathered ahead.
+        made_of: the plan of the group, whether backward gathers again, bytes that may be gathered ahead.
+        version: of the parameters, in the last forward.
+        group: the result.
     """
 
-    plan: object
-    dtypes: object
-    gathers_again: bool
-    budget: int | None
+    __slots__ = ("group", "made_of", "version")
 
-    def is_same(self, other: Key) -> bool:
-        """Whether these are the same plan and dtypes, not equal ones, and equal numbers."""
-        return self.plan is other.plan and self.dtypes is other.dtypes and self[2:] == other[2:]
-
-
-class Prepared:
-    """What `prepare_call` has made of a group, and what of."""
-
-    __slots__ = ("group", "key", "version")
-
-    def __init__(self, key: Key, version: object, group: TracedGroup) -> None:
-        self.key = key
+    def __init__(self, made_of: tuple[GroupPlan, bool, int | None], version: object, group: TracedGroup) -> None:
+        self.made_of = made_of
         self.version = version
         self.group = group
 
     def is_stale(self, group: FSDPParamGroup) -> bool:
         """Whether ``group`` was written since the last forward, while its backward gathers again."""
-        return self.key.gathers_again and self.version != group.written()
+        return self.made_of[1] and self.version != group.written()
 
 
 def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:
     spec = param.sharding.unsharded_spec
     return None if spec is None else (spec.mesh, tuple(spec.placements), spec.shape, spec.stride)
-
-
-def _spec_of(group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpec:
-    reducer = group.reducer
-    gathers = tuple(
-        GatherSpec(buffers.layout, buffers.param_dtype, rows_of(group.params, buffers.params))
-        for buffers in group.storage.buffers
-    )
-    reduces = []
-    for bucket, scaling in reducer.scalings():
-        scatter_op, replicate_op = operations_of(scaling, group.name)
-        rows = rows_of(group.params, bucket.params)
-        reduces.append(
-            ReduceSpec(
-                bucket.layout, bucket.dtype, rows, scaling.before, scatter_op, replicate_op, bucket.presence_scale
-            )
-        )
-    mesh = group.mesh
-    return GroupSpec(
-        Ranks.of(mesh.shard_group),
-        Ranks.of(reducer.group),
-        Ranks.of(mesh.replicate_group),
-        gathers,
-        tuple(reduces),
-        len(group.params),
-        again,
-        budget,
-    )
 
 
 PREPARES_GRAPHS.fill(prepares_graphs)

@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 
-from fsdp2.compiled.specs import ReduceSpec
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.errors import FSDPRuntimeError
 
 
-def grad_sinks_of(group: FSDPParamGroup, reduces: tuple[ReduceSpec, ...]) -> tuple[torch.Tensor, ...]:
-    """Two for each of ``reduces``: (numel,) and (0,), on the device of the gradients."""
-    if not reduces:
+def grad_sinks_of(group: FSDPParamGroup) -> tuple[torch.Tensor, ...]:
+    """Two for each dtype of reduction: (numel,) and (0,), on the device of the gradients."""
+    if not group.plan.reduces:
         return ()
     # A leaf that requires a gradient, so that the outputs do.
     anchor = torch.zeros((), device=group.mesh.device, requires_grad=True)
-    shapes = [(each.layout.numel, each.dtype) for each in reduces]
+    shapes = [(each.layout.numel, each.dtype) for each in group.plan.reduces]
     outputs: tuple[torch.Tensor, ...] = _Arrival.apply(weakref.ref(group), shapes, anchor)
     return outputs
 

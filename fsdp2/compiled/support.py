@@ -112,7 +112,7 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"
     if group.mesh.spmd_mesh is not None:
         return "dp_mesh_dims: whether a gradient is summed over data-parallel dims is known only when it arrives"
-    if storage.has_extensions:
+    if storage.extended:
         return "its tensors gather themselves (fsdp_pre_all_gather)"
     if storage.post_forward is not None:
         return "reshard_after_forward is an int; use True or False"

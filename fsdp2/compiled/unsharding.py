@@ -15,10 +15,11 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2 import _torch_compiler
-from fsdp2.compiled.specs import GroupSpec, Ranks, ReduceSpec, spec_of
+from fsdp2.compiled.specs import GroupSpec, Ranks, operations_of, spec_of
 from fsdp2.core.buffers import on_the_wire
 from fsdp2.core.gradients import scatter_rows
 from fsdp2.core.layout import Partition, Slot
+from fsdp2.core.plan import ReducePlan
 
 
 def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -28,8 +29,8 @@ def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torc
 
     Args:
         text: of a `GroupSpec`.
-        shards: the shard buffers, one (shard_numel,) for each `GatherSpec`.
-        grad_sinks: where gradients arrive, two for each `ReduceSpec`; see `fsdp2.compiled.grad_sinks`.
+        shards: the shard buffers, one (shard_numel,) for each of its plan's ``gathers``.
+        grad_sinks: where gradients arrive, two for each of its ``reduces``; see `fsdp2.compiled.grad_sinks`.
     """
     outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, len(shards), *shards, *grad_sinks)
     return outputs
@@ -48,7 +49,7 @@ class _Unshard(torch.autograd.Function):
         policy = CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE
         with _torch_compiler.tagged(policy, (ctx.unit, spec.budget)):
             outputs = _gather(spec, tensors[:count])
-        trained = {index for reduce in spec.reduces for index in reduce.params}
+        trained = {index for reduce in spec.plan.reduces for index in reduce.params}
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in trained))
         return outputs
 
@@ -57,7 +58,7 @@ class _Unshard(torch.autograd.Function):
         spec: GroupSpec = ctx.spec
         arrived: list[torch.Tensor | None] = []
         with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget), backward=True):
-            for reduce in spec.reduces:
+            for reduce in spec.plan.reduces:
                 mine = [gradients[index] for index in reduce.params]
                 arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
         return (None, None, *[None] * ctx.count, *arrived)
@@ -78,23 +79,24 @@ def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     whole: dict[int, torch.Tensor] = {}
     staged = _gather_packed(spec, shards)
-    for gather, shard, part in zip(spec.gathers, shards, staged, strict=True):
+    for gather, shard, part in zip(spec.plan.gathers, shards, staged, strict=True):
         for index, slot in zip(gather.params, gather.layout.slots, strict=True):
             if slot.direct and slot.shard_numel:
-                mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.dtype)
+                mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.param_dtype)
                 gathered = _all_gather(mine, spec.shard)
                 whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.partition.numel), slot.partition)
             elif part is None or not slot.shard_numel:
-                whole[index] = shard.new_empty(slot.partition.shape, dtype=gather.dtype)
+                whole[index] = shard.new_empty(slot.partition.shape, dtype=gather.param_dtype)
             else:
                 whole[index] = _copied_out(part, slot, spec.shard.size)
-    return tuple(whole[index] for index in range(spec.params))
+    return tuple(whole[index] for index in range(len(spec.plan.params)))
 
 
 def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """What is packed in each buffer, (ranks, packed_numel): gathered together."""
+    gathers = spec.plan.gathers
     heads = [
-        shard[: gather.layout.packed_numel].to(gather.dtype) for gather, shard in zip(spec.gathers, shards, strict=True)
+        shard[: each.layout.packed_numel].to(each.param_dtype) for each, shard in zip(gathers, shards, strict=True)
     ]
     filled = [head for head in heads if head.numel()]
     if len(filled) < 2:
@@ -140,7 +142,7 @@ def _copied_out(staged: torch.Tensor, slot: Slot, world_size: int) -> torch.Tens
 
 
 def _reduce(
-    spec: GroupSpec, reduce: ReduceSpec, gradients: list[torch.Tensor | None]
+    spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The flat result in ``reduce.layout``, and an empty tensor if some have no gradient."""
     layout, world_size = reduce.layout, spec.shard.size
@@ -182,12 +184,14 @@ def _reduce(
     return flat, flat.new_empty(0) if any(gradient is None for gradient in gradients) else None
 
 
-def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReduceSpec) -> torch.Tensor:
+def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReducePlan) -> torch.Tensor:
     """(ranks * n,) summed over the ranks and dealt out, and summed over replicas."""
-    if reduce.before != 1.0:
-        flat = flat / reduce.before
+    scaling = reduce.scaling
+    scatter_op, replicate_op = operations_of(scaling)
+    if scaling.before != 1.0:
+        flat = flat / scaling.before
     if spec.scatter.name:
-        flat = _torch_compiler.functional_reduce_scatter(flat, reduce.scatter_op, spec.scatter.size, spec.scatter.name)
+        flat = _torch_compiler.functional_reduce_scatter(flat, scatter_op, spec.scatter.size, spec.scatter.name)
     if spec.replicas.name:
-        flat = _torch_compiler.functional_all_reduce(flat, reduce.replicate_op, spec.replicas.name)
+        flat = _torch_compiler.functional_all_reduce(flat, replicate_op, spec.replicas.name)
     return flat

@@ -18,22 +18,20 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.param import FSDPParam, fsdp_param_of
-from fsdp2.core.plan import ModelPlan
+from fsdp2.core.plan import fingerprint
 from fsdp2.core.root import FSDPRoot
 from fsdp2.errors import FSDPRuntimeError
 
 
-def disagreement(
-    fingerprint: int, description: str, group: dist.ProcessGroup | None, device: torch.device
-) -> str | None:
-    """None if every rank of ``group`` passes the same ``fingerprint``, else how the descriptions differ.
+def disagreement(description: str, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """None if every rank of ``group`` passes the same ``description``, else how they differ.
 
     Collective, and seen by no patched function or dispatch mode; the second exchange takes place only on disagreement,
     and then on all ranks.
     """
     if group is None or group.size() == 1:
         return None
-    mine = torch.tensor([fingerprint], dtype=torch.int64, device=device)
+    mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
     world_size = dist.get_world_size(group)
     everyone = mine.new_empty(world_size)
     _torch.gather_unobserved(everyone, mine, group)
@@ -144,10 +142,10 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
     for group in groups:
         meshes.setdefault(group.mesh.key, group.mesh)
     for key, each in meshes.items():
-        plans = (group.plan for group in groups if group.plan is not None and group.mesh.key == key)
-        plan = ModelPlan(tuple(plans), settings)
+        plans = [f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == key]
+        description = "\n".join([*plans, *settings])
         for process_group in (each.shard_group, each.replicate_group):
-            difference = disagreement(plan.fingerprint(), str(plan), process_group, each.device)
+            difference = disagreement(description, process_group, each.device)
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "

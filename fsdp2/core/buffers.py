@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.layout import BufferLayout, Partition
+from fsdp2.core.layout import Partition
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.plan import GatherPlan
 
 # Pieces of a few bytes seen as elements of a wider dtype, so that strided copies move more bytes at once.
 #
@@ -161,18 +162,19 @@ class DtypeBuffers:
     """The shard buffer of a group's parameters of one dtype and, once prepared, their unsharded buffer.
 
     Attributes:
-        params: those that lie here: all of one original dtype and one ``param_dtype``.
-        layout: where.
+        params: those that lie here.
+        plan: what they have in common, and where they lie.
+        layout: of the plan.
         shard: (layout.shard_numel,), in the original dtype, on the host under CPU offload.
-        unsharded: (layout.unsharded_numel,), in ``param_dtype``, on the mesh's device.
+        unsharded: (layout.unsharded_numel,), in ``plan.param_dtype``, on the mesh's device.
         keeps_memory: whether `free` leaves the unsharded buffer its memory, so that addresses repeat.
     """
 
-    def __init__(self, params: Sequence[FSDPParam], layout: BufferLayout, *, rank: int, offloading: Offloading) -> None:
+    def __init__(self, params: Sequence[FSDPParam], plan: GatherPlan, *, rank: int, offloading: Offloading) -> None:
         """Allocate the shard buffer and move the sharded parameters into it."""
         self.params = tuple(params)
-        self.layout = layout
-        self.param_dtype = params[0].param_dtype
+        self.plan = plan
+        self.layout = layout = plan.layout
         # Padding is zero once and for all: it is gathered, but lies behind every parameter's last row.
         self.shard = offloading.zeros(layout.shard_numel, params[0].local)
         for param, slot in zip(self.params, layout.slots, strict=True):
@@ -195,7 +197,7 @@ class DtypeBuffers:
 
     def prepare(self, device: torch.device) -> None:
         """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed."""
-        unsharded = torch.empty(self.layout.unsharded_numel, dtype=self.param_dtype, device=device)
+        unsharded = torch.empty(self.layout.unsharded_numel, dtype=self.plan.param_dtype, device=device)
         start = unsharded.data_ptr()
         self._unsharded_params, self._locals = [], []
         for param, slot in zip(self.params, self.layout.slots, strict=True):

@@ -33,7 +33,7 @@ from fsdp2.core.buffers import (
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
-from fsdp2.core.plan import BuffersPlan, ParamPlan
+from fsdp2.core.plan import GatherPlan, indices_of
 from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPRuntimeError
 
@@ -418,9 +418,9 @@ class GroupStorage:
         self._unsharded_storages: frozenset[int] = frozenset()
 
     @property
-    def has_extensions(self) -> bool:
-        """Whether some tensors gather themselves."""
-        return bool(self._extended)
+    def extended(self) -> tuple[int, ...]:
+        """The indices of the parameters that gather themselves."""
+        return indices_of(self._params, self._extended)
 
     def lay_out(self) -> None:
         """Move the sharded parameters into one shard buffer per dtype (on meta there is nothing to move).
@@ -440,18 +440,17 @@ class GroupStorage:
             elif self.offloading.is_host:
                 param.move(self.offloading.device)
         self._buffers = tuple(
-            DtypeBuffers(
-                params,
-                BufferLayout.build(
-                    [param.sharding.partition for param in params],
-                    world_size=self._mesh.shard_size,
-                    itemsize=min(dtype.itemsize for dtype in dtypes),
-                ),
-                rank=self._mesh.shard_rank,
-                offloading=self.offloading,
-            )
+            DtypeBuffers(params, self._plan(*dtypes, params), rank=self._mesh.shard_rank, offloading=self.offloading)
             for dtypes, params in by_dtype.items()
         )
+
+    def _plan(self, dtype: torch.dtype, param_dtype: torch.dtype, params: Sequence[FSDPParam]) -> GatherPlan:
+        layout = BufferLayout.build(
+            [param.sharding.partition for param in params],
+            world_size=self._mesh.shard_size,
+            itemsize=min(dtype.itemsize, param_dtype.itemsize),
+        )
+        return GatherPlan(dtype, param_dtype, indices_of(self._params, params), layout)
 
     def _find_extended(self) -> tuple[FSDPParam, ...]:
         return tuple(param for param in self._params if GATHERS_ITSELF.filling(param.local))
@@ -617,17 +616,3 @@ class GroupStorage:
             if changed is not None:
                 return changed
         return None
-
-    def plans(self) -> tuple[tuple[BuffersPlan, ...], tuple[ParamPlan, ...]]:
-        """How the parameters lie: those in buffers, and those that gather themselves."""
-        buffers_plans = tuple(
-            BuffersPlan(
-                buffers.shard.dtype,
-                buffers.param_dtype,
-                tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in buffers.params),
-                buffers.layout,
-            )
-            for buffers in self._buffers
-        )
-        extended = tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self._extended)
-        return buffers_plans, extended

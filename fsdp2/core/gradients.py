@@ -40,6 +40,7 @@ from fsdp2.core.buffers import (
 from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.plan import ReducePlan
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.sharding import dtensor_at_offset
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
@@ -243,18 +244,17 @@ class GradientBucket:
 
     Attributes:
         params: the parameters, in the order of the group.
-        dtype: in which gradients are reduced.
-        layout: of the reduce-scatter.
+        plan: what they have in common, and how they travel.
+        dtype: of the plan, in which gradients are reduced.
+        layout: of the plan.
         reduce_scattered: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
         sum: reduced, and waiting on the host for the last backward, if anything ever does.
-        presence_scale: what says that a parameter has a gradient on this rank.
     """
 
     def __init__(
         self,
         params: Sequence[FSDPParam],
-        layout: GradientLayout,
-        dtype: torch.dtype,
+        plan: ReducePlan,
         *,
         world_size: int,
         rank: int,
@@ -262,11 +262,10 @@ class GradientBucket:
         offloading: Offloading,
     ) -> None:
         self.params = tuple(params)
-        self.layout = layout
-        self.dtype = dtype
+        self.plan = plan
+        self.layout, self.dtype = layout, dtype = plan.layout, plan.dtype
         self.reduce_scattered: torch.Tensor | None = None
         self._reduce_scattered_missing: set[int] = set()  # without a gradient on this rank in any of its backwards
-        self.presence_scale = 1.0
         self._world_size = world_size
         self._device = device
         self._home = offloading
@@ -304,7 +303,7 @@ class GradientBucket:
                     template.append(zeros[slot.pad_numel])
                 template.append(zeros[0])
             shape = (self._world_size, len(self.params))
-            template.append(torch.full(shape, self.presence_scale, dtype=dtype, device=self._device))
+            template.append(torch.full(shape, self.plan.presence, dtype=dtype, device=self._device))
             self._templates[dtype] = template
         return self._templates[dtype]
 
@@ -318,11 +317,6 @@ class GradientBucket:
                 holes[index] = position
                 position += 1
         return holes
-
-    def expect_divisor(self, divisor: float) -> None:
-        """Scale the presence elements so that a division by ``divisor`` does not make them vanish."""
-        self.presence_scale = min(max(1.0, divisor), 1024.0)
-        self._templates.clear()
 
     def pop_grads(self) -> list[torch.Tensor | None]:
         """Take autograd's gradients off the unsharded parameters."""

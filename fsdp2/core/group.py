@@ -17,7 +17,7 @@ from fsdp2.core.gather import GroupStorage
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
-from fsdp2.core.plan import GradientsPlan, GroupPlan
+from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, transport_of
@@ -39,6 +39,7 @@ class FSDPParamGroup:
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
         took_part: whether the running backward has come to any of them.
         identity: by which copies of other modules refer to it.
+        is_prepared: everything that the hot path uses is built; False before lazy initialization, and after changes.
         graph_inputs: what was prepared for graphs; None before the first.
     """
 
@@ -62,7 +63,9 @@ class FSDPParamGroup:
         self.took_part = False
         self.identity = Identity()
         self.comm: FSDPCommContext | None = None
-        self.plan: GroupPlan | None = None
+        self.is_prepared = False
+        self._plan: GroupPlan | None = None
+        self._planned: tuple[object, object] = (None, None)  # what it was made of
         self.graph_inputs: Any = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
@@ -89,8 +92,6 @@ class FSDPParamGroup:
         self.name = name
         for param in self.params:
             param.rename(paths)
-        if self.plan is not None:
-            self.plan = dataclasses.replace(self.plan, name=name)
 
     # -- what the group is made of
 
@@ -106,13 +107,29 @@ class FSDPParamGroup:
         """Whether weights are tied across `fully_shard` calls."""
         return len(self.sharers) > 1
 
+    @property
+    def plan(self) -> GroupPlan:
+        """How it communicates: the same object until parameters or gradients are laid out anew."""
+        buffers, buckets = made_of = self.storage.buffers, self.reducer.buckets
+        if self._plan is None or self._planned[0] is not buffers or self._planned[1] is not buckets:
+            way = transport_of(self.mesh.shard_group, self.mesh.device).way
+            self._plan = GroupPlan(
+                ", ".join(filter(None, (str(self.mesh), way))),
+                tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self.params),
+                tuple(each.plan for each in buffers),
+                tuple(bucket.plan for bucket in buckets),
+                self.storage.extended,
+            )
+            self._planned = made_of
+        return self._plan
+
     def _lay_out(self) -> None:
-        self.plan = None
+        self.is_prepared = False
         self._rests_in_place = False
         self.storage.lay_out()
 
     def prepare(self, comm: FSDPCommContext) -> None:
-        """Freeze the plan and build everything that the hot path uses. Nothing is communicated.
+        """Build everything that the hot path uses. Nothing is communicated.
 
         Raises:
             FSDPRuntimeError: a parameter is still on meta, or not where its shards live.
@@ -124,11 +141,8 @@ class FSDPParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
         self.reducer.lay_out(self.params)
-        buffers, extended = self.storage.plans()
-        gradients = tuple(GradientsPlan(bucket.dtype, bucket.layout) for bucket in self.reducer.buckets)
         self._bind_transports()
-        ranks = ", ".join(filter(None, (str(self.mesh), transport_of(self.mesh.shard_group, self.mesh.device).way)))
-        self.plan = GroupPlan(self.name, ranks, buffers, gradients, extended)
+        self.is_prepared = True
 
     def _bind_transports(self) -> None:
         custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
@@ -283,7 +297,7 @@ class FSDPParamGroup:
         self._take_over(replacements)
         self._gathered_version = _torch.sum_of_versions(self._sharded) if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
-        if self.plan is not None:
+        if self.is_prepared:
             self.reducer.lay_out(self.params)
         return True
 
@@ -345,7 +359,7 @@ class FSDPParamGroup:
             if for_backward and not self._adopt_in_place():
                 self.refuse_backward()
             self.adopt_replaced()
-        if self.plan is None and self.comm is not None:
+        if not self.is_prepared and self.comm is not None:
             self.prepare(self.comm)
         self._start(is_as_gathered=for_backward)
 
@@ -475,7 +489,7 @@ class FSDPParamGroup:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()
             self._issuing = self._awaits_copy_out = False
-            self.plan = None
+            self.is_prepared = False
         else:
             self.storage.free_rests()
             self._free_unsharded()
@@ -508,7 +522,7 @@ class FSDPParamGroup:
         self.storage.free()
 
     def _refuse(self, replaced: FSDPParam) -> None:
-        self.plan = None  # the unsharded parameters are laid out anew
+        self.is_prepared = False  # the unsharded parameters are laid out anew
         raise FSDPRuntimeError(
             f"parameter '{replaced.path}' was replaced, converted or written while it was unsharded; the new "
             "value is lost, the sharded parameter is registered again. Change parameters only while they are "

@@ -1,17 +1,79 @@
-"""The frozen result of lazy initialization: what every group holds and how each parameter travels. Pure data.
+"""The frozen result of lazy initialization: what every group holds, and how each parameter and gradient travels.
 
-Two ranks that would issue different collectives have different plans; `fingerprint` lets them find out before they
-hang. Nothing in a plan depends on the rank.
+Buffers and buckets are built from their parts of a plan; ranks compare it, for two that would issue different
+collectives have different plans; graphs of `torch.compile` are made of it, and known by its text. Nothing in a plan
+depends on the rank, nor on what the group's module is called: equal blocks have equal plans.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fsdp2 import _torch
 from fsdp2.core.layout import BufferLayout, GradientLayout, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a mean comes about: by the collectives' own operations, and by divisions before and after them.
+
+    Attributes:
+        before: divides what the reduce-scatter sends.
+        scatter_op: of the reduce-scatter.
+        replicate_op: of the all-reduce over replicas.
+        after: divides the result.
+        factor: by which ``scatter_op`` itself divides.
+    """
+
+    before: float
+    scatter_op: Any
+    replicate_op: Any
+    after: float
+    factor: float = 1.0
+
+    @classmethod
+    def choose(
+        cls,
+        dtype: torch.dtype,
+        world_size: int,
+        replicate_size: int,
+        *,
+        factor: float | None = None,
+        only_sums: bool = False,
+        premultiplies: bool = False,
+    ) -> Scaling:
+        """The mean over all ranks, or the sum divided by ``factor``.
+
+        In dtypes of small range the division is shared out before and after the sum, so that neither overflows nor
+        underflows. ``premultiplies``: the backend has an operation that scales and sums.
+        """
+        total, mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+        is_narrow = dtype not in (torch.float64, torch.float32, torch.bfloat16)
+        if not is_narrow and not only_sums:
+            if factor is None:
+                op = total if world_size * replicate_size == 1 else mean
+                return cls(1.0, op, op, 1.0)
+            if factor == world_size and world_size > 1:
+                return cls(1.0, mean, total, 1.0)
+            if premultiplies and world_size > 1:
+                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
+        divisor = float(world_size * replicate_size) if factor is None else float(factor)
+        before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
+        return cls(before, total, total, divisor / before)
+
+    def of_any_backend(self) -> Scaling:
+        """The same mean, without an operation that scales by a factor."""
+        plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        if self.scatter_op in plain:
+            return self
+        return Scaling(1.0, dist.ReduceOp.SUM, self.replicate_op, self.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +86,79 @@ class ParamPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BuffersPlan:
-    """The parameters of one original and one unsharded dtype in a group, and where they lie."""
+class GatherPlan:
+    """The parameters of one original and one unsharded dtype in a group, and where they lie.
+
+    Attributes:
+        dtype: of the shards.
+        param_dtype: of the unsharded parameters.
+        params: their indices in the group.
+        layout: of the shard buffer and of the unsharded buffer.
+    """
 
     dtype: torch.dtype
     param_dtype: torch.dtype
+    params: tuple[int, ...]
+    layout: BufferLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePlan:
+    """The gradients of a group that are reduced in one dtype, and how they travel.
+
+    Attributes:
+        dtype: in which they are reduced.
+        params: indices of the parameters in the group.
+        layout: of the reduce-scatter.
+        scaling: how the mean comes about, by operations that every backend has.
+        presence: what says, instead of zero, that a parameter has a gradient on this rank.
+    """
+
+    dtype: torch.dtype
+    params: tuple[int, ...]
+    layout: GradientLayout
+    scaling: Scaling
+    presence: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group.
+
+    Attributes:
+        ranks: over how many it is sharded and replicated, and how they exchange.
+        params: in the order of the group.
+        gathers: one for each shard buffer.
+        reduces: one for each dtype of reduction.
+        extended: indices of the parameters that gather themselves.
+    """
+
+    ranks: str
     params: tuple[ParamPlan, ...]
-    values: BufferLayout
+    gathers: tuple[GatherPlan, ...]
+    reduces: tuple[ReducePlan, ...]
+    extended: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"over {self.ranks}"]
+        for gather in self.gathers:
+            cast = "" if gather.param_dtype == gather.dtype else f", gathered as {gather.param_dtype}"
+            lines.append(f"  {gather.dtype}{cast}: {gather.layout.shard_numel} elements per rank")
+            region = gather.layout.region
+            if region is not None:
+                numel = sum(slot.partition.numel for slot in gather.layout.slots if slot.partition.owner is not None)
+                lines.append(f"    owned: {numel} elements in {region.partition.numel}, {region.rows} for each rank")
+            for index, slot in zip(gather.params, gather.layout.slots, strict=True):
+                param, way = self.params[index], "direct" if slot.direct else "packed"
+                training = "" if param.requires_grad else ", frozen"
+                each = "" if slot.partition.owner is not None else " per rank"
+                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)}{each}, {way}{training}")
+        for param in [self.params[index] for index in self.extended]:
+            lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
+        for reduce in self.reduces:
+            ways = ["direct" if slot.direct else "packed" for slot in reduce.layout.slots]
+            lines.append(f"  gradients in {reduce.dtype}: {reduce.layout.numel} elements, {', '.join(ways)}")
+        return "\n".join(lines)
 
 
 def _part(slot: Slot) -> str:
@@ -44,59 +172,10 @@ def _part(slot: Slot) -> str:
     return f"{slot.rows} rows{f' of dim {partition.dim}' if partition.dim else ''}{blocks}{memory}"
 
 
-@dataclass(frozen=True, slots=True)
-class GradientsPlan:
-    """The gradients of a group that are reduced in one dtype, and how they travel."""
-
-    dtype: torch.dtype
-    layout: GradientLayout
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """One group: the module it belongs to, its ranks and how they exchange, its buffers and its reductions."""
-
-    name: str
-    mesh: str
-    buffers: tuple[BuffersPlan, ...]
-    gradients: tuple[GradientsPlan, ...]
-    extended: tuple[ParamPlan, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"group '{self.name}' over {self.mesh}"]
-        for buffers in self.buffers:
-            cast = "" if buffers.param_dtype == buffers.dtype else f", gathered as {buffers.param_dtype}"
-            lines.append(f"  {buffers.dtype}{cast}: {buffers.values.shard_numel} elements per rank")
-            region = buffers.values.region
-            if region is not None:
-                numel = sum(slot.partition.numel for slot in buffers.values.slots if slot.partition.owner is not None)
-                lines.append(f"    owned: {numel} elements in {region.partition.numel}, {region.rows} for each rank")
-            for param, slot in zip(buffers.params, buffers.values.slots, strict=True):
-                way = "direct" if slot.direct else "packed"
-                training = "" if param.requires_grad else ", frozen"
-                each = "" if slot.partition.owner is not None else " per rank"
-                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)}{each}, {way}{training}")
-        for param in self.extended:
-            lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
-        for gradients in self.gradients:
-            ways = ["direct" if slot.direct else "packed" for slot in gradients.layout.slots]
-            lines.append(f"  gradients in {gradients.dtype}: {gradients.layout.numel} elements, {', '.join(ways)}")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """All groups below one root, in the order of ``root.modules()``, and what was set on them."""
-
-    groups: tuple[GroupPlan, ...]
-    settings: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join([*map(str, self.groups), *self.settings])
-
-    def fingerprint(self) -> int:
-        """63 bits that agree on all ranks exactly if the plans do."""
-        return fingerprint(str(self))
+def indices_of(params: Sequence[object], chosen: Sequence[object]) -> tuple[int, ...]:
+    """Where ``chosen`` are in ``params``."""
+    index = {id(param): position for position, param in enumerate(params)}
+    return tuple(index[id(param)] for param in chosen)
 
 
 def fingerprint(description: str) -> int:

@@ -10,7 +10,6 @@ import functools
 import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,68 +24,10 @@ from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import FSDPCommContext, PendingReduce, Stage
 from fsdp2.core.transport import Alone, Transport, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
-
-# `Scaling`: how the mean of gradients comes about, by the operations of collectives and divisions around them.
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """How a mean comes about: by the collectives' own operations, and by divisions before and after them.
-
-    Attributes:
-        before: divides what the reduce-scatter sends.
-        scatter_op: of the reduce-scatter.
-        replicate_op: of the all-reduce over replicas.
-        after: divides the result.
-        factor: by which ``scatter_op`` itself divides.
-    """
-
-    before: float
-    scatter_op: Any
-    replicate_op: Any
-    after: float
-    factor: float = 1.0
-
-    @classmethod
-    def choose(
-        cls,
-        dtype: torch.dtype,
-        world_size: int,
-        replicate_size: int,
-        *,
-        factor: float | None = None,
-        only_sums: bool = False,
-        premultiplies: bool = False,
-    ) -> Scaling:
-        """The mean over all ranks, or the sum divided by ``factor``.
-
-        In dtypes of small range the division is shared out before and after the sum, so that neither overflows nor
-        underflows. ``premultiplies``: the backend has an operation that scales and sums.
-        """
-        total, mean = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-        is_narrow = dtype not in (torch.float64, torch.float32, torch.bfloat16)
-        if not is_narrow and not only_sums:
-            if factor is None:
-                op = total if world_size * replicate_size == 1 else mean
-                return cls(1.0, op, op, 1.0)
-            if factor == world_size and world_size > 1:
-                return cls(1.0, mean, total, 1.0)
-            if premultiplies and world_size > 1:
-                return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
-        divisor = float(world_size * replicate_size) if factor is None else float(factor)
-        before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
-        return cls(before, total, total, divisor / before)
-
-    def of_any_backend(self) -> Scaling:
-        """The same mean, without an operation that scales by a factor."""
-        plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        if self.scatter_op in plain:
-            return self
-        return Scaling(1.0, dist.ReduceOp.SUM, self.replicate_op, self.factor)
-
 
 _LARGE_DIVISOR = 1024.0
 
@@ -191,16 +132,12 @@ class GradientReducer:
         if self.settings.zeros_for_unused:
             self.refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
-        settings = self.settings
-        for bucket, scaling in zip(self.buckets, self._scalings, strict=True):
-            bucket.expect_divisor(
-                _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
-            )
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
         allocates = self.settings.custom_reduce_scatter is not None
-        may_travel_alone = not allocates and self._scaling(dtype).before == 1.0
+        scaling, settings = self._scaling(dtype), self.settings
+        may_travel_alone = not allocates and scaling.before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
         layout = GradientLayout.build(
@@ -217,10 +154,12 @@ class GradientReducer:
             itemsize=dtype.itemsize,
             region_threshold_bytes=math.inf if allocates else DIRECT_THRESHOLD_BYTES,
         )
+        divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
+        # So that a division by the divisor does not make it vanish.
+        presence = min(max(1.0, divisor), _LARGE_DIVISOR)
         return GradientBucket(
             params,
-            layout,
-            dtype,
+            ReducePlan(dtype, indices_of(self._params, params), layout, scaling.of_any_backend(), presence),
             world_size=mesh.shard_size,
             rank=mesh.shard_rank,
             device=mesh.device,
@@ -304,11 +243,6 @@ class GradientReducer:
     def follows_arrivals(self) -> bool:
         """Whether some gradients are reduced in the dtype in which they arrive."""
         return bool(self._follow_arrivals)
-
-    def scalings(self) -> list[tuple[GradientBucket, Scaling]]:
-        """How what is reduced in each dtype is scaled, by operations that every backend has."""
-        common = [scaling.of_any_backend() for scaling in self._scalings]
-        return list(zip(self.buckets, common, strict=True))
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
@@ -487,10 +421,11 @@ class GradientReducer:
         A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
         """
         sent = []
-        for (bucket, scaling), (flat, some_missing) in zip(self.scalings(), arrived, strict=True):
+        for bucket, (flat, some_missing) in zip(self.buckets, arrived, strict=True):
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
-                sent.append(_Sent(bucket, PackedGradients([], flat, None, missing, [], is_borrowed=True), scaling))
+                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True)
+                sent.append(_Sent(bucket, packed, bucket.plan.scaling))
         self._finish(sent, keeps=False)
         for each in sent:
             each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)

@@ -331,7 +331,7 @@ class FSDPState:
         if shared.comm is None:
             shared.comm = FSDPCommContext(device_for(self.mesh.device))
         for group in groups:
-            if group.plan is None or group.comm is not shared.comm:
+            if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
         refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.root_settings))
         root = FSDPRoot(self.class_name, shared, groups, self._root_settings)

@@ -41,8 +41,8 @@ class PostForwardShards:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
-            layout = each.layout.over(self.mesh.shard_size, each.param_dtype.itemsize)
-            part = Resizable(torch.empty(layout.shard_numel, dtype=each.param_dtype, device=device))
+            layout = each.layout.over(self.mesh.shard_size, each.plan.param_dtype.itemsize)
+            part = Resizable(torch.empty(layout.shard_numel, dtype=each.plan.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
                 partition, shape = slot.partition, slot.local_shape(self.mesh.shard_rank)
                 local = storage_alias(part.flat, slot.shard_offset, shape, partition.stride(shape))

@@ -16,7 +16,6 @@ from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import mix_out
 from fsdp2.core.param import FSDPParam, carry_over, disown, fsdp_param_of, is_subclass
-from fsdp2.core.plan import fingerprint
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
@@ -140,7 +139,7 @@ def _refuse_group(group: FSDPParamGroup) -> None:
         for param in group.params
     ]
     text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines])
-    difference = agreement.disagreement(fingerprint(text), text, group.mesh.shard_group, group.mesh.device)
+    difference = agreement.disagreement(text, group.mesh.shard_group, group.mesh.device)
     if difference is not None:
         raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
 

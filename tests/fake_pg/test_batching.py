@@ -438,7 +438,7 @@ def test_the_plan_prints_and_is_hashable() -> None:
         plans = [group.plan for group in groups_of(model)]
         assert len({hash(plan) for plan in plans}) == 2
         assert str(plans[1]) == (
-            "group '0' over 4 ranks\n"
+            "over 4 ranks\n"
             "  torch.float32: 65536 elements per rank\n"
             "    layers.0.weight [512, 512]: 128 rows per rank, direct\n"
             "  gradients in torch.float32: 65568 elements, direct"

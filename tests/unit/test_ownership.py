@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.core.gather import Gather
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition, Region
-from fsdp2.core.plan import BuffersPlan, GroupPlan, ParamPlan
+from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 
@@ -163,7 +163,7 @@ def test_without_owners_nothing_changes() -> None:
 def test_a_plan_names_owners_and_what_their_balance_costs() -> None:
     layout = BufferLayout.build([owned((64, 8), 1), Partition((3, 2))], world_size=4, itemsize=4)
     params = tuple(ParamPlan(name, slot.partition.shape, True) for name, slot in zip("ab", layout.slots, strict=True))
-    text = str(GroupPlan("block", "mesh", (BuffersPlan(FULL, FULL, params, layout),), ()))
+    text = str(GroupPlan("mesh", params, (GatherPlan(FULL, FULL, (0, 1), layout),), ()))
     assert "owned: 512 elements in 2048, 512 for each rank" in text
     assert "a [64, 8]: the whole on rank 1, packed" in text
     assert "b [3, 2]: 1 rows per rank, packed" in text
