@@ -253,12 +253,6 @@ def is_of_several(hook: Callable[..., Any]) -> bool:
 _OF_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__.co_filename
 
 
-def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
-    """Changes with every write to one of ``tensors``; alike on all ranks for those of sharded parameters."""
-    with plain_attributes():
-        return sum(map(version_of, tensors))
-
-
 def set_local(dtensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let ``dtensor`` lie on ``local`` (same shape, dtype and device): the one way that keeps its identity."""
     dtensor._local_tensor = local  # type: ignore[attr-defined]
@@ -270,9 +264,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     torch._chunk_cat(tensors, 0, num_chunks, out=out)  # type: ignore[arg-type]
 
 
-def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copy each source into its destination, one kernel on accelerators; from the host, ``non_blocking`` if pinned."""
-    torch._foreach_copy_(destinations, sources, non_blocking=non_blocking)
+foreach_copy: Callable[..., None] = torch._foreach_copy_
+"""``(destinations, sources, non_blocking=False)``: copy each source into its destination, in one kernel on a device."""
 
 
 def foreach_zero(tensors: list[torch.Tensor]) -> None:
@@ -383,11 +376,6 @@ def without_grad() -> AbstractContextManager[Any]:
 plain_attributes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 """Inside, attributes of DTensors (`grad`, `requires_grad`, `_version`, hooks) are read and set at half the cost: torch
 looks for no ``__torch_function__``, of which DTensor has none. Not around code of the user's. Seen on 2.11 to 2.15."""
-
-
-def profiler_is_running() -> bool:
-    """Whether a profiler records, so that named ranges are worth 4 us each."""
-    return profiler._is_profiler_enabled
 
 
 def in_range(name: str) -> AbstractContextManager[Any]:

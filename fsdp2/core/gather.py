@@ -401,6 +401,8 @@ class GroupStorage:
         allocate: where the buffers of gathers come from, if these say it; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
+        gather: from the shards; None until there are any, prepared.
+        extensions: the gather of those parameters that gather themselves; None if there are none.
     """
 
     def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, offloading: Offloading) -> None:
@@ -413,8 +415,8 @@ class GroupStorage:
         self._keeps_memory = False
         self._buffers: tuple[DtypeBuffers, ...] = ()
         self._extended: tuple[FSDPParam, ...] = ()
-        self._extensions: ExtensionGather | None = None
-        self._gather: Gather | None = None
+        self.extensions: ExtensionGather | None = None
+        self.gather: Gather | None = None
         self._unsharded_storages: frozenset[int] = frozenset()
 
     @property
@@ -427,7 +429,7 @@ class GroupStorage:
 
         Nothing keeps the shard buffers of before alive, although the next gather may be prepared much later.
         """
-        self._buffers, self._gather = (), None
+        self._buffers, self.gather = (), None
         if self.post_forward is not None:
             self.post_forward.let_go()
         self._extended = self._find_extended()
@@ -484,17 +486,17 @@ class GroupStorage:
         for buffers in self._buffers:
             buffers.prepare(mesh.device)
             buffers.keeps_memory = self._keeps_memory
-        self._gather = self._make_gather()
+        self.gather = self._make_gather()
         if self.post_forward is not None:
             self.post_forward.prepare(self._buffers, mesh.device, self.allocate)
-        self._gather.free()
+        self.gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
-        self._extensions = EXTENSION_GATHER.filling(self._extended, mesh, self.allocate) if self._extended else None
+        self.extensions = EXTENSION_GATHER.filling(self._extended, mesh, self.allocate) if self._extended else None
         for param in self._extended:
             param.post_forward = None
-        if self._extensions is not None:
-            self._extensions.keeps_memory = self._keeps_memory
+        if self.extensions is not None:
+            self.extensions.keeps_memory = self._keeps_memory
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
 
     def _make_gather(self) -> Gather:
@@ -509,81 +511,72 @@ class GroupStorage:
     def set_allocate(self, allocate: Allocate | None) -> None:
         """Let the buffers of gathers come from there from now on. Unsharded parameters stay: none is being gathered."""
         self.allocate = allocate
-        if self._gather is None:
+        if self.gather is None:
             return
         empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
         for buffers in empty:
             buffers.unsharded.allocate()
-        self._gather = self._make_gather()
-        self._gather.free()
+        self.gather = self._make_gather()
+        self.gather.free()
         if self.post_forward is not None:
             self.post_forward.set_allocate(allocate, self._mesh.device)
         for buffers in empty:
             buffers.free()
-        if self._extensions is not None:
-            self._extensions.allocate = allocate
+        if self.extensions is not None:
+            self.extensions.allocate = allocate
 
     # -- one gather
 
-    def gather_from(self, *, resumes: bool) -> Gather:
-        """The gather from the shards; ``resumes``: from where the parameters rest after forward."""
-        gather = self.post_forward.gather if resumes and self.post_forward is not None else self._gather
-        assert gather is not None, "prepared"
-        return gather
+    @property
+    def gather_from_rests(self) -> Gather | None:
+        """The gather from where the parameters rest after forward."""
+        return None if self.post_forward is None else self.post_forward.gather
 
-    def copy_in(self, gather: Gather, *, resumes: bool, version: object = None) -> Sequence[Transfer]:
-        """Prepare what is sent; ``version`` as in `Gather.copy_in`. Returns what the collective carries."""
-        gather.copy_in(version)
-        if self._extensions is None:
-            return gather.members
+    def with_extended(self, members: Sequence[Transfer], *, resumes: bool) -> Sequence[Transfer]:
+        """``members`` of a gather, and what parameters that gather themselves send. ``resumes``: from their rests."""
+        assert self.extensions is not None, "there are some"
         with torch.inference_mode(False), torch.no_grad():  # what they make is used in training as well
             if resumes and self.post_forward is not None:
-                return [*gather.members, *self._extensions.begin_from_rests(self.post_forward.mesh)]
-            return [*gather.members, *self._extensions.begin()]
+                return [*members, *self.extensions.begin_from_rests(self.post_forward.mesh)]
+            return [*members, *self.extensions.begin()]
 
-    def copy_out(self, *, resumes: bool) -> None:
-        """Move what has arrived to where the unsharded parameters lie."""
-        if _torch.profiler._is_profiler_enabled:
-            with _torch.in_range(f"FSDP::all_gather_copy_out ({self._params[0].group.name})"):
-                self.gather_from(resumes=resumes).copy_out()
-        else:
-            self.gather_from(resumes=resumes).copy_out()
-        if self._extensions is None:
-            return
+    def finish_extended(self, *, resumes: bool) -> None:
+        """All has arrived: let parameters that gather themselves make what is unsharded."""
+        assert self.extensions is not None, "there are some"
         with torch.inference_mode(False), torch.no_grad():
             if resumes:
-                self._extensions.finish_from_rests()
+                self.extensions.finish_from_rests()
             else:
-                self._extensions.finish(None if self.post_forward is None else self.post_forward.mesh)
+                self.extensions.finish(None if self.post_forward is None else self.post_forward.mesh)
 
     def free(self) -> None:
         """Free everything but the shards; every unsharded parameter loses its values with it."""
-        if self._gather is not None:
-            self._gather.free()
+        if self.gather is not None:
+            self.gather.free()
         for buffers in self._buffers:
             buffers.free()
-        if self._extensions is not None:
-            self._extensions.free()
+        if self.extensions is not None:
+            self.extensions.free()
 
     def forget_sent(self) -> None:
         """Copy shards anew in the next gather, whatever is kept."""
-        if self._gather is not None:
-            self._gather.forget()
+        if self.gather is not None:
+            self.gather.forget()
 
     def free_rests(self) -> None:
         """Free what was kept for a gather in backward; the sharded parameters are all there is then."""
         if self.post_forward is not None:
             self.post_forward.free()
-        if self._extensions is not None:
-            self._extensions.free_rests()
+        if self.extensions is not None:
+            self.extensions.free_rests()
 
     def keep_memory(self, keep: bool) -> None:
         """Whether `free` leaves the unsharded parameters their memory."""
         self._keeps_memory = keep
         for buffers in self._buffers:
             buffers.keeps_memory = keep
-        if self._extensions is not None:
-            self._extensions.keeps_memory = keep
+        if self.extensions is not None:
+            self.extensions.keeps_memory = keep
 
     @property
     def keeps_memory(self) -> bool:
@@ -605,7 +598,7 @@ class GroupStorage:
     def lies_on_unsharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is, or is a view of, an unsharded parameter."""
         storage = _torch.storage_of(tensor)
-        if self._extensions is not None and storage in self._extensions.storages():
+        if self.extensions is not None and storage in self.extensions.storages():
             return True
         return storage in self._unsharded_storages
 

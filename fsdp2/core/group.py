@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Offloading
-from fsdp2.core.gather import GroupStorage
+from fsdp2.core.gather import Gather, GroupStorage, Transfer
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
@@ -22,6 +22,27 @@ from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, transport_of
 from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase
+
+
+class Unsharding(CommHandle):
+    """One all-gather of a group's parameters, and what is known of it; there is one only in `ParamPhase.UNSHARDING`.
+
+    Attributes:
+        gather: what it fills the unsharded buffers from.
+        resumes: from where the parameters rest after forward.
+        user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
+        is_issuing: collectives are being launched; after an exception there, one may run that nothing can wait for.
+        awaits_copy_out: what is packed is still to be moved to the unsharded buffers.
+    """
+
+    __slots__ = ("awaits_copy_out", "gather", "is_issuing", "resumes", "user_initiated")
+
+    def __init__(self, gather: Gather, *, resumes: bool, user_initiated: bool) -> None:
+        self.works, self.event = [], None
+        self.gather = gather
+        self.resumes = resumes
+        self.user_initiated = user_initiated
+        self.is_issuing = self.awaits_copy_out = False
 
 
 class FSDPParamGroup:
@@ -69,17 +90,12 @@ class FSDPParamGroup:
         self.graph_inputs: Any = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
-        self._handle: CommHandle | None = None
-        self._issuing = False
-        self._resumes = False  # the gather under way is from where the parameters rest after forward
-        self._awaits_copy_out = False
+        self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._left_to_do: bool | None = None  # see `leave_later`
-        self._user_initiated = False
         self._take_sharded()
         self._gathered_version: int | None = 0
         self._gathered_writes = 0
-        self._reuses = False  # the gather under way may send what was cast for an earlier one
         self._registrations = Registrations(self.params)
         self._transport: Transport = Alone()
         self._transport_among_neighbours: Transport = self._transport
@@ -205,7 +221,7 @@ class FSDPParamGroup:
 
     def rest_on_all_ranks(self) -> None:
         """Reshard to all ranks after forward, or not at all, if it was to fewer."""
-        is_under_way = self._phase is ParamPhase.UNSHARDING and self._resumes
+        is_under_way = self._unsharding is not None and self._unsharding.resumes
         if is_under_way or self._phase is ParamPhase.SHARDED_POST_FORWARD:
             self.reshard()
         self.storage.post_forward = None
@@ -217,20 +233,25 @@ class FSDPParamGroup:
 
     def written(self) -> tuple[int, int]:
         """Changes with writes to the sharded parameters, as far as they can be seen."""
-        return self._write_counter.writes, _torch.sum_of_versions(self._sharded)
+        return self._write_counter.writes, self._version_of_shards()
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
         if self._gathered_writes != self._write_counter.writes:
             return True
-        return self._gathered_version != _torch.sum_of_versions(self._sharded)
+        return self._gathered_version != self._version_of_shards()
+
+    def _version_of_shards(self) -> int:
+        """Changes with every write to a sharded parameter that version counters see; alike on all ranks."""
+        with _torch.plain_attributes():
+            return sum(map(_torch.version_of, self._sharded))
 
     def _sent_version(self) -> object:
         """Changes with writes to this rank's shards; None if they may be written unseen."""
         if WriteCounter.unwatched:
             return None
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return _torch.sum_of_versions(self._sharded), of_locals, self._write_counter.writes, WriteCounter.steps
+        return self._version_of_shards(), of_locals, self._write_counter.writes, WriteCounter.steps
 
     def quiesce(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
@@ -295,7 +316,7 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         was_stale = self.is_stale()
         self._take_over(replacements)
-        self._gathered_version = _torch.sum_of_versions(self._sharded) if not was_stale else None
+        self._gathered_version = self._version_of_shards() if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
         if self.is_prepared:
             self.reducer.lay_out(self.params)
@@ -311,7 +332,8 @@ class FSDPParamGroup:
     @property
     def was_interrupted(self) -> bool:
         """Whether an exception came while the all-gather was being issued."""
-        return self._issuing or (self._phase is ParamPhase.UNSHARDING and not self._user_initiated)
+        unsharding = self._unsharding
+        return unsharding is not None and (unsharding.is_issuing or not unsharding.user_initiated)
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
@@ -329,9 +351,8 @@ class FSDPParamGroup:
 
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
-        self._user_initiated = user_initiated
-        # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
-        self._reuses = self.storage.caches_shards and (for_backward or torch.is_grad_enabled())
+        if self._unsharding is not None:
+            self._unsharding.user_initiated = user_initiated
         if for_backward and is_prefetch and self.is_stale():
             return
         if self._rests_in_place:
@@ -350,7 +371,7 @@ class FSDPParamGroup:
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
                     return
                 if self._rests_as_left():
-                    self._start()
+                    self._start(for_backward, user_initiated)
                     return
             self.reshard()
         if for_backward and not is_prefetch and self.is_stale():
@@ -361,7 +382,7 @@ class FSDPParamGroup:
             self.adopt_replaced()
         if not self.is_prepared and self.comm is not None:
             self.prepare(self.comm)
-        self._start(is_as_gathered=for_backward)
+        self._start(for_backward, user_initiated)
 
     def _rests_as_left(self) -> bool:
         """Whether what is registered after forward is what was, neither written nor frozen."""
@@ -376,65 +397,79 @@ class FSDPParamGroup:
             "values of before. Run all backwards before the optimizer steps, or anything else writes them."
         )
 
-    def _start(self, *, is_as_gathered: bool = False) -> None:
-        self._resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
+    def _start(self, for_backward: bool, user_initiated: bool) -> None:
+        resumes = self._phase is ParamPhase.SHARDED_POST_FORWARD
+        gather = self.storage.gather_from_rests if resumes else self.storage.gather
+        assert gather is not None, "prepared"
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
+        self._unsharding = Unsharding(gather, resumes=resumes, user_initiated=user_initiated)
         self._enter(ParamPhase.UNSHARDING)
-        if not (self._resumes or is_as_gathered):
+        if not (resumes or for_backward):
             self._gathered_writes = self._write_counter.writes
-            self._gathered_version = _torch.sum_of_versions(self._sharded)
-        if _torch.profiler_is_running():
+            self._gathered_version = self._version_of_shards()
+        if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather ({self.name})"):
-                self._issue_all_gather()
+                self._issue_all_gather(self._unsharding, for_backward)
         else:
-            self._issue_all_gather()
+            self._issue_all_gather(self._unsharding, for_backward)
 
-    def _issue_all_gather(self) -> None:
+    def _issue_all_gather(self, unsharding: Unsharding, for_backward: bool) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
-        device, storage = self.comm.device, self.storage
+        device, storage, gather = self.comm.device, self.storage, unsharding.gather
         as_works = not device.has_streams or self.settings.gathers_on_compute
         stream = device.current_stream() if self.settings.gathers_on_compute else self.comm.all_gather_stream
         with device.use(stream):
-            gather = storage.gather_from(resumes=self._resumes)
             gather.allocate(ALLOCATOR if self.settings.gathers_on_compute else self.comm.gather_arena)
-            self._handle = CommHandle([])
-            self._issuing = self._awaits_copy_out = True
-            version = self._sent_version() if self._reuses and not self._resumes else None
-            members = storage.copy_in(gather, resumes=self._resumes, version=version)
+            unsharding.is_issuing = unsharding.awaits_copy_out = True
+            version = None
+            # Without gradients there may be many forwards between two steps, and other writes than steps (averages).
+            if storage.caches_shards and not unsharding.resumes and (for_backward or torch.is_grad_enabled()):
+                version = self._sent_version()
+            gather.copy_in(version)
+            members: Sequence[Transfer] = gather.members
+            if storage.extensions is not None:
+                members = storage.with_extended(members, resumes=unsharding.resumes)
             if storage.offloading.is_host and device.has_streams:
                 self.comm.host_writes_shards_after(device.record(stream))
-            works = self._handle.works if as_works else None
-            user_waits = self._user_initiated or self.settings.gathers_on_compute
-            transport = self._transport if not self._resumes else self._transport_among_neighbours
+            works = unsharding.works if as_works else None
+            user_waits = unsharding.user_initiated or self.settings.gathers_on_compute
+            transport = self._transport if not unsharding.resumes else self._transport_among_neighbours
             transport.all_gather(members, works, user_waits)
-            self._issuing = False
+            unsharding.is_issuing = False
             if not as_works:
-                self._copy_out()
-                self._handle.event = device.record(stream)
+                self._copy_out(unsharding)
+                unsharding.event = device.record(stream)
 
-    def _copy_out(self) -> None:
-        self.storage.copy_out(resumes=self._resumes)
-        self._awaits_copy_out = False
+    def _copy_out(self, unsharding: Unsharding) -> None:
+        if _torch.profiler._is_profiler_enabled:
+            with _torch.in_range(f"FSDP::all_gather_copy_out ({self.name})"):
+                unsharding.gather.copy_out()
+        else:
+            unsharding.gather.copy_out()
+        if self.storage.extensions is not None:
+            self.storage.finish_extended(resumes=unsharding.resumes)
+        unsharding.awaits_copy_out = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
 
         Stream: the current stream waits; on CPU the host does.
         """
-        if self._phase is not ParamPhase.UNSHARDING:
+        if self._phase is not ParamPhase.UNSHARDING or self._unsharding is None:
             return
-        self._finish_all_gather()
+        self._finish_all_gather(self._unsharding)
         self._registrations.register_unsharded()
         if self.storage.post_forward is not None:
             self.storage.post_forward.free()
         self._enter(ParamPhase.UNSHARDED)
+        self._unsharding = None
 
-    def _finish_all_gather(self) -> None:
-        assert self.comm is not None and self._handle is not None, "an all-gather is under way"
-        self.comm.compute_follows_gather(self._handle)
-        self._handle = None
-        if self._awaits_copy_out:
-            self._copy_out()
+    def _finish_all_gather(self, unsharding: Unsharding) -> None:
+        assert self.comm is not None, "an all-gather is under way"
+        self.comm.compute_follows_gather(unsharding)
+        unsharding.works, unsharding.event = [], None
+        if unsharding.awaits_copy_out:
+            self._copy_out(unsharding)
 
     # -- reshard
 
@@ -471,11 +506,11 @@ class FSDPParamGroup:
             return
         self._left_to_do = None
         assert self.comm is not None, "resharding follows unsharding"
-        if self._handle is not None and not self._issuing:
-            self._finish_all_gather()
-        elif self._handle is not None:
-            self._handle.wait_for_works()
-        self._handle = None
+        unsharding = self._unsharding
+        if unsharding is not None and unsharding.is_issuing:
+            unsharding.wait_for_works()
+        elif unsharding is not None:
+            self._finish_all_gather(unsharding)
         replaced: FSDPParam | None = None
         if self._phase is ParamPhase.UNSHARDED:
             replaced = self.storage.changed()
@@ -485,15 +520,15 @@ class FSDPParamGroup:
             self._registrations.register_sharded()
         else:
             replaced = self._registrations.restore_sharded() or replaced
-        if self._issuing:
+        if unsharding is not None and unsharding.is_issuing:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()
-            self._issuing = self._awaits_copy_out = False
             self.is_prepared = False
         else:
             self.storage.free_rests()
             self._free_unsharded()
         self._enter(ParamPhase.SHARDED)
+        self._unsharding = None
         if replaced is not None:
             self._refuse(replaced)
 
@@ -517,7 +552,7 @@ class FSDPParamGroup:
 
     def _free_unsharded(self) -> None:
         self._rests_in_place = False
-        if self.comm is not None:
+        if self.comm is not None and self.comm.device.has_streams:
             self.comm.gathers_follow_readers()
         self.storage.free()
 
@@ -535,7 +570,7 @@ class FSDPParamGroup:
     def reduce(self) -> None:
         """Issue the reduction of the gradients. Collective, asynchronous; `.grad` is set when it is retired."""
         assert self.comm is not None, "reducing follows lazy initialization"
-        if _torch.profiler_is_running():
+        if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::post_backward_reduce ({self.name})"):
                 self.reducer.reduce(self.comm)
         else:

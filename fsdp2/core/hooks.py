@@ -165,38 +165,13 @@ class _TransformablePostBackward(_PostBackward):
         inputs[0].ends_at(ctx)
 
 
-_RANGES = {
-    "_gather_for_forward": "pre_forward",
-    "_leave_forward": "post_forward",
-    "_gather_for_recompute": "pre_forward",
-    "_gather_for_backward": "pre_backward",
-    "_end_module_backward": "post_backward",
-}
-"""What profilers show of a state's methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
-
-
 def on_real_parameters(action: Callable[..., None], *args: Any) -> None:
     """Run ``action`` on real parameters, although functorch may be transforming the forward around it."""
-    if _torch.profiler._is_profiler_enabled:
-        action = _shown(action)
     if not _torch.functorch_is_active():
         action(*args)
     else:
         with _torch.without_functorch():
             action(*args)
-
-
-def _shown(action: Callable[..., None]) -> Callable[..., None]:
-    name = _RANGES.get(getattr(action, "__name__", ""))
-    state: Any = getattr(action, "__self__", None)
-    if name is None or not state.unit:
-        return action
-
-    def shown(*args: Any) -> None:
-        with _torch.in_range(f"FSDP::{name} ({state.name})"):
-            action(*args)
-
-    return shown
 
 
 def after_backward_of_inputs(

@@ -281,7 +281,8 @@ class GradientReducer:
         if self._follow_arrivals:
             self._follow()
         taken = [bucket.pop_grads() for bucket in self.buckets]
-        comm.reduces_follow_compute()
+        if comm.device.has_streams:
+            comm.reduces_follow_compute()
         pending = PendingReduce(comm.device.has_streams)
         pending.steps = self._steps(taken, comm, pending)
         del taken

@@ -182,6 +182,15 @@ def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
 ATTRIBUTE_OF: Port[Callable[[Any, str], Any]] = Port(object.__getattribute__)
 """What programs ask a state for that it does not have, by name."""
 
+_RANGES = {
+    "_gather_for_forward": "pre_forward",
+    "_leave_forward": "post_forward",
+    "_gather_for_recompute": "pre_forward",
+    "_gather_for_backward": "pre_backward",
+    "_end_module_backward": "post_backward",
+}
+"""What profilers show of these methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
+
 RECIPE_OF: Port[Callable[[Any], Any]] = Port(missing("copies"))
 """What of a state travels with copies of its modules. On arrival its ``begin(state)`` is called."""
 
@@ -290,6 +299,26 @@ class FSDPState:
         def __getattr__(self, name: str) -> Any:
             """What programs know of torch's state; see `torch_view`."""
             return ATTRIBUTE_OF.filling(self, name)
+
+    def _on_real_parameters(self, action: Callable[..., None], *args: Any) -> None:
+        """Run ``action``, although functorch may be transforming the forward around it; profilers show its range."""
+        if _torch.profiler._is_profiler_enabled:
+            action = self._shown(action)
+        if _torch.functorch_is_active():
+            on_real_parameters(action, *args)
+        else:
+            action(*args)
+
+    def _shown(self, action: Callable[..., None]) -> Callable[..., None]:
+        name = _RANGES.get(getattr(action, "__name__", ""))
+        if name is None or not self.unit:
+            return action
+
+        def shown(*args: Any) -> None:
+            with _torch.in_range(f"FSDP::{name} ({self.name})"):
+                action(*args)
+
+        return shown
 
     # -- lazy initialization
 
@@ -439,21 +468,21 @@ class FSDPState:
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
-            on_real_parameters(self._become_root)
+            self._on_real_parameters(self._become_root)
         root = self.ensure_root()
-        recompute = _torch.backward_is_running()
+        recompute = _torch.current_backward() != -1
         hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if recompute:
             if self._in_backward and self._is_unsharded():
                 hooks = False  # its parameters are there, and its own hooks are in place
             else:
-                on_real_parameters(self._gather_for_recompute, root)
+                self._on_real_parameters(self._gather_for_recompute, root)
         else:
             if self._was_hidden:
                 self._was_hidden = self._hides_all = False
                 self._hides_outputs = self._awaits_hidden()
-            on_real_parameters(self._gather_for_forward, root)
+            self._on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
                 inputs = map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced)
@@ -551,9 +580,9 @@ class FSDPState:
             return self.graph_hooks.post_forward(output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
-        recompute = _torch.backward_is_running()
+        recompute = _torch.current_backward() != -1
         if not recompute or not self._in_backward:
-            on_real_parameters(self._leave_forward, root, module, output, recompute)
+            self._on_real_parameters(self._leave_forward, root, module, output, recompute)
         if self._replaced_in_calls:
             self._restore_inputs()
         if self.policy.output_dtype is None:
@@ -657,7 +686,7 @@ class FSDPState:
         if self._in_backward:
             return
         self._in_backward = True
-        on_real_parameters(self._gather_for_backward, root)
+        self._on_real_parameters(self._gather_for_backward, root)
 
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
@@ -694,7 +723,7 @@ class FSDPState:
                 reduces = False
         if self._hides_outputs:
             self._hides_outputs = not reduces or self._awaits_hidden()
-        on_real_parameters(self._end_module_backward, reduces)
+        self._on_real_parameters(self._end_module_backward, reduces)
         return self.root is not None and self.root.iteration.creates_graph
 
     def _awaits_hidden(self) -> bool:
@@ -706,7 +735,7 @@ class FSDPState:
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce, as the settings say. Nothing here depends on which gradients this rank has."""
-        on_real_parameters(self._end_module_backward, reduces)
+        self._on_real_parameters(self._end_module_backward, reduces)
 
     def _end_module_backward(self, reduces: bool) -> None:
         self._in_backward = self._awaits_finalization = False
@@ -743,7 +772,7 @@ class FSDPState:
                 hidden += state.unit
         assert self.root is not None, "a backward follows a forward"
         self.root.hidden = hidden
-        on_real_parameters(self.root.reduce_shared)
+        self._on_real_parameters(self.root.reduce_shared)
 
     def _rest_in_place(self) -> None:
         """A backward has ended, and one that would not be noticed may follow: show the sharded parameters until then.

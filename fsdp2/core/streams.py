@@ -355,15 +355,13 @@ class FSDPCommContext:
 
     def gathers_follow_readers(self) -> None:
         """Let the all-gather stream reuse unsharded memory that compute has read. Before that memory is freed."""
-        if self.device.has_streams:
-            event = self.device.record(self.device.current_stream())
-            self.device.wait(self.all_gather_stream, event, Wait.READ)
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.all_gather_stream, event, Wait.READ)
 
     def reduces_follow_compute(self) -> None:
         """Let the reduce-scatter stream see the gradients that compute has written so far."""
-        if self.device.has_streams:
-            event = self.device.record(self.device.current_stream())
-            self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+        event = self.device.record(self.device.current_stream())
+        self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
 
     def compute_follows_reduces(self, hook_stream: Any = None) -> None:
         """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""

@@ -97,7 +97,9 @@ class Native(Transport):
                     _torch.all_gather_batched(output, input, self.group)
             return
         for output, input in members:
-            _add(works, _torch.all_gather_single(output, input, self.group, works is not None))
+            work = _torch.all_gather_single(output, input, self.group, works is not None)
+            if works is not None:
+                works.append(work)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """One launch, or one work for each member."""
@@ -107,7 +109,9 @@ class Native(Transport):
                     _torch.reduce_scatter_batched(output, input, op, self.group)
             return
         for output, input in members:
-            _add(works, _torch.reduce_scatter_single(output, input, op, self.group, works is not None))
+            work = _torch.reduce_scatter_single(output, input, op, self.group, works is not None)
+            if works is not None:
+                works.append(work)
 
 
 class Custom(Transport):

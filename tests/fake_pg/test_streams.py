@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2.core.gather import Gather, GroupStorage
+from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
+from fsdp2.core.group import FSDPParamGroup, Unsharding
 from fsdp2.core.streams import Wait
 from tests.harness import fake_world
 from tests.harness.happens_before import (
@@ -271,14 +272,14 @@ def test_buffers_of_a_gather_must_be_allocated_on_its_stream(function: str, poli
 
 
 def test_what_rests_on_neighbours_must_be_held_until_compute_has_waited() -> None:
-    copy_out = GroupStorage.copy_out
+    copy_out = FSDPParamGroup._copy_out
 
-    def forgetful(self: GroupStorage, *, resumes: bool) -> None:
-        copy_out(self, resumes=resumes)
-        if resumes and self.post_forward is not None:
-            self.post_forward.free()
+    def forgetful(self: FSDPParamGroup, unsharding: Unsharding) -> None:
+        copy_out(self, unsharding)
+        if unsharding.resumes and self.storage.post_forward is not None:
+            self.storage.post_forward.free()
 
-    with mock.patch.object(GroupStorage, "copy_out", forgetful), fake_world(4, 1), recording() as recorder:
+    with mock.patch.object(FSDPParamGroup, "_copy_out", forgetful), fake_world(4, 1), recording() as recorder:
         Training.of_stack(recorder, reshard_after_forward=2).steps(3)
     assert {violation.kind for violation in find_violations(recorder.trace)} == {Kind.REUSE}
 

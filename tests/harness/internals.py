@@ -35,12 +35,12 @@ def unsharded_bytes(group: FSDPParamGroup) -> int:
 def allocated_bytes(group: FSDPParamGroup) -> int:
     """Bytes of unsharded memory, and of what gathers need beside it, that are allocated at this moment."""
     storage = group.storage
-    gathers = [storage._gather, storage.post_forward.gather if storage.post_forward is not None else None]
+    gathers = [storage.gather, storage.post_forward.gather if storage.post_forward is not None else None]
     unsharded = sum(buffers.unsharded.storage.nbytes() for buffers in storage._buffers)
     return unsharded + sum(gather.allocated_bytes for gather in gathers if gather is not None)
 
 
 def gathered_first(group: FSDPParamGroup) -> Tensor:
     """The output of the first member of the group's all-gathers: an object that tells them from others'."""
-    assert group.storage._gather is not None, "prepared"
-    return group.storage._gather.members[0][0]
+    assert group.storage.gather is not None, "prepared"
+    return group.storage.gather.members[0][0]

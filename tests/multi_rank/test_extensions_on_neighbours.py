@@ -374,7 +374,7 @@ def test_at_rest_half_of_what_arrived_has_memory_and_the_sharded_parameter_is_re
 
 
 def _bytes(group: Any) -> int:
-    extended = group.storage._extensions._extended
+    extended = group.storage.extensions._extended
     rests = [rest.storage.nbytes() for each in extended for rest in each.rests]
     return sum(rests) + sum(each.storage.nbytes() for one in extended for each in (*one.outputs, *one.inner))
 

@@ -344,7 +344,7 @@ FAULTS = [
     "fsdp2.features.gloo_p2p.PeerToPeer.all_gather",
     "fsdp2.features.gloo_p2p.PeerToPeer.reduce_scatter",
     "fsdp2.core.streams.FSDPCommContext.compute_follows_gather",
-    "fsdp2.core.streams.FSDPCommContext.gathers_follow_readers",
+    "fsdp2.core.gather.GroupStorage.free",
     "fsdp2.core.streams.FSDPCommContext.add_pending",
     "fsdp2.core.gather.Gather.allocate",
     "fsdp2.core.gather.Gather.copy_in",
