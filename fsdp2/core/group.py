@@ -441,6 +441,7 @@ class FSDPParamGroup:
                 unsharding.event = device.record(stream)
 
     def _copy_out(self, unsharding: Unsharding) -> None:
+        unsharding.awaits_copy_out = False  # whatever exception comes: it is not tried twice
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather_copy_out ({self.name})"):
                 unsharding.gather.copy_out()
@@ -448,7 +449,6 @@ class FSDPParamGroup:
             unsharding.gather.copy_out()
         if self.storage.extensions is not None:
             self.storage.finish_extended(resumes=unsharding.resumes)
-        unsharding.awaits_copy_out = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
