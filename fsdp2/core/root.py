@@ -62,6 +62,49 @@ Prefetch = tuple[Unit, ...] | None
 """The units that are gathered after one, as the user has it; None: those that are expected to come."""
 
 
+class Managed(Protocol):
+    """A state, as far as roots are concerned.
+
+    Attributes:
+        class_name: for messages.
+        root: which has claimed it last; None before lazy initialization.
+        roots: all that it is below of.
+        own_root: the root that its own module is.
+        is_root: whether ``root`` is ``own_root``.
+    """
+
+    class_name: str
+    root: FSDPRoot | None
+    roots: list[FSDPRoot]
+    own_root: FSDPRoot | None
+    is_root: bool
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    def end_round(self) -> None:
+        """The root's forward is over."""
+
+    def rest_unseen(self) -> None:
+        """The same, where nothing of it is computed again."""
+
+    def finish_backward(self) -> Unit:
+        """A backward is over, and may not have been noticed; returns groups of which one may yet begin unnoticed."""
+
+    def pause_backward(self) -> None:
+        """A backward is over that is not the last of those to be finalized."""
+
+    def drop_iteration(self) -> None:
+        """The iteration has failed."""
+
+    def forget_root(self) -> None:
+        """Its own root is to be none any more."""
+
+
+AnyManaged = TypeVar("AnyManaged", bound=Managed)
+
+
 class SharedComm:
     """One communication context for several roots, made by the first of them that runs.
 
@@ -128,6 +171,8 @@ class FSDPRoot:
 
     Attributes:
         name: class name of the root module, for messages.
+        owner: whose module that is.
+        states: those of all sharded modules below it, its owner first.
         groups: all groups, in the order of the modules.
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
@@ -137,16 +182,20 @@ class FSDPRoot:
             that was not.
         hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
-        on_backward_end: called when a backward ends, before the last reductions are waited for.
-        on_backward_pause: called instead when a backward has ended that is not the last of those to be finalized.
-        on_forward_failure: called when a forward that failed is left as it ends elsewhere.
-        on_failure: called when an iteration that failed is dropped.
-        on_dissolution: called when there is to be no such root any more.
     """
 
-    def __init__(self, name: str, shared: SharedComm, groups: Sequence[FSDPParamGroup], settings: RootSettings) -> None:
+    def __init__(
+        self,
+        owner: Managed,
+        states: Sequence[Managed],
+        shared: SharedComm,
+        groups: Sequence[FSDPParamGroup],
+        settings: RootSettings,
+    ) -> None:
         assert shared.comm is not None, "a root has a communication context"
-        self.name = name
+        self.name = owner.class_name
+        self.owner = owner
+        self.states = tuple(states)
         self.shared_comm = shared
         self.comm = shared.comm
         self.groups = tuple(groups)
@@ -154,18 +203,13 @@ class FSDPRoot:
         self.post_optim_event: Any = None
         if settings.pools_memory is not None:
             self.comm.pool_memory(settings.pools_memory)
-        self.shared: Unit = ()
+        self.shared: Unit = tuple(group for group in groups if group.is_shared)
         self.is_disturbed = False
         self.holds_graph = False
         self.hidden: tuple[FSDPParamGroup, ...] = ()
         self._resting: tuple[FSDPParamGroup, ...] = ()
         self._watched: list[RemovableHandle] = []
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
-        self.on_backward_end: Callable[[], None] = lambda: None
-        self.on_backward_pause: Callable[[], None] = lambda: None
-        self.on_forward_failure: Callable[[], None] = lambda: None
-        self.on_failure: Callable[[], None] = lambda: None
-        self.on_dissolution: Callable[[], None] = lambda: None
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -242,12 +286,17 @@ class FSDPRoot:
         Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
         learn it, and predict something else; after an evaluation, nothing later would tell.
         """
+        self._end_rounds()
         self.iteration.in_forward = False
         self._forward_order.end()
         self._evaluation_order.end()
         self._evaluation_order.commit()
         self._drop_ahead()
         self.comm.let_host_write_shards()
+
+    def _end_rounds(self) -> None:
+        for state in self.states:
+            state.end_round()
 
     def _drop_ahead(self) -> None:
         for group in self.groups:
@@ -371,7 +420,9 @@ class FSDPRoot:
         if self.iteration.postponed is not None:
             self.gather_postponed()
         if self.settings.finalizes_manually:
-            self.on_backward_pause()
+            for state in self.states:
+                state.pause_backward()
+            self.reduce_shared(only_keeps=True)
             GradientReducer.owing.update(group.reducer for group in self.groups)
             self.iteration.in_backward = False
             self.iteration.unfinalized = True
@@ -380,7 +431,7 @@ class FSDPRoot:
             self._backward_order.end()
             return
         self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
-        self.on_backward_end()
+        self.finalize()
         if self.settings.is_last_backward:
             self.comm.retire_reduces(0)
         self._end_iteration()
@@ -438,7 +489,8 @@ class FSDPRoot:
 
     def finalize(self) -> None:
         """The user says that backward has ended: reduce and reshard what is left. Collective, asynchronous."""
-        self.on_backward_end()
+        self.hidden = tuple(group for state in self.states for group in state.finish_backward())
+        on_real_parameters(self.reduce_shared)
 
     def wait_for_finalization(self) -> None:
         """Wait for the reductions of a finalized backward, and end the iteration."""
@@ -460,7 +512,7 @@ class FSDPRoot:
 
     def dissolve(self) -> None:
         """Let the modules below find a root anew, in their next forward."""
-        self.on_dissolution()
+        self.owner.forget_root()
 
     # -- failure
 
@@ -486,7 +538,7 @@ class FSDPRoot:
             group.users.clear()
             if group in ahead or group.was_interrupted:
                 group.reshard()
-        self.on_forward_failure()
+        self._end_rounds()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         ended, self.iteration = self.iteration, Iteration()
@@ -508,7 +560,8 @@ class FSDPRoot:
             group.users.clear()
             group.took_part = False
         lost = [group.name for group in self.groups if group.abandon()]
-        self.on_failure()
+        for state in self.states:
+            state.drop_iteration()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         self.iteration = Iteration()
@@ -528,33 +581,12 @@ class FSDPRoot:
 # are.
 
 
-class Claimable(Protocol):
-    """A state, as far as roots are concerned.
-
-    Attributes:
-        class_name: for messages.
-        root: which has claimed it last; None before lazy initialization.
-        roots: all that it is below of.
-        own_root: the root that its own module is.
-        is_root: whether ``root`` is ``own_root``.
-    """
-
-    class_name: str
-    root: FSDPRoot | None
-    roots: list[FSDPRoot]
-    own_root: FSDPRoot | None
-    is_root: bool
-
-
-AnyClaimable = TypeVar("AnyClaimable", bound=Claimable)
-
-
-def roots_of(states: Iterable[Claimable]) -> list[FSDPRoot]:
+def roots_of(states: Iterable[Managed]) -> list[FSDPRoot]:
     """All roots that ``states`` are below of, each once."""
     return list(dict.fromkeys(root for state in states for root in state.roots))
 
 
-def refuse_busy(claimer: str, names: Mapping[AnyClaimable, str], own: FSDPRoot | None) -> None:
+def refuse_busy(claimer: str, names: Mapping[AnyManaged, str], own: FSDPRoot | None) -> None:
     """Refuse to claim states that another root than ``own`` is using. Roots that have failed are recovered.
 
     Raises:
@@ -574,25 +606,25 @@ def refuse_busy(claimer: str, names: Mapping[AnyClaimable, str], own: FSDPRoot |
                 )
 
 
-def supersede(states: Iterable[Claimable]) -> None:
+def supersede(states: Iterable[Managed]) -> None:
     """End the roots that ``states`` were: they lie below another now."""
     for state in states:
         if state.own_root is not None:
             state.own_root.dissolve()
 
 
-def claim(root: FSDPRoot, states: Iterable[Claimable], owner: Claimable) -> None:
-    """Make ``root``, which is ``owner``'s, the root of ``states``. Those that it takes them from notice."""
+def claim(root: FSDPRoot, states: Iterable[Managed]) -> None:
+    """Make ``root`` the root of ``states``. Those that it takes them from notice."""
     for state in states:
         for other in state.roots:
             other.is_disturbed = True
         if root not in state.roots:
             state.roots.append(root)
-        state.root, state.is_root = root, state is owner
+        state.root, state.is_root = root, state is root.owner
     root.is_disturbed = False
 
 
-def release(root: FSDPRoot, states: Iterable[Claimable]) -> None:
+def release(root: FSDPRoot, states: Iterable[Managed]) -> None:
     """``root`` is to be no root of ``states`` any more; others notice."""
     for state in states:
         if root in state.roots:

@@ -205,7 +205,7 @@ class FSDPState:
         mesh: of the modules; a parameter may have been given another.
         policy: for what forward takes and returns.
         root: set at lazy initialization; of several, the last to claim it; ``roots``: all of these.
-        own_root: the root that its own module is; ``states``: all that it claimed.
+        own_root: the root that its own module is.
         settings: of the root, if it is one or becomes one.
         reshard_after_forward: as the user said; None: everywhere but at the root.
         reshard_after_backward: whether the end of its backward frees its unsharded parameters; None: if it reduces.
@@ -278,7 +278,6 @@ class FSDPState:
         for group in unit:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
-        self.states: tuple[FSDPState, ...] = ()
         self._structure = Structure(())
 
     @property
@@ -299,6 +298,11 @@ class FSDPState:
         def __getattr__(self, name: str) -> Any:
             """What programs know of torch's state; see `torch_view`."""
             return ATTRIBUTE_OF.filling(self, name)
+
+    @property
+    def states(self) -> tuple[FSDPState, ...]:
+        """Those of all sharded modules below, if its own module is a root."""
+        return () if self.own_root is None else self.own_root.states  # type: ignore[return-value]
 
     def _on_real_parameters(self, action: Callable[..., None], *args: Any) -> None:
         """Run ``action``, although functorch may be transforming the forward around it; profilers show its range."""
@@ -363,28 +367,22 @@ class FSDPState:
             if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
         refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.root_settings))
-        root = FSDPRoot(self.class_name, shared, groups, self._root_settings)
+        root = FSDPRoot(self, states, shared, groups, self._root_settings)
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
-        root.on_backward_end = self._end_backward
-        root.on_backward_pause = self._pause_backward
-        root.on_forward_failure = self._end_rounds
-        root.on_failure = self._drop_iteration
-        root.on_dissolution = self._forget_root
-        root.shared = tuple(group for group in groups if group.is_shared)
         for state in states:
             state._shared = tuple(group for group in state.unit if group.is_shared)
             state._own = tuple(group for group in state.unit if not group.is_shared)
         for action in ON_ROOT:
             action(states, groups)
-        self.states, self.own_root = states, root
-        claim(root, states, self)
+        self.own_root = root
+        claim(root, states)
 
     def _reclaim(self, root: FSDPRoot) -> None:
         """Claim the states that another root has claimed."""
-        lost = {state: state.name for state in self.states if state.root is not root}
+        lost = {state: state.name for state in root.states if state.root is not root}
         refuse_busy(self.class_name, lost, root)
         share_context(self._comm_ctx, roots_of(lost))
-        claim(root, self.states, self)
+        claim(root, root.states)
 
     @property
     def _comm_ctx(self) -> SharedComm:
@@ -557,12 +555,11 @@ class FSDPState:
                     return True
         return False
 
-    def _end_rounds(self) -> None:
-        """The root's forward is over: of some lists not all modules were called in it."""
-        for state in self.states:
-            if state._to_run:
-                state._to_run.clear()
-                state._leave_as_set()
+    def end_round(self) -> None:
+        """The root's forward is over: of a list not all modules were called in it."""
+        if self._to_run:
+            self._to_run.clear()
+            self._leave_as_set()
 
     def _leave_as_set(self) -> None:
         """The end of a forward frees the unsharded parameters, or does not."""
@@ -611,12 +608,10 @@ class FSDPState:
             for group in self.unit:
                 group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
-            self._end_rounds()
             root.end_forward()
             if awaits_backward and _torch.makes_tangents():  # nothing of it is computed again
-                for state in self.states:
-                    if state._hides_all:
-                        state._rest_in_place()
+                for state in root.states:
+                    state.rest_unseen()
 
     def _reshards_now(self, *, hides: bool) -> bool:
         """Whether the end of this forward frees the unsharded parameters; not if it ``hides`` where a backward begins.
@@ -751,28 +746,32 @@ class FSDPState:
         if reduces:
             root.reduce_or_keep(self._own)
 
-    def _end_backward(self) -> None:
-        """The whole backward is done: finish the modules whose own end could not be noticed.
+    def finish_backward(self) -> Unit:
+        """The whole backward is done: finish the module if its own end could not be noticed.
 
-        Their inputs need no gradient, they hold gradients of microbatches without communication, or their gradients
-        came by another way than their outputs (a loss that a module keeps as an attribute).
+        Its inputs need no gradient, it holds gradients of microbatches without communication, or its gradients came by
+        another way than its outputs (a loss that a module keeps as an attribute).
+
+        Returns:
+            Its groups, if another backward may begin unnoticed.
         """
-        hidden: Unit = ()
-        for state in self.states:
-            state._hides_outputs = state._hides_outputs and state._awaits_hidden()
-            if state._in_backward or state._awaits_finalization:
-                state.end_module_backward(reduces=True)
-            else:
-                is_due = any([group.reducer.is_due() for group in state._own])
-                if is_due or any([group.phase is ParamPhase.UNSHARDED for group in state.unit]):
-                    state.end_module_backward(reduces=is_due)
-            if state._hides_outputs:
-                state._was_hidden = state._hides_all
-                state._rest_in_place()
-                hidden += state.unit
-        assert self.root is not None, "a backward follows a forward"
-        self.root.hidden = hidden
-        self._on_real_parameters(self.root.reduce_shared)
+        self._hides_outputs = self._hides_outputs and self._awaits_hidden()
+        if self._in_backward or self._awaits_finalization:
+            self.end_module_backward(reduces=True)
+        else:
+            is_due = any([group.reducer.is_due() for group in self._own])
+            if is_due or any([group.phase is ParamPhase.UNSHARDED for group in self.unit]):
+                self.end_module_backward(reduces=is_due)
+        if not self._hides_outputs:
+            return ()
+        self._was_hidden = self._hides_all
+        self._rest_in_place()
+        return self.unit
+
+    def rest_unseen(self) -> None:
+        """The root's forward is over: nothing says whether a backward of this module's may yet begin unnoticed."""
+        if self._hides_all:
+            self._rest_in_place()
 
     def _rest_in_place(self) -> None:
         """A backward has ended, and one that would not be noticed may follow: show the sharded parameters until then.
@@ -787,27 +786,24 @@ class FSDPState:
             for group in self.unit:
                 group.rest_in_place()
 
-    def _pause_backward(self) -> None:
+    def pause_backward(self) -> None:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
-        for state in self.states:
-            if not state._in_backward:
-                continue
-            if any(group.settings.requires_gradient_sync for group in state._own):
-                state._in_backward, state._awaits_finalization = False, True
-            else:
-                state.end_module_backward(reduces=True)
-        assert self.root is not None, "a backward follows a forward"
-        self.root.reduce_shared(only_keeps=True)
+        if not self._in_backward:
+            return
+        if any(group.settings.requires_gradient_sync for group in self._own):
+            self._in_backward, self._awaits_finalization = False, True
+        else:
+            self.end_module_backward(reduces=True)
 
-    def _forget_root(self) -> None:
+    def forget_root(self) -> None:
+        """The root that its own module is, is to be none any more."""
         if self.own_root is not None:
             self._root_settings, self.shared_comm = self.own_root.settings, self.own_root.shared_comm
             self.post_optim_event = self.own_root.post_optim_event
-            release(self.own_root, self.states)
-            self.states = ()
+            release(self.own_root, self.own_root.states)
 
-    def _drop_iteration(self) -> None:
-        for state in self.states:
-            state._in_backward = state._awaits_finalization = state._hides_outputs = state._hides_all = False
-            state._was_hidden = False
-            state._to_run.clear()
+    def drop_iteration(self) -> None:
+        """The iteration has failed."""
+        self._in_backward = self._awaits_finalization = self._hides_outputs = self._hides_all = False
+        self._was_hidden = False
+        self._to_run.clear()
