@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -397,12 +397,11 @@ post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
 
 
-def composed(module: torch.nn.Module) -> Container[str]:
-    """The names of the composable functions (``fully_shard``, ``replicate``) that were called on ``module`` itself.
+COMPOSED = REGISTRY_KEY
+"""In ``module.__dict__``: by name, the composable functions (``fully_shard``, ``replicate``) that were called on it.
 
-    A wrapper that hands on attributes of what it wraps, as torch's for checkpoints does, has none of those.
-    """
-    return module.__dict__.get(REGISTRY_KEY, ())
+(As an attribute it would be there of wrappers that hand on those of what they wrap, as torch's for checkpoints do.)
+"""
 
 
 def compose(module: torch.nn.Module, name: str) -> None:

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fsdp2 import _torch_compiler
 from fsdp2.compiled.specs import GroupSpec, Ranks, operations_of, spec_of
 from fsdp2.core.buffers import on_the_wire
-from fsdp2.core.gradients import scatter_rows
-from fsdp2.core.layout import Partition, Slot
 from fsdp2.core.plan import ReducePlan
+from fsdp2.core.sharding import in_shape, place_rows, scatter_rows
 
 
 def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -84,11 +83,12 @@ def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tens
             if slot.direct and slot.shard_numel:
                 mine = shard.narrow(0, slot.shard_offset, slot.shard_numel).to(gather.param_dtype)
                 gathered = _all_gather(mine, spec.shard)
-                whole[index] = _shaped(gathered.view(-1).narrow(0, 0, slot.partition.numel), slot.partition)
+                whole[index] = in_shape(gathered.view(-1).narrow(0, 0, slot.partition.numel), slot.partition)
             elif part is None or not slot.shard_numel:
                 whole[index] = shard.new_empty(slot.partition.shape, dtype=gather.param_dtype)
             else:
-                whole[index] = _copied_out(part, slot, spec.shard.size)
+                piece = part[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
+                whole[index] = place_rows(piece, slot.partition, slot.rows)
     return tuple(whole[index] for index in range(len(spec.plan.params)))
 
 
@@ -111,31 +111,6 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
         parts.append(part.contiguous().view(head.dtype) if nbytes else None)
         start += nbytes
     return parts
-
-
-def _shaped(flat: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """``flat`` (numel,), in memory order, as the parameter."""
-    if not partition.order:
-        return flat.view(partition.shape)
-    inner = [partition.shape[dim] for dim in partition.order]
-    return flat.view(inner).permute([partition.order.index(dim) for dim in range(len(partition.shape))])
-
-
-def _copied_out(staged: torch.Tensor, slot: Slot, world_size: int) -> torch.Tensor:
-    """The parameter of ``slot``, from what is staged, (world_size, ...)."""
-    partition, rows = slot.partition, slot.rows
-    piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
-    if partition.dim is None:
-        return _shaped(piece[0], partition)
-    if partition.outer == 1:
-        return _shaped(piece.reshape(-1)[: partition.numel], partition)
-    full, rest = divmod(partition.size, rows)
-    width = rows * partition.row_numel
-    whole = piece[:full].reshape(full, partition.outer, width).transpose(0, 1).reshape(partition.outer, full * width)
-    if rest:  # of the rank that has fewer
-        width = rest * partition.row_numel
-        whole = torch.cat([whole, piece[full, : partition.outer * width].reshape(partition.outer, width)], 1)
-    return _shaped(whole.reshape(-1), partition)
 
 
 # -- reducing
@@ -165,7 +140,7 @@ def _reduce(
             continue
         if slot.offset > end:
             packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))
-        packed.append(scatter_rows(gradient.to(dtype), slot, world_size).reshape(world_size, -1))
+        packed.append(scatter_rows(gradient.to(dtype), slot.partition, slot.rows, world_size).reshape(world_size, -1))
         end = slot.offset + slot.shard_numel
     if layout.presence_offset > end:
         packed.append(like.new_zeros((world_size, layout.presence_offset - end), dtype=dtype))

@@ -60,9 +60,8 @@ def refuse_unowned_parameters(
     """
     owned = {(module, name) for param in params for module, name in param.uses}
     for root in modules:
-        replicated = {
-            module for each in root.modules() if "replicate" in _torch.composed(each) for module in each.modules()
-        }
+        composed = [each for each in root.modules() if "replicate" in each.__dict__.get(_torch.COMPOSED, ())]
+        replicated = {module for each in composed for module in each.modules()}
         for prefix, module in root.named_modules():
             if module in replicated:
                 continue

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.layout import Partition
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import GatherPlan
 
@@ -77,11 +76,6 @@ def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride:
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     storage = flat.untyped_storage()
     return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
-
-
-def in_memory_order(tensor: torch.Tensor, partition: Partition) -> torch.Tensor:
-    """``tensor``, of the parameter's dims, as they follow each other in memory."""
-    return tensor.permute(partition.order) if partition.order else tensor
 
 
 def on_the_wire(flat: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
 from fsdp2.core.ports import Port, missing
+from fsdp2.core.sharding import rows_in_place
 from fsdp2.errors import FSDPRuntimeError
 
 Transfer = tuple[torch.Tensor, torch.Tensor]
@@ -179,23 +180,10 @@ class Gather:
         return members
 
     def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
-        """From (world_size, ...) rank-major to the slot, where ranks alternate if a dim behind the first is cut."""
-        partition, rows, world_size = slot.partition, slot.rows, self._world_size
+        """From (world_size, ...) rank-major to the slot."""
         piece = staged[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
-        if partition.dim is None:  # all ranks have sent the same
-            self._add_copy(piece[0], unsharded.narrow(0, slot.unsharded_offset, partition.numel))
-        elif partition.outer == 1:
-            whole = unsharded.narrow(0, slot.unsharded_offset, world_size * slot.shard_numel)
-            self._add_copy(piece, whole.view(world_size, slot.shard_numel))
-        else:
-            outer, row_numel = partition.outer, partition.row_numel
-            full, rest = divmod(partition.size, rows)
-            whole = unsharded.narrow(0, slot.unsharded_offset, partition.numel).view(outer, partition.size * row_numel)
-            evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
-            self._add_copy(piece[:full].unflatten(1, (outer, rows * row_numel)), evenly)
-            if rest:  # of the rank that has fewer
-                last = piece[full, : outer * rest * row_numel].view(outer, rest * row_numel)
-                self._add_copy(last, whole[:, full * rows * row_numel :])
+        for copy in rows_in_place(piece, unsharded[slot.unsharded_offset :], slot.partition, slot.rows):
+            self._add_copy(*copy)
 
     def _add_copies_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slots: Sequence[Slot]) -> None:
         """The same for slots that `_moved_as_one`: (world_size, slot, row) to (slot, world_size, row)."""
@@ -409,7 +397,7 @@ class GroupStorage:
         self.offloading = offloading
         self.allocate: Allocate | None = None
         self.post_forward: PostForwardShards | None = None
-        self.caches_shards = any(param.policy.cache_shards for param in params)
+        self.caches_shards = any([param.policy.cache_shards for param in params])
         self._params = tuple(params)
         self._mesh = mesh
         self._keeps_memory = False
@@ -433,7 +421,7 @@ class GroupStorage:
         if self.post_forward is not None:
             self.post_forward.let_go()
         self._extended = self._find_extended()
-        if any(param.local.is_meta for param in self._params):
+        if any([param.local.is_meta for param in self._params]):
             return
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
         for param in self._params:
@@ -455,7 +443,7 @@ class GroupStorage:
         return GatherPlan(dtype, param_dtype, indices_of(self._params, params), layout)
 
     def _find_extended(self) -> tuple[FSDPParam, ...]:
-        return tuple(param for param in self._params if GATHERS_ITSELF.filling(param.local))
+        return tuple([param for param in self._params if GATHERS_ITSELF.filling(param.local)])
 
     def check_devices(self, name: str) -> None:
         """Refuse parameters on meta, or elsewhere than their shards live.

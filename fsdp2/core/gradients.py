@@ -38,11 +38,11 @@ from fsdp2.core.buffers import (
     view_as_wider_dtype,
 )
 from fsdp2.core.gather import Transfer
-from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, GradientSlot
+from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan
 from fsdp2.core.ports import Port, missing
-from fsdp2.core.sharding import dtensor_at_offset
+from fsdp2.core.sharding import dtensor_at_offset, scatter_rows
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 
 # `GradientBuffer`: what sharded gradients of one group and dtype lie on, from step to step.
@@ -139,29 +139,6 @@ def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Ten
         whole, columns = view_as_wider_dtype((whole, columns))
     columns.copy_(whole)
     packed[:, width:].copy_(last)
-
-
-def scatter_rows(gradient: torch.Tensor, slot: GradientSlot, world_size: int) -> torch.Tensor:
-    """``gradient``, in memory order, as (world_size, ...) of the elements that each rank is to reduce.
-
-    Writes into nothing, so that it can be part of a graph.
-    """
-    partition = slot.partition
-    if partition.dim is None:
-        return gradient.reshape(1, -1).expand(world_size, -1)
-    rows, size, outer, row_numel = slot.rows, partition.size, partition.outer, partition.row_numel
-    width = rows * row_numel
-    if rows * world_size == size:
-        return gradient.reshape(outer, world_size, width).transpose(0, 1)
-    if outer == 1:
-        flat = gradient.reshape(-1)
-        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
-    full = size // rows
-    whole = gradient.reshape(outer, size * row_numel)
-    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
-    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
-    lacking = world_size * slot.shard_numel - gradient.numel()
-    return torch.cat([*pieces, gradient.new_zeros(lacking)]).view(world_size, -1)
 
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
@@ -387,7 +364,7 @@ class GradientBucket:
             if gradient.dtype is not dtype:
                 gradient = gradient.to(dtype)
             if slot.is_dealt_out:
-                gradient = scatter_rows(gradient, slot, world_size)
+                gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
             packing[hole] = gradient
         if missing:
             packing[-1] = self._without(packing[-1], missing)

@@ -298,7 +298,7 @@ class FSDPParamGroup:
         self._take_sharded()
 
     def _take_sharded(self) -> None:
-        self._sharded = tuple(param.sharded for param in self.params)
+        self._sharded = tuple([param.sharded for param in self.params])
         self._addresses = list(map(_torch.storage_address, self._sharded))
 
     def _adopt_in_place(self) -> bool:

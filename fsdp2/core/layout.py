@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from fsdp2.core.sharding import Partition, ceil_div
 
 # Parameters that live whole on one rank: where they lie in the region that they share. Pure arithmetic.
 #
@@ -74,30 +76,6 @@ class Region:
         return cls(capacity, offsets, tuple(filling))
 
 
-def assign_ranks(groups: Sequence[Sequence[float]], world_size: int) -> list[list[int]]:
-    """A rank for each item of each group, given what the items cost.
-
-    Within a group, longest first, to the hand that has least (Graham, 1969: at most 4/3 of the best). Then the heaviest
-    hand goes to the rank that has least so far. Ties go to the earlier item, hand and rank.
-    """
-    totals = [0.0] * world_size
-    dealt = []
-    for costs in groups:
-        hands = [0.0] * world_size
-        hand_of = [0] * len(costs)
-        for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-            hand = hands.index(min(hands))
-            hand_of[index] = hand
-            hands[hand] += costs[index]
-        heaviest_first = sorted(range(world_size), key=lambda hand: -hands[hand])
-        least_first = sorted(range(world_size), key=totals.__getitem__)
-        rank_of = dict(zip(heaviest_first, least_first, strict=True))
-        for hand, load in enumerate(hands):
-            totals[rank_of[hand]] += load
-        dealt.append([rank_of[hand] for hand in hand_of])
-    return dealt
-
-
 DIRECT_ALIGNMENT_BYTES = 128
 """Direct slots start at multiples of this, as collectives like it."""
 
@@ -109,11 +87,6 @@ SMALLEST_ALIGNED_BYTES = 8 * PACKED_ALIGNMENT_BYTES
 
 DIRECT_THRESHOLD_BYTES = 1 << 20
 """Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
-
-
-def ceil_div(numerator: int, denominator: int) -> int:
-    """ceil(numerator / denominator) for non-negative integers."""
-    return -(-numerator // denominator)
 
 
 def align(numel: int, alignment: int) -> int:
@@ -140,120 +113,6 @@ def shard_start(end: int, numel: int, *, direct: bool, itemsize: int) -> int:
 def byte_start(end: int, nbytes: int, itemsize: int) -> int:
     """The same in bytes, where elements of several sizes follow each other: each at a multiple of its size."""
     return align(shard_start(end, nbytes, direct=False, itemsize=1), itemsize)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
-def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The dims of a tensor from the outermost in memory to the innermost; () if it is contiguous, or not dense."""
-    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
-    step = 1
-    for dim in reversed(order):
-        if shape[dim] != 1 and stride[dim] != step:
-            return ()
-        step *= shape[dim]
-    dims = [dim for dim in order if shape[dim] != 1]
-    return () if dims == sorted(dims) or step == 0 else order
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
-
-    Attributes:
-        shape: of the parameter.
-        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
-        order: its dims as they follow each other in memory, outermost first; () if contiguous.
-        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
-        owner: the rank that has all rows; None: they are dealt out evenly.
-        size: entries of ``dim``: the rows that are dealt out.
-        outer: how many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied.
-        row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
-        numel: elements of the parameter.
-        memory_dim: where ``dim`` is in memory order.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None = 0
-    order: tuple[int, ...] = ()
-    block_rows: int = 1
-    owner: int | None = None
-    size: int = field(init=False, repr=False, compare=False)
-    outer: int = field(init=False, repr=False, compare=False)
-    row_numel: int = field(init=False, repr=False, compare=False)
-    numel: int = field(init=False, repr=False, compare=False)
-    memory_dim: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """What follows from the others."""
-        shape, dim = self.shape, self.dim
-        in_memory = tuple(shape[each] for each in self.order) if self.order else shape
-        where = 0 if dim is None else self.order.index(dim) if self.order else dim
-        behind = in_memory if dim is None else in_memory[where + 1 :]
-        known = {
-            "size": 1 if dim is None else shape[dim],
-            "outer": math.prod(in_memory[:where]),
-            "row_numel": math.prod(behind),
-            "numel": math.prod(shape),
-            "memory_dim": where,
-        }
-        for name, value in known.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def partition_key(self) -> tuple[int | None, int, int | None]:
-        """What tells apart ways of dealing out: dim, block_rows and owner."""
-        return self.dim, self.block_rows, self.owner
-
-    def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The strides of a tensor of ``shape``, dense and in this order."""
-        if not self.order:
-            return contiguous_stride(shape)
-        dense = contiguous_stride([shape[dim] for dim in self.order])
-        return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
-
-    def rows(self, world_size: int) -> int:
-        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
-        if self.dim is None:
-            return 1
-        if self.owner is not None:
-            return self.size
-        blocks = -(-self.size // self.block_rows)  # `ceil_div`, at no call
-        return min(-(-blocks // world_size) * self.block_rows, self.size)
-
-    def is_chunked(self, world_size: int) -> bool:
-        """Whether the rows are dealt out as ``torch.chunk`` does."""
-        if self.owner is not None:
-            return world_size == 1
-        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
-        # Both deal out the same number to every rank but the last that has any.
-        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
-
-    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
-        """How many rows each rank has."""
-        rows = self.rows(world_size)
-        parts = [self.part(rows, rank) for rank in range(world_size)]
-        return tuple(stop - start for start, stop in parts)
-
-    def part(self, rows: int, rank: int) -> tuple[int, int]:
-        """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
-        if self.owner is not None:
-            return (0, self.size if rank == self.owner else 0)
-        return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
-
-    def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
-        """The shape of what ``rank`` keeps."""
-        if self.dim is None:
-            return self.shape
-        start, stop = self.part(rows, rank)
-        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,31 +143,18 @@ class Slot:
         return self.partition.local_shape(self.rows, rank)
 
 
-def largest_first(partitions: Sequence[Partition], world_size: int) -> list[int]:
-    """The indices of ``partitions`` in the order in which they lie, without those that are owned.
+def largest_first(partitions: Sequence[Partition], rows_of: Sequence[int]) -> list[int]:
+    """The indices of ``partitions``, each with its rows, in the order in which they lie, without those that are owned.
 
     Equal ones follow each other, so that one copy moves all of them, and optimizers step on them as one.
     """
     sizes = [
-        (-partition.outer * partition.rows(world_size) * partition.row_numel, -partition.numel)
-        for partition in partitions
+        (-partition.outer * rows * partition.row_numel, -partition.numel)
+        for partition, rows in zip(partitions, rows_of, strict=True)
     ]
     return sorted(
-        (index for index, partition in enumerate(partitions) if partition.owner is None), key=sizes.__getitem__
+        [index for index, partition in enumerate(partitions) if partition.owner is None], key=sizes.__getitem__
     )
-
-
-def unsharded_room(partition: Partition, world_size: int) -> int:
-    """Elements of the unsharded buffer that a parameter takes: where ranks arrive in order, padding is at the end."""
-    if partition.dim is None or partition.outer > 1:
-        return partition.numel
-    return world_size * partition.rows(world_size) * partition.row_numel
-
-
-def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
-    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
-    start = min(rows * rank, size)
-    return start, min(start + rows, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,14 +199,19 @@ class BufferLayout:
         carried = [*partitions, Partition((world_size * region.capacity,))] if region else list(partitions)
         slots: dict[int, Slot] = {}
         shard_offset = unsharded_offset = packed_numel = 0
+        rows_of = [partition.rows(world_size) for partition in carried]
+        # Only where one piece of memory is cut is rank order the order of the parameter, and padding at its end.
+        in_order = [partition.dim is not None and partition.outer == 1 for partition in carried]
+        rooms = [
+            world_size * rows * partition.row_numel if ordered else partition.numel
+            for partition, rows, ordered in zip(carried, rows_of, in_order, strict=True)
+        ]
+        lying = largest_first(carried, rows_of)
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
-            for index in largest_first(carried, world_size):
-                partition = carried[index]
-                rows, room = partition.rows(world_size), unsharded_room(partition, world_size)
-                # Only where one piece of memory is cut is rank order the order of the parameter.
-                may = partition.dim is not None and partition.outer == 1
-                if (may and room * itemsize >= direct_threshold_bytes) is not wanted:
+            for index in lying:
+                partition, rows, room = carried[index], rows_of[index], rooms[index]
+                if (in_order[index] and room * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
                 unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
                 numel = partition.outer * rows * partition.row_numel
@@ -375,7 +226,7 @@ class BufferLayout:
             for index, place in enumerate(region.offsets):
                 if place is not None:
                     slots[index] = _in_region(partitions[index], shared, shared.unsharded_offset + place)
-        placed = tuple(slots[index] for index in range(len(partitions)))
+        placed = tuple([slots[index] for index in range(len(partitions))])
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
 
     def all_packed(self) -> BufferLayout:
@@ -415,7 +266,7 @@ class BufferLayout:
 def region_of(partitions: Sequence[Partition], *, world_size: int, itemsize: int) -> Region | None:
     """Where the owned ones of ``partitions`` lie in the region that they share; None if there are none."""
     owners = [partition.owner for partition in partitions]
-    if all(owner is None for owner in owners):
+    if owners.count(None) == len(owners):
         return None
     alignment = alignment_numel(direct=True, itemsize=itemsize)
     return Region.build(
@@ -514,12 +365,13 @@ class GradientLayout:
         placed: dict[int, GradientSlot] = {}
         offset = 0
         presence_offset = packed_numel = 0
+        rows_of = [partition.rows(world_size) for partition in carried]
+        lying = largest_first(carried, rows_of)
         for wanted in (False, True):
-            for index in largest_first(carried, world_size):
+            for index in lying:
                 if alone[index] is not wanted:
                     continue
-                partition = carried[index]
-                rows = partition.rows(world_size)
+                partition, rows = carried[index], rows_of[index]
                 numel = partition.outer * rows * partition.row_numel
                 start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
                 is_dealt_out = (

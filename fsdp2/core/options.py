@@ -153,15 +153,15 @@ class MixedPrecisionPolicy:
             FSDPValueError: the override returned anything but None, ``param_dtype`` or the parameter's own dtype.
         """
         override = self.param_dtype_override_fn
-        dtype = self.param_dtype
-        if override is not None:
-            chosen = override(parameter)
-            if chosen is not None and chosen not in (self.param_dtype, parameter.dtype):
-                raise FSDPValueError(
-                    f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; expected None, param_dtype "
-                    f"({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})."
-                )
-            dtype = chosen if chosen is not None else dtype
+        if override is None:
+            return self
+        chosen = override(parameter)
+        if chosen is not None and chosen not in (self.param_dtype, parameter.dtype):
+            raise FSDPValueError(
+                f"param_dtype_override_fn returned {chosen!r} for parameter '{fqn}'; expected None, param_dtype "
+                f"({self.param_dtype}) or the parameter's own dtype ({parameter.dtype})."
+            )
+        dtype = chosen if chosen is not None else self.param_dtype
         return replace(self, param_dtype=dtype, param_dtype_override_fn=None)
 
     @property

@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2 import _torch
-from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import SHARDED
 from fsdp2.core.options import MixedPrecisionPolicy
-from fsdp2.core.sharding import Sharding, class_of, dtensor_over, local_shard, parameter_at_offset
+from fsdp2.core.sharding import Partition, Sharding, class_of, dtensor_over, local_shard, parameter_at_offset
 from fsdp2.errors import FSDPRuntimeError
 
 # `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
@@ -302,7 +301,7 @@ class FSDPParam:
         group_name: str,
     ) -> None:
         self._begin(fqn, uses, sharding, policy, write_counter, group_name)
-        self.shape = tuple(local_data(original).shape)
+        self.shape = sharding.partition.shape
         self.adopt(shard_parameter(original, sharding))
 
     @classmethod
@@ -338,7 +337,7 @@ class FSDPParam:
         self.group_name = group_name
         self.write_counter = write_counter
         self.uses = tuple(uses)
-        self.registrations = tuple(registration(module, name) for module, name in self.uses)
+        self.registrations = tuple([registration(module, name) for module, name in self.uses])
         self.sharding = sharding
         self.policy = policy
         self.unsharded: nn.Parameter | None = None
@@ -707,10 +706,9 @@ class Registrations:
     __slots__ = ("_mappings", "_names", "_params", "places")
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
-        self.places = tuple((mapping, name, param) for param in params for mapping, name in param.registrations)
-        self._mappings = tuple(mapping for mapping, _, _ in self.places)
-        self._names = tuple(name for _, name, _ in self.places)
-        self._params = tuple(param for _, _, param in self.places)
+        self.places = tuple([(mapping, name, param) for param in params for mapping, name in param.registrations])
+        columns: Any = zip(*self.places, strict=True) if self.places else ((), (), ())
+        self._mappings, self._names, self._params = columns
 
     def hold_sharded(self) -> bool:
         """Whether the modules hold the sharded parameters, as they were when the plan was made."""

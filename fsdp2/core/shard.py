@@ -16,7 +16,7 @@ from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.layout import Partition
+from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info, smaller_mesh
 from fsdp2.core.misuse import explain_errors, refuse_whole_tensors
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
@@ -33,7 +33,14 @@ from fsdp2.core.other_words import instead_of
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import Unit
-from fsdp2.core.sharding import Sharding, ShardPlacementFn, check_policy_callable, requested_placement, sharding_of
+from fsdp2.core.sharding import (
+    Partition,
+    Sharding,
+    ShardPlacementFn,
+    check_policy_callable,
+    requested_placement,
+    sharding_of,
+)
 from fsdp2.core.state import FSDPState, ShardArguments, Strategy, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
@@ -43,6 +50,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 _MIXED_PRECISION = MixedPrecisionPolicy()
 _OFFLOAD = OffloadPolicy()
+_NONE_SMALL = 0
 
 
 INFO_FOR: Port[Callable[[Any, Any, Any, Callable[[], DataParallelMeshInfo]], DataParallelMeshInfo]] = Port(
@@ -163,7 +171,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
-    replicate_below: int = 0,
+    replicate_below: int = _NONE_SMALL,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -244,8 +252,8 @@ def fully_shard(
     data_parallel = DataParallelMesh.from_info(info)
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = ignored_below(modules, ignored_params)
-    below = ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    small = SMALL.filling.mesh_of(replicate_below, info)
+    below = ignored and ignored.intersection(parameter for each in modules for parameter in each.parameters())
+    small = None if replicate_below is _NONE_SMALL else SMALL.filling.mesh_of(replicate_below, info)
     arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
     )
@@ -254,20 +262,24 @@ def fully_shard(
     managed = _managed_modules(modules)
     found = _find_parameters(modules, managed, ignored)
     _refuse_lazy(found, modules[0])
-    tied = TIES.filling.take(found, ignored, managed, modules[0])
+    # Of those that other calls have sharded, or replaced, something is noted on the parameter.
+    is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
+    tied = [] if is_fresh else TIES.filling.take(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
-    named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *((t.original, t.uses) for t in tied))]
+    named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *[(t.original, t.uses) for t in tied])]
     policy = module_policy(arguments.mp_policy, named, name)
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
-        TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], name)
+        if tied:
+            TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], name)
         unit = _shard(found, managed, arguments, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
-        unit, absorbed = SMALL.filling.absorb(modules, unit, arguments, name)
+        unit, absorbed = SMALL.filling.absorb(modules, unit, arguments, name) if replicate_below else (unit, [])
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
-        unit = tuple(dict.fromkeys((*unit, *(each.owner.group for each in tied))))
+        unit = tuple(dict.fromkeys((*unit, *[each.owner.group for each in tied])))
     state = FSDPState(modules, unit, policy, arguments, ignored)
-    SMALL.filling.share(absorbed)
+    if absorbed:
+        SMALL.filling.share(absorbed)
     if strategy is not None:
         SET_STRATEGY.filling(strategy, [state])
     for each_module in modules:
@@ -359,7 +371,7 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
         if not isinstance(each, nn.Module):
             raise FSDPTypeError(f"fully_shard shards an nn.Module or a list of them, got {type(each).__name__}.")
         refuse_container(each, "fully_shard")
-        if _is_replicated(each):
+        if "replicate" in each.__dict__.get(_torch.COMPOSED, ()):
             raise FSDPValueError(
                 f"torch's replicate was called on this {type(each).__name__}, which sees to its gradients: call "
                 "fully_shard on a module above or below it, or on it instead of replicate, with strategy='replicate' "
@@ -367,6 +379,8 @@ def _validated_modules(module: object) -> tuple[nn.Module, ...]:
             )
     if len(set(map(id, modules))) != len(modules):
         raise FSDPValueError("fully_shard was called on a list that holds a module twice.")
+    if len(modules) == 1:
+        return modules
     inside = {child for each in modules for child in each.modules() if child is not each}
     return tuple(each for each in modules if each not in inside)
 
@@ -392,12 +406,9 @@ def ignored_below(modules: Sequence[nn.Module], ignored_params: Any) -> frozense
     Raises:
         FSDPTypeError: something else than parameters.
     """
-    replicated = [each for module in modules for each in module.modules() if _is_replicated(each)]
-    return validated_ignored(ignored_params) | {parameter for each in replicated for parameter in each.parameters()}
-
-
-def _is_replicated(module: nn.Module) -> bool:
-    return "replicate" in _torch.composed(module)
+    ignored, key = validated_ignored(ignored_params), _torch.COMPOSED
+    replicated = [e for module in modules for e in module.modules() if "replicate" in e.__dict__.get(key, ())]
+    return ignored.union(*(each.parameters() for each in replicated)) if replicated else ignored
 
 
 def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -405,9 +416,10 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     managed: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in managed or state_of(module) is not None or _is_replicated(module):
+        composed = module.__dict__.get(_torch.COMPOSED, ())
+        if module in managed or STATE in module.__dict__ or "replicate" in composed:
             return
-        if "fully_shard" in _torch.composed(module):
+        if "fully_shard" in composed:
             path = module_paths(modules)[module]
             where = f"'{path}', a" if path else "this"
             raise FSDPValueError(

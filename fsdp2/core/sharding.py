@@ -19,9 +19,220 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked_class
-from fsdp2.core.layout import Partition, memory_order
 from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
+
+# `Partition`: how one parameter is dealt out, and where its rows lie. This is the only code that knows; a new way of
+# dealing out is written here, and every gather, reduction and copy follows.
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """ceil(numerator / denominator) for non-negative integers."""
+    return -(-numerator // denominator)
+
+
+def row_range(size: int, rows: int, rank: int) -> tuple[int, int]:
+    """The rows [start, stop) of ``rank`` when ``size`` rows are dealt out ``rows`` at a time."""
+    start = min(rows * rank, size)
+    return start, min(start + rows, size)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The dims of a tensor from the outermost in memory to the innermost; () if it is contiguous, or not dense."""
+    if tuple(stride) == contiguous_stride(shape):
+        return ()
+    order = tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim)))
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and stride[dim] != step:
+            return ()
+        step *= shape[dim]
+    dims = [dim for dim in order if shape[dim] != 1]
+    return () if dims == sorted(dims) or step == 0 else order
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
+
+    Attributes:
+        shape: of the parameter.
+        dim: the dim that is cut; None: every rank keeps the whole, as of a parameter of no dims.
+        order: its dims as they follow each other in memory, outermost first; () if contiguous.
+        block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
+        owner: the rank that has all rows; None: they are dealt out evenly.
+        size: entries of ``dim``: the rows that are dealt out.
+        outer: how many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied.
+        row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
+        numel: elements of the parameter.
+        memory_dim: where ``dim`` is in memory order.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    order: tuple[int, ...] = ()
+    block_rows: int = 1
+    owner: int | None = None
+    size: int = field(init=False, repr=False, compare=False)
+    outer: int = field(init=False, repr=False, compare=False)
+    row_numel: int = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    memory_dim: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """What follows from the others."""
+        shape, dim = self.shape, self.dim
+        in_memory = tuple(shape[each] for each in self.order) if self.order else shape
+        where = 0 if dim is None else self.order.index(dim) if self.order else dim
+        behind = in_memory if dim is None else in_memory[where + 1 :]
+        known = {
+            "size": 1 if dim is None else shape[dim],
+            "outer": math.prod(in_memory[:where]),
+            "row_numel": math.prod(behind),
+            "numel": math.prod(shape),
+            "memory_dim": where,
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def partition_key(self) -> tuple[int | None, int, int | None]:
+        """What tells apart ways of dealing out: dim, block_rows and owner."""
+        return self.dim, self.block_rows, self.owner
+
+    def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The strides of a tensor of ``shape``, dense and in this order."""
+        if not self.order:
+            return contiguous_stride(shape)
+        dense = contiguous_stride([shape[dim] for dim in self.order])
+        return tuple(dense[self.order.index(dim)] for dim in range(len(shape)))
+
+    def rows(self, world_size: int) -> int:
+        """Rows that each of ``world_size`` ranks keeps room for; of an owned one, those of the owner."""
+        if self.dim is None:
+            return 1
+        if self.owner is not None:
+            return self.size
+        blocks = -(-self.size // self.block_rows)  # `ceil_div`, at no call
+        return min(-(-blocks // world_size) * self.block_rows, self.size)
+
+    def is_chunked(self, world_size: int) -> bool:
+        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        if self.owner is not None:
+            return world_size == 1
+        rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
+        # Both deal out the same number to every rank but the last that has any.
+        return self.dim is None or rows == chunk or (rows >= self.size and chunk >= self.size)
+
+    def rows_of_ranks(self, world_size: int) -> tuple[int, ...]:
+        """How many rows each rank has."""
+        rows = self.rows(world_size)
+        parts = [self.part(rows, rank) for rank in range(world_size)]
+        return tuple(stop - start for start, stop in parts)
+
+    def part(self, rows: int, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of ``rank``, ``rows`` each; fewer or none on the last ranks."""
+        if self.owner is not None:
+            return (0, self.size if rank == self.owner else 0)
+        return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
+
+    def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` keeps."""
+        if self.dim is None:
+            return self.shape
+        start, stop = self.part(rows, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+
+def local_shard(whole: torch.Tensor, partition: Partition, rows: int, rank: int) -> torch.Tensor:
+    """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
+    if partition.dim is None:
+        return whole
+    start, stop = partition.part(rows, rank)
+    return whole.narrow(partition.dim, start, stop - start)
+
+
+def in_memory_order(tensor: torch.Tensor, partition: Partition) -> torch.Tensor:
+    """``tensor``, of the parameter's dims, as they follow each other in memory."""
+    return tensor.permute(partition.order) if partition.order else tensor
+
+
+def scatter_rows(whole: torch.Tensor, partition: Partition, rows: int, world_size: int) -> torch.Tensor:
+    """``whole``, in memory order, as (world_size, ...) of the elements of each rank, which has room for ``rows``.
+
+    Padded with zeros. Writes into nothing, so that it can be part of a graph.
+    """
+    if partition.dim is None:
+        return whole.reshape(1, -1).expand(world_size, -1)
+    size, outer, row_numel = partition.size, partition.outer, partition.row_numel
+    width = rows * row_numel
+    if rows * world_size == size:
+        return whole.reshape(outer, world_size, width).transpose(0, 1)
+    if outer == 1:
+        flat = whole.reshape(-1)
+        return torch.cat([flat, flat.new_zeros(world_size * width - flat.numel())]).view(world_size, -1)
+    full = size // rows
+    whole = whole.reshape(outer, size * row_numel)
+    pieces = [whole[:, : full * width].reshape(outer, full, width).transpose(0, 1).reshape(-1)]
+    pieces.append(whole[:, full * width :].reshape(-1))  # of the rank that has fewer rows, or none
+    lacking = world_size * outer * width - whole.numel()
+    return torch.cat([*pieces, whole.new_zeros(lacking)]).view(world_size, -1)
+
+
+def place_rows(of_ranks: torch.Tensor, partition: Partition, rows: int) -> torch.Tensor:
+    """The reverse: the parameter from (world_size, n) of all ranks. It may be a view of them."""
+    if partition.dim is None:
+        return in_shape(of_ranks[0], partition)
+    if partition.outer == 1:
+        return in_shape(of_ranks.reshape(-1)[: partition.numel], partition)
+    full, rest = divmod(partition.size, rows)
+    outer, width = partition.outer, rows * partition.row_numel
+    whole = of_ranks[:full].reshape(full, outer, width).transpose(0, 1).reshape(outer, full * width)
+    if rest:  # of the rank that has fewer
+        width = rest * partition.row_numel
+        whole = torch.cat([whole, of_ranks[full, : outer * width].reshape(outer, width)], 1)
+    return in_shape(whole.reshape(-1), partition)
+
+
+def rows_in_place(
+    of_ranks: torch.Tensor, flat: torch.Tensor, partition: Partition, rows: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same as copies to be made: parts of (world_size, n), and views of ``flat``, on which the parameter lies.
+
+    ``flat`` has room for padding at the end where the ranks' parts follow each other there.
+    """
+    world_size = of_ranks.shape[0]
+    if partition.dim is None:  # all ranks have sent the same
+        return [(of_ranks[0], flat[: partition.numel])]
+    outer, row_numel = partition.outer, partition.row_numel
+    if outer == 1:
+        return [(of_ranks, flat[: world_size * rows * row_numel].view(world_size, -1))]
+    full, rest = divmod(partition.size, rows)
+    whole = flat[: partition.numel].view(outer, partition.size * row_numel)
+    evenly = whole[:, : full * rows * row_numel].unflatten(1, (full, rows * row_numel)).transpose(0, 1)
+    copies = [(of_ranks[:full].unflatten(1, (outer, rows * row_numel)), evenly)]
+    if rest:  # of the rank that has fewer
+        last = of_ranks[full, : outer * rest * row_numel].view(outer, rest * row_numel)
+        copies.append((last, whole[:, full * rows * row_numel :]))
+    return copies
+
+
+def in_shape(flat: torch.Tensor, partition: Partition) -> torch.Tensor:
+    """``flat`` (numel,), in memory order, as the parameter."""
+    if not partition.order:
+        return flat.view(partition.shape)
+    inner = [partition.shape[dim] for dim in partition.order]
+    return flat.view(inner).permute([partition.order.index(dim) for dim in range(len(partition.shape))])
+
 
 # DTensors over local tensors that lie in a buffer: of the right class, with copies and pickles of their own.
 
@@ -484,14 +695,6 @@ def _with_flattened_shards(
             parts.append(spmd_mesh[name])
             flattened.append(placements[index])
     return (parts[0] if len(parts) == 1 else _torch.concatenate_meshes(parts)), tuple(flattened)
-
-
-def local_shard(whole: torch.Tensor, partition: Partition, rows: int, rank: int) -> torch.Tensor:
-    """The part of ``whole`` that ``rank`` holds if ranks have room for ``rows``; all of it if nothing is cut."""
-    if partition.dim is None:
-        return whole
-    start, stop = partition.part(rows, rank)
-    return whole.narrow(partition.dim, start, stop - start)
 
 
 def check_policy_callable(shard_placement_fn: object) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.layout import assign_ranks
 from fsdp2.core.sharding import Owned
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
@@ -36,6 +35,30 @@ def newton_schulz_flops(parameter: nn.Parameter) -> float:
     *stack, rows, columns = parameter.shape
     small, large = min(rows, columns), max(rows, columns)
     return float(math.prod(stack) * _NEWTON_SCHULZ_STEPS * (4 * small**2 * large + 2 * small**3))
+
+
+def assign_ranks(groups: Sequence[Sequence[float]], world_size: int) -> list[list[int]]:
+    """A rank for each item of each group, given what the items cost.
+
+    Within a group, longest first, to the hand that has least (Graham, 1969: at most 4/3 of the best). Then the heaviest
+    hand goes to the rank that has least so far. Ties go to the earlier item, hand and rank.
+    """
+    totals = [0.0] * world_size
+    dealt = []
+    for costs in groups:
+        hands = [0.0] * world_size
+        hand_of = [0] * len(costs)
+        for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+            hand = hands.index(min(hands))
+            hand_of[index] = hand
+            hands[hand] += costs[index]
+        heaviest_first = sorted(range(world_size), key=lambda hand: -hands[hand])
+        least_first = sorted(range(world_size), key=totals.__getitem__)
+        rank_of = dict(zip(heaviest_first, least_first, strict=True))
+        for hand, load in enumerate(hands):
+            totals[rank_of[hand]] += load
+        dealt.append([rank_of[hand] for hand in hand_of])
+    return dealt
 
 
 @checked(mesh=ANYTHING)

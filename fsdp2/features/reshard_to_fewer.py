@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, in_memory_order, storage_alias
+from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, storage_alias
 from fsdp2.core.gather import RESTS, Gather, Source
-from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam
-from fsdp2.core.sharding import local_shard, parameter_at_offset, post_forward_placement
+from fsdp2.core.sharding import Partition, in_memory_order, local_shard, parameter_at_offset, post_forward_placement
 
 
 class PostForwardShards:

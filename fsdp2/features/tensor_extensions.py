@@ -30,10 +30,11 @@ import torch
 from fsdp2 import _torch
 from fsdp2.core.buffers import Allocate, Resizable, on_the_wire, storage_alias
 from fsdp2.core.gather import EXTENSION_GATHER, GATHERS_ITSELF, Transfer
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Partition, align, byte_start, contiguous_stride
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.shard import CHECK_EXTENSION
+from fsdp2.core.sharding import Partition, contiguous_stride
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"

@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Partition, Region, align, byte_start
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.sharding import Sharding
+from fsdp2.core.sharding import Partition, Sharding
 from fsdp2.core.transport import transport_of
 
 

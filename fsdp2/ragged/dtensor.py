@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.core.layout import contiguous_stride
-from fsdp2.core.sharding import CLASSES, OF_ROWS
+from fsdp2.core.sharding import CLASSES, OF_ROWS, contiguous_stride
 from fsdp2.errors import FSDPValueError
 from fsdp2.features.whole_operators import chunk_of
 from fsdp2.ragged import operators

@@ -8,18 +8,15 @@ import random
 import pytest
 import torch
 
-from fsdp2.core.gradients import scatter_rows
 from fsdp2.core.layout import (
     DIRECT_ALIGNMENT_BYTES,
     PACKED_ALIGNMENT_BYTES,
     SMALLEST_ALIGNED_BYTES,
     BufferLayout,
     GradientLayout,
-    Partition,
     align,
-    ceil_div,
-    memory_order,
 )
+from fsdp2.core.sharding import Partition, ceil_div, memory_order, scatter_rows
 
 
 def random_cuts(generator: random.Random) -> list[Partition]:
@@ -227,7 +224,7 @@ def sent_by(
             continue
         dealt = gradient.permute(slot.partition.order or tuple(range(gradient.dim())))
         if slot.is_dealt_out and slot.shard_numel:
-            pieces = scatter_rows(dealt, slot, world_size).reshape(world_size, -1)
+            pieces = scatter_rows(dealt, slot.partition, slot.rows, world_size).reshape(world_size, -1)
         for rank in range(world_size):
             chunk = in_memory(chunk_of(gradient, slot.partition, world_size, rank), slot.partition)
             packed[rank, slot.offset - slot.pad_numel : slot.offset + slot.shard_numel] = 0

@@ -9,7 +9,8 @@ from fsdp2 import _torch
 from fsdp2.core import gradients as packing
 from fsdp2.core.buffers import view_as_wider_dtype
 from fsdp2.core.gradients import packing_for
-from fsdp2.core.layout import GradientLayout, Partition
+from fsdp2.core.layout import GradientLayout
+from fsdp2.core.sharding import Partition
 
 HOST = torch.device("cpu")
 

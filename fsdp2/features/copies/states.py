@@ -24,12 +24,11 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE, ModuleHooks
-from fsdp2.core.layout import Partition
 from fsdp2.core.mesh import DataParallelMesh, smaller_mesh
 from fsdp2.core.options import GroupSettings, MixedPrecisionPolicy, ModulePolicy, RootSettings
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of
 from fsdp2.core.root import ON_ROOT, Unit
-from fsdp2.core.sharding import Sharding
+from fsdp2.core.sharding import Partition, Sharding
 from fsdp2.core.state import RECIPE_OF, FSDPState, ShardArguments
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, Identity
 from fsdp2.features.copies.meshes import MeshRecord
