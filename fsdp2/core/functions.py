@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from fsdp2.arguments import ANYTHING, checked, shown
-from fsdp2.core.misuse import explanation_of
 from fsdp2.core.module import FSDPModule
 from fsdp2.core.root import roots_of, share_context
-from fsdp2.core.state import FSDPState, state_of
+from fsdp2.core.state import MISUSE, FSDPState, state_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 # Methods of sharded modules that gather and reshard like ``forward``. Knows states, and no more of modules.
@@ -38,7 +37,7 @@ def gather_around(module: nn.Module, name: str) -> None:
             cast = state.post_forward(self, args, output)
         except BaseException as error:
             state.forward_failed(self)
-            explained = explanation_of(error)
+            explained = MISUSE.filling.explanation_of(error)
             if explained is not None:
                 raise explained from error
             raise

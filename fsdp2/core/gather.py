@@ -443,7 +443,8 @@ class GroupStorage:
         return GatherPlan(dtype, param_dtype, indices_of(self._params, params), layout)
 
     def _find_extended(self) -> tuple[FSDPParam, ...]:
-        return tuple([param for param in self._params if GATHERS_ITSELF.filling(param.local)])
+        params = [param for param in self._params if type(param.local) is not torch.Tensor or param.local.__dict__]
+        return tuple([param for param in params if GATHERS_ITSELF.filling(param.local)])
 
     def check_devices(self, name: str) -> None:
         """Refuse parameters on meta, or elsewhere than their shards live.

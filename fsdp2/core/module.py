@@ -18,12 +18,11 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
 from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.misuse import explanation_of, refuse_data_parallel
 from fsdp2.core.options import DEFAULT, FREE, AllGather, ReduceScatter, RootSettings, check_comm, denominator_of
 from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import FSDPRoot, Unit
-from fsdp2.core.state import FSDPState, Strategy, state_of, states_below
+from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import own_forward_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
@@ -665,7 +664,7 @@ class FSDPModule:
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             self._get_fsdp_state().forward_failed(self)  # type: ignore[arg-type]
-            explained = explanation_of(error)
+            explained = MISUSE.filling.explanation_of(error)
             if explained is not None:
                 raise explained from error
             raise
@@ -690,7 +689,7 @@ class FSDPModule:
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What ``DistributedDataParallel`` asks for first."""
-        refuse_data_parallel()
+        MISUSE.filling.refuse_data_parallel()
         raise AttributeError("_ddp_params_and_buffers_to_ignore")
 
     # -- copies

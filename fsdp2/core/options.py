@@ -11,15 +11,32 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fsdp2.arguments import checked_class, is_number, shown
-from fsdp2.core.other_words import explain_mixed_precision, explain_offload
+from fsdp2.core.ports import Port
 from fsdp2.errors import FSDPTypeError, FSDPValueError
+
+
+class OtherWords(NamedTuple):
+    """What to write for the words of FSDP1, DDP and DeepSpeed, as sentences: here nothing.
+
+    Attributes:
+        instead_of: for a keyword.
+        explain_mixed_precision: for what was passed as ``mp_policy``.
+        explain_offload: for what was passed as ``offload_policy``.
+    """
+
+    instead_of: Callable[[str], str] = lambda word: ""
+    explain_mixed_precision: Callable[[Any], str] = lambda policy: ""
+    explain_offload: Callable[[Any], str] = lambda policy: ""
+
+
+OTHER_WORDS: Port[OtherWords] = Port(OtherWords())
 
 # Collectives that a user, or a feature, puts in the place of torch.distributed's: the protocols.
 #
@@ -268,7 +285,7 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(policy, type) or not all(hasattr(policy, name) for name in names):
-        found = f"{shown(policy)}. {explain_mixed_precision(policy)}".strip()
+        found = f"{shown(policy)}. {OTHER_WORDS.filling.explain_mixed_precision(policy)}".strip()
         raise FSDPTypeError(f"{what} a MixedPrecisionPolicy, got {found}")
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
@@ -345,7 +362,7 @@ def offload(policy: Any) -> OffloadPolicy:
         return policy
     known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
     if not known:
-        found = f"{shown(policy)}. {explain_offload(policy)}".strip()
+        found = f"{shown(policy)}. {OTHER_WORDS.filling.explain_offload(policy)}".strip()
         raise FSDPTypeError(f"offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got {found}")
     return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
 

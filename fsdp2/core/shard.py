@@ -18,9 +18,9 @@ from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info, smaller_mesh
-from fsdp2.core.misuse import explain_errors, refuse_whole_tensors
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
 from fsdp2.core.options import (
+    OTHER_WORDS,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -29,7 +29,6 @@ from fsdp2.core.options import (
     offload,
     policy_or_function,
 )
-from fsdp2.core.other_words import instead_of
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import Unit
@@ -41,7 +40,7 @@ from fsdp2.core.sharding import (
     requested_placement,
     sharding_of,
 )
-from fsdp2.core.state import FSDPState, ShardArguments, Strategy, state_of
+from fsdp2.core.state import MISUSE, FSDPState, ShardArguments, Strategy, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
@@ -150,7 +149,7 @@ def fully_shard(
     replicate_below: int = ...,
 ) -> list[Module]: ...
 @checked(
-    instead_of,
+    lambda word: OTHER_WORDS.filling.instead_of(word),
     mesh=ANYTHING,
     reshard_after_forward=ANYTHING,
     shard_placement_fn=ANYTHING,
@@ -288,8 +287,9 @@ def fully_shard(
     if unit:
         state.module_hooks.handle_state_dicts(state, modules, managed)
     for each_module in modules:
-        state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(refuse_whole_tensors))
-    explain_errors()
+        state.module_hooks.handles.append(
+            each_module.register_load_state_dict_pre_hook(MISUSE.filling.refuse_whole_tensors)
+        )
     for action in ON_SHARDING:
         action()
     return module
@@ -350,7 +350,7 @@ def _requested_sharding(
     where = f"parameter '{fqn}' of {name}"
     sharding = sharding_of(parameter, *requested_placement(shard_placement_fn, parameter, fqn, default), where)
     data = local_data(parameter)
-    if GATHERS_ITSELF.filling(data):
+    if (type(data) is not torch.Tensor or data.__dict__) and GATHERS_ITSELF.filling(data):
         CHECK_EXTENSION.filling(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
 

@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from fsdp2.core.hooks import (
     on_real_parameters,
 )
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.misuse import refuse_inside_of_a_pass
 from fsdp2.core.options import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -190,6 +189,29 @@ _RANGES = {
     "_end_module_backward": "post_backward",
 }
 """What profilers show of these methods: ``FSDP::pre_forward (fqn)``, as of torch's."""
+
+
+def _nothing(*_: Any) -> None:
+    """There is nothing to say."""
+
+
+class Misuse(NamedTuple):
+    """What to say of mistakes that show elsewhere than they were made: here nothing.
+
+    Attributes:
+        explanation_of: what to raise instead of an error that leaves a call of a sharded module, if anything.
+        refuse_data_parallel: raises where ``DistributedDataParallel`` is being built around a sharded module.
+        refuse_inside_of_a_pass: raises where the parameters of a root's modules, of that name, are being used.
+        refuse_whole_tensors: raises where a state dict of plain tensors is to be loaded; a hook of modules.
+    """
+
+    explanation_of: Callable[[BaseException], BaseException | None] = _nothing
+    refuse_data_parallel: Callable[[], None] = _nothing
+    refuse_inside_of_a_pass: Callable[[FSDPRoot, Sequence[nn.Module], str], None] = _nothing
+    refuse_whole_tensors: Callable[..., None] = _nothing
+
+
+MISUSE: Port[Misuse] = Port(Misuse())
 
 RECIPE_OF: Port[Callable[[Any], Any]] = Port(missing("copies"))
 """What of a state travels with copies of its modules. On arrival its ``begin(state)`` is called."""
@@ -428,7 +450,7 @@ class FSDPState:
         """
         if self.root is not None:
             self.root.recover_if_failed()
-            refuse_inside_of_a_pass(self.root, self.modules, self.name)
+            MISUSE.filling.refuse_inside_of_a_pass(self.root, self.modules, self.name)
             self.root.comm.let_host_write_shards()
         for group in self.unit:
             group.refuse_set_data()

@@ -19,9 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.misuse import is_ours, tensors_in
 from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPNotImplementedError
+from fsdp2.features.misuse import is_ours
 
 _aten: Any = torch.ops.aten
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from fsdp2 import _torch
-from fsdp2.core.misuse import tensors_in
 from fsdp2.core.sharding import contiguous_stride, reduction_groups_of
+from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.features.whole_operators import run_on_whole
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.functions import restore_methods
-from fsdp2.core.misuse import explain_errors
 from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED
 from fsdp2.core.param import link_copies
 from fsdp2.core.state import FSDPState, state_of
@@ -70,7 +69,6 @@ def completed() -> None:
         restore_methods(state)  # type: ignore[arg-type]
         for module in state.modules:
             _torch.map_state(module, state)
-        explain_errors()
         for action in ON_SHARDING:
             action()
 

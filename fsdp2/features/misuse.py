@@ -25,8 +25,11 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import SHARDED
+from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.state import MISUSE, Misuse
 from fsdp2.core.structure import module_paths
+from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
 
 _CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
@@ -266,10 +269,5 @@ def is_ours(tensor: DTensor) -> bool:
     return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the arguments of an operator, those in lists included."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+MISUSE.fill(Misuse(explanation_of, refuse_data_parallel, refuse_inside_of_a_pass, refuse_whole_tensors))
+ON_SHARDING.append(explain_errors)
