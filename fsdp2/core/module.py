@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import FSDPRoot, Unit
 from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
-from fsdp2.core.structure import own_forward_of
+from fsdp2.core.structure import NO_FORWARD
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 # What the asynchronous methods of `FSDPModule` return, to be waited for.
@@ -765,7 +766,7 @@ def mix_in(module: nn.Module) -> None:
     original = type(module)
     sharded = _CLASSES.get(original)
     if sharded is None:
-        namespace = {"__module__": original.__module__, **own_forward_of(original)}
+        namespace = {"__module__": original.__module__, **_own_forward_of(original)}
         namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
         # Another rank, a thread of this process, may have made it by now: the first counts.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
@@ -776,6 +777,19 @@ def mix_in(module: nn.Module) -> None:
     if (state := state_of(module)) is not None:
         _torch.map_state(module, state)
     _torch_compiler.recompile_from(module)
+
+
+def _own_forward_of(kind: type) -> dict[str, Any]:
+    """A ``forward`` for module classes that have torch's: ``torch.compile`` would begin graphs outside of our call."""
+    inherited = kind.forward  # type: ignore[attr-defined]
+    if inherited in NO_FORWARD or getattr(inherited, "__module__", "").split(".")[0] != "torch":
+        return {}
+
+    @functools.wraps(inherited)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inherited(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 def _of_its_own_code(function: Any) -> Any:

@@ -538,7 +538,8 @@ class FSDPState:
         root.recover_if_failed()
         if self.is_root:
             if not root.iteration.in_forward:
-                refuse_list_as_root(self.modules)
+                if len(self.modules) > 1:
+                    refuse_list_as_root(self.modules)
                 if root.is_disturbed:
                     self._reclaim(root)
                 root.begin_forward()

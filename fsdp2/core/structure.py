@@ -5,7 +5,6 @@ Knows modules, nothing of sharding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -53,25 +52,13 @@ class Structure:
         )
 
 
-_NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+"""Of classes whose modules are not called."""
 
 
 def has_forward(module: nn.Module) -> bool:
     """Whether calling ``module`` computes something, so that parameters can be gathered before."""
-    return type(module).forward not in _NO_FORWARD or "forward" in vars(module)
-
-
-def own_forward_of(kind: type) -> dict[str, Any]:
-    """A ``forward`` for module classes that have torch's: ``torch.compile`` would begin graphs outside of our call."""
-    inherited = kind.forward  # type: ignore[attr-defined]
-    if inherited in _NO_FORWARD or getattr(inherited, "__module__", "").split(".")[0] != "torch":
-        return {}
-
-    @functools.wraps(inherited)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return inherited(self, *args, **kwargs)
-
-    return {"forward": forward}
+    return type(module).forward not in NO_FORWARD or "forward" in vars(module)
 
 
 def refuse_container(module: nn.Module, caller: str) -> None:
@@ -80,7 +67,7 @@ def refuse_container(module: nn.Module, caller: str) -> None:
     Raises:
         FSDPValueError: it is one.
     """
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in _NO_FORWARD:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in NO_FORWARD:
         raise FSDPValueError(
             f"{caller} cannot shard a {type(module).__name__}: it has no forward to gather parameters before. "
             "Call it on the modules inside, or on the module that contains it."
