@@ -335,8 +335,8 @@ class PostForwardShards(Protocol):
         """Free what rests here, once it has been gathered."""
 
 
-RESTS: Port[Callable[[DataParallelMesh], PostForwardShards]] = Port(missing("reshard_to_fewer"))
-"""Makes it, of the mesh of the fewer ranks."""
+RESTS: Port[Callable[[DataParallelMesh, int], PostForwardShards]] = Port(missing("reshard_to_fewer"))
+"""Makes it, of the mesh of the group and the number of ranks. Makes process groups: all ranks call."""
 
 
 class ExtensionGather(Protocol):

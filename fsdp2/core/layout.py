@@ -225,7 +225,7 @@ class BufferLayout:
         if region and shared:
             for index, place in enumerate(region.offsets):
                 if place is not None:
-                    slots[index] = _in_region(partitions[index], shared, shared.unsharded_offset + place)
+                    slots[index] = slot_in_region(partitions[index], shared, shared.unsharded_offset + place)
         placed = tuple([slots[index] for index in range(len(partitions))])
         return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
 
@@ -234,33 +234,6 @@ class BufferLayout:
         slots = tuple(replace(slot, direct=False) for slot in self.slots)
         region = None if self.region is None else replace(self.region, direct=False)
         return replace(self, slots=slots, region=region, packed_numel=self.shard_numel)
-
-    def over(self, world_size: int, itemsize: int) -> BufferLayout:
-        """The same unsharded buffer, sharded over fewer ranks: a divisor of this layout's ``world_size``.
-
-        What several ranks own, one has then.
-        """
-        moved: dict[int, Slot] = {}
-        offset = packed_numel = 0
-        for wanted in (False, True):
-            for index, slot in sorted(enumerate(self.carried), key=lambda pair: pair[1].unsharded_offset):
-                if slot.direct is wanted:
-                    shard = replace(slot, rows=slot.partition.rows(world_size))
-                    offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
-                    moved[index] = replace(shard, shard_offset=offset)
-                    offset += shard.shard_numel
-            if not wanted:
-                packed_numel = offset
-        carried = iter([moved[index] for index in range(len(moved))])
-        region = None if self.region is None else moved[len(moved) - 1]
-        placed = []
-        for slot in self.slots:
-            if region is not None and slot.partition.owner is not None:
-                partition = replace(slot.partition, owner=slot.partition.owner * world_size // self.world_size)
-                placed.append(_in_region(partition, region, slot.unsharded_offset))
-            else:
-                placed.append(next(carried))
-        return BufferLayout(world_size, tuple(placed), packed_numel, offset, self.unsharded_numel, region)
 
 
 def region_of(partitions: Sequence[Partition], *, world_size: int, itemsize: int) -> Region | None:
@@ -274,7 +247,7 @@ def region_of(partitions: Sequence[Partition], *, world_size: int, itemsize: int
     )
 
 
-def _in_region(partition: Partition, region: Slot, unsharded_offset: int) -> Slot:
+def slot_in_region(partition: Partition, region: Slot, unsharded_offset: int) -> Slot:
     """The slot of an owned parameter. (Its place in the shard buffer is the owner's; others keep nothing.)"""
     place = (unsharded_offset - region.unsharded_offset) % region.shard_numel if region.shard_numel else 0
     return Slot(partition, partition.size, region.shard_offset + place, unsharded_offset, region.direct)

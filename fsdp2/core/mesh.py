@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import _torch
 from fsdp2.arguments import checked_class
 from fsdp2.core.options import DataParallelMeshDims
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 
 @checked_class()
@@ -242,43 +242,6 @@ def _info_of_named_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataPar
 
 def _flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else _torch.flatten_mesh(mesh[names], "_".join(names))
-
-
-_SMALLER: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
-
-
-def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
-    """The mesh of groups of ``size`` neighbours in ``mesh``, for resharding to fewer ranks after forward.
-
-    Makes process groups, once per process group of ``mesh`` and size: all ranks must call this, also those of other
-    slices of the mesh that ``mesh`` is a slice of. The dims of that which are not data parallel follow in the mesh that
-    the result is a slice of.
-
-    Raises:
-        FSDPNotImplementedError: ``mesh`` is a slice with flattened dims.
-    """
-    assert mesh.shard_group is not None, "something is sharded"
-    known = _SMALLER.setdefault(mesh.shard_group, {})
-    key = (mesh.replicate_size, size)
-    if key not in known:
-        known[key] = _neighbours(mesh.device_mesh, size)
-    return DataParallelMesh.from_info(HSDPMeshInfo(known[key], shard_mesh_dim=1, replicate_mesh_dim=0))
-
-
-def _neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    root, names = _torch.root_mesh(mesh), mesh.mesh_dim_names
-    if root is None or root.size() == mesh.size():  # all of them see the same ranks
-        return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
-    if names is None or root.mesh_dim_names is None or any(name not in root.mesh_dim_names for name in names):
-        raise FSDPNotImplementedError(
-            f"reshard_after_forward as an int is not supported on {mesh}, of which a dim was flattened from several of "
-            f"{root}; pass True or False."
-        )
-    others = [name for name in root.mesh_dim_names if name not in names]
-    order = [root.mesh_dim_names.index(name) for name in (*names, *others)]
-    ranks = root.mesh.permute(order).reshape(-1, size, *(root.size(index) for index in order[len(names) :]))
-    ours = (f"{names[-1]}_groups", f"{names[-1]}_neighbours")
-    return DeviceMesh(root.device_type, ranks, mesh_dim_names=(*ours, *others))[ours]
 
 
 _SCATTERING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
-from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info, smaller_mesh
+from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
 from fsdp2.core.options import (
     OTHER_WORDS,
@@ -511,7 +511,7 @@ def _shard(
     )
     for group in unit:
         if neighbours is not None and neighbours < group.mesh.shard_size:
-            group.storage.post_forward = RESTS.filling(smaller_mesh(group.mesh, neighbours))
+            group.storage.post_forward = RESTS.filling(group.mesh, neighbours)
     return unit
 
 

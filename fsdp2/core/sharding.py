@@ -558,11 +558,11 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     elif unsharded_spec is None:
         spmd_mesh, placements = (
             mesh.device_mesh,
-            (*_replicated(mesh), *_cut(mesh, _placement(partition, mesh.shard_size))),
+            (*_replicated(mesh), *_cut(mesh, placement_of(partition, mesh.shard_size))),
         )
     else:
         spmd_mesh = _concatenated(mesh.device_mesh, unsharded_spec.mesh, where)
-        placement = _strided(partition, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
+        placement = strided_placement(partition, mesh.shard_size, unsharded_spec.mesh, unsharded_spec.placements)
         placements = (*_replicated(mesh), *_cut(mesh, placement), *unsharded_spec.placements)
     stride = parameter.stride() if unsharded_spec is not None else partition.stride(partition.shape)
     spec = _torch.make_spec(spmd_mesh, placements, parameter.shape, stride, parameter.dtype)
@@ -577,7 +577,8 @@ def _cut(mesh: DataParallelMesh, placement: Placement) -> tuple[Placement, ...]:
     return () if mesh.shard_group is None else (placement,)
 
 
-def _placement(partition: Partition, world_size: int) -> Placement:
+def placement_of(partition: Partition, world_size: int) -> Placement:
+    """How a dim of ``world_size`` ranks, by itself, cuts a parameter."""
     if partition.dim is None:
         return Replicate()
     if partition.is_chunked(world_size):
@@ -595,7 +596,7 @@ def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
             )
 
 
-def _strided(
+def strided_placement(
     partition: Partition, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
 ) -> Placement:
     """The placement of a data-parallel dim that cuts what the mesh dims from ``first`` on have cut already.
@@ -604,34 +605,13 @@ def _strided(
     """
     dim = partition.dim
     if dim is None or not partition.is_chunked(world_size):
-        return _placement(partition, world_size)
+        return placement_of(partition, world_size)
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
     return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
-
-
-def post_forward_placement(
-    sharding: Sharding, partition: Partition, neighbours: DeviceMesh
-) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
-
-    ``partition``: how it is dealt out over the neighbours.
-    """
-    spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
-    alone = (Replicate(), _placement(partition, size))
-    if spec is None:
-        return neighbours, alone
-    whole = _torch.root_mesh(neighbours)
-    assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
-    others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
-    kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
-    if not others:
-        return neighbours, alone
-    mesh = whole[tuple([*names, *others])]
-    return mesh, (Replicate(), _strided(partition, size, mesh[tuple(others)], kept), *kept)
 
 
 def _concatenated(data_parallel: DeviceMesh, model_parallel: DeviceMesh, where: str) -> DeviceMesh:
@@ -673,7 +653,7 @@ def _spmd_placements(
     for name in dims.shard_names:
         index = names.index(name)
         others = tuple(unsharded_spec.placements)
-        placements[index] = _strided(partition, mesh.shard_size, spmd_mesh, others, first=index + 1)
+        placements[index] = strided_placement(partition, mesh.shard_size, spmd_mesh, others, first=index + 1)
     if len(dims.shard_names) < 2:
         return spmd_mesh, tuple(placements)
     return _with_flattened_shards(mesh, dims.shard_names, dims.replicate_names, placements)

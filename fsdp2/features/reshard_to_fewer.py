@@ -7,16 +7,67 @@ memory for less communication over slow links.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, storage_alias
 from fsdp2.core.gather import RESTS, Gather, Source
-from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.layout import BufferLayout, Slot, shard_start, slot_in_region
+from fsdp2.core.mesh import DataParallelMesh, HSDPMeshInfo
 from fsdp2.core.param import FSDPParam
-from fsdp2.core.sharding import Partition, in_memory_order, local_shard, parameter_at_offset, post_forward_placement
+from fsdp2.core.sharding import (
+    Partition,
+    Sharding,
+    in_memory_order,
+    local_shard,
+    parameter_at_offset,
+    placement_of,
+    strided_placement,
+)
+from fsdp2.errors import FSDPNotImplementedError
+
+_SMALLER: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], DeviceMesh]] = WeakKeyDictionary()
+
+
+def smaller_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
+    """The mesh of groups of ``size`` neighbours in ``mesh``, for resharding to fewer ranks after forward.
+
+    Makes process groups, once per process group of ``mesh`` and size: all ranks must call this, also those of other
+    slices of the mesh that ``mesh`` is a slice of. The dims of that which are not data parallel follow in the mesh that
+    the result is a slice of.
+
+    Raises:
+        FSDPNotImplementedError: ``mesh`` is a slice with flattened dims.
+    """
+    assert mesh.shard_group is not None, "something is sharded"
+    known = _SMALLER.setdefault(mesh.shard_group, {})
+    key = (mesh.replicate_size, size)
+    if key not in known:
+        known[key] = _neighbours(mesh.device_mesh, size)
+    return DataParallelMesh.from_info(HSDPMeshInfo(known[key], shard_mesh_dim=1, replicate_mesh_dim=0))
+
+
+def _neighbours(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    root, names = _torch.root_mesh(mesh), mesh.mesh_dim_names
+    if root is None or root.size() == mesh.size():  # all of them see the same ranks
+        return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("replicate", "shard"))
+    if names is None or root.mesh_dim_names is None or any(name not in root.mesh_dim_names for name in names):
+        raise FSDPNotImplementedError(
+            f"reshard_after_forward as an int is not supported on {mesh}, of which a dim was flattened from several of "
+            f"{root}; pass True or False."
+        )
+    others = [name for name in root.mesh_dim_names if name not in names]
+    order = [root.mesh_dim_names.index(name) for name in (*names, *others)]
+    ranks = root.mesh.permute(order).reshape(-1, size, *(root.size(index) for index in order[len(names) :]))
+    ours = (f"{names[-1]}_groups", f"{names[-1]}_neighbours")
+    return DeviceMesh(root.device_type, ranks, mesh_dim_names=(*ours, *others))[ours]
 
 
 class PostForwardShards:
@@ -27,8 +78,9 @@ class PostForwardShards:
         gather: from the parts to the unsharded buffers; None before `prepare`.
     """
 
-    def __init__(self, mesh: DataParallelMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, whole: DataParallelMesh, size: int) -> None:
+        """Rest on ``size`` neighbours of ``whole``. Makes process groups: all ranks must call, see `smaller_mesh`."""
+        self.mesh = smaller_mesh(whole, size)
         self.gather: Gather | None = None
         self._sources: list[Source] = []
         self._parts: list[Resizable] = []
@@ -40,7 +92,7 @@ class PostForwardShards:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
-            layout = each.layout.over(self.mesh.shard_size, each.plan.param_dtype.itemsize)
+            layout = _layout_over(each.layout, self.mesh.shard_size, each.plan.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.plan.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
                 partition, shape = slot.partition, slot.local_shape(self.mesh.shard_rank)
@@ -77,7 +129,7 @@ class PostForwardShards:
 
     def _parameter(self, local: torch.Tensor, param: FSDPParam, partition: Partition) -> nn.Parameter:
         sharded = param.sharded
-        mesh, placements = post_forward_placement(param.sharding, partition, self.mesh.device_mesh)
+        mesh, placements = _rests_on(param.sharding, partition, self.mesh.device_mesh)
         spec = _torch.make_spec(mesh, placements, sharded.shape, sharded.stride(), local.dtype)
         return parameter_at_offset(local, spec, requires_grad=sharded.requires_grad)
 
@@ -113,6 +165,55 @@ class PostForwardShards:
         """Free the parts, once they have been gathered."""
         for part in self._parts:
             part.free()
+
+
+def _rests_on(
+    sharding: Sharding, partition: Partition, neighbours: DeviceMesh
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Mesh and placements of a parameter of ``sharding`` that rests on ``neighbours``, of dims (groups, neighbours).
+
+    ``partition``: how it is dealt out over the neighbours.
+    """
+    spec, names, size = sharding.unsharded_spec, neighbours.mesh_dim_names, neighbours.size(1)
+    alone = (Replicate(), placement_of(partition, size))
+    if spec is None:
+        return neighbours, alone
+    whole = _torch.root_mesh(neighbours)
+    assert whole is not None and whole.mesh_dim_names is not None and names is not None, "named dims"
+    others = [name for name in spec.mesh.mesh_dim_names if name in whole.mesh_dim_names]
+    kept = tuple(spec.placements[spec.mesh.mesh_dim_names.index(name)] for name in others)
+    if not others:
+        return neighbours, alone
+    mesh = whole[tuple([*names, *others])]
+    return mesh, (Replicate(), strided_placement(partition, size, mesh[tuple(others)], kept), *kept)
+
+
+def _layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferLayout:
+    """The same unsharded buffer, sharded over fewer ranks: a divisor of ``layout.world_size``.
+
+    What several ranks own, one has then.
+    """
+    moved: dict[int, Slot] = {}
+    offset = packed_numel = 0
+    for wanted in (False, True):
+        for index, slot in sorted(enumerate(layout.carried), key=lambda pair: pair[1].unsharded_offset):
+            if slot.direct is wanted:
+                shard = replace(slot, rows=slot.partition.rows(world_size))
+                offset = shard_start(offset, shard.shard_numel, direct=wanted, itemsize=itemsize)
+                moved[index] = replace(shard, shard_offset=offset)
+                offset += shard.shard_numel
+        if not wanted:
+            packed_numel = offset
+    carried = iter([moved[index] for index in range(len(moved))])
+    region = None if layout.region is None else moved[len(moved) - 1]
+    placed = []
+    for slot in layout.slots:
+        if region is not None and slot.partition.owner is not None:
+            partition = replace(slot.partition, owner=slot.partition.owner * world_size // layout.world_size)
+            placed.append(slot_in_region(partition, region, slot.unsharded_offset))
+        else:
+            placed.append(next(carried))
+    return BufferLayout(world_size, tuple(placed), packed_numel, offset, layout.unsharded_numel, region)
 
 
 RESTS.fill(PostForwardShards)

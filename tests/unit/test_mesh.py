@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import DDPMeshInfo, FSDPMeshInfo, FSDPTypeError, FSDPValueError, HSDPMeshInfo
-from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, mesh_info, smaller_mesh
+from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, mesh_info
 from fsdp2.core.options import DataParallelMeshDims
+from fsdp2.features.reshard_to_fewer import smaller_mesh
 from tests.harness import fake_world
 
 

@@ -24,7 +24,7 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE, ModuleHooks
-from fsdp2.core.mesh import DataParallelMesh, smaller_mesh
+from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import GroupSettings, MixedPrecisionPolicy, ModulePolicy, RootSettings
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of
 from fsdp2.core.root import ON_ROOT, Unit
@@ -298,7 +298,7 @@ class Recipe:
         group = FSDPParamGroup(params, facts.mesh, facts.offloading, write_counter=write_counter, name=name)
         group.identity = identity
         if facts.neighbours is not None:
-            group.storage.post_forward = PostForwardShards(smaller_mesh(facts.mesh, facts.neighbours))
+            group.storage.post_forward = PostForwardShards(facts.mesh, facts.neighbours)
         group.configure(facts.settings)
         return group
 
