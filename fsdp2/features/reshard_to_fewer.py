@@ -92,7 +92,7 @@ class PostForwardShards:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
-            layout = _layout_over(each.layout, self.mesh.shard_size, each.plan.param_dtype.itemsize)
+            layout = layout_over(each.layout, self.mesh.shard_size, each.plan.param_dtype.itemsize)
             part = Resizable(torch.empty(layout.shard_numel, dtype=each.plan.param_dtype, device=device))
             for param, slot in zip(each.params, layout.slots, strict=True):
                 partition, shape = slot.partition, slot.local_shape(self.mesh.shard_rank)
@@ -188,7 +188,7 @@ def _rests_on(
     return mesh, (Replicate(), strided_placement(partition, size, mesh[tuple(others)], kept), *kept)
 
 
-def _layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferLayout:
+def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferLayout:
     """The same unsharded buffer, sharded over fewer ranks: a divisor of ``layout.world_size``.
 
     What several ranks own, one has then.

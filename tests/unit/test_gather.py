@@ -19,6 +19,7 @@ from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import BufferLayout
 from fsdp2.core.options import AllGather
 from fsdp2.core.sharding import Partition, in_memory_order
+from fsdp2.features.reshard_to_fewer import layout_over
 
 CPU = torch.device("cpu")
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -233,7 +234,7 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
     cuts = [Partition(tuple(param.shape)) for param in params]
     layout = BufferLayout.build(cuts, world_size=world_size * (2 if fewer else 1), itemsize=4)
     if fewer:
-        layout = layout.over(world_size, 4)
+        layout = layout_over(layout, world_size, 4)
     gathers, ranks = [], []
     for rank in range(world_size):
         shard = torch.zeros(layout.shard_numel)

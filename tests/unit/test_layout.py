@@ -17,6 +17,7 @@ from fsdp2.core.layout import (
     align,
 )
 from fsdp2.core.sharding import Partition, ceil_div, memory_order, scatter_rows
+from fsdp2.features.reshard_to_fewer import layout_over
 
 
 def random_cuts(generator: random.Random) -> list[Partition]:
@@ -164,7 +165,7 @@ def test_fewer_ranks_fill_the_same_unsharded_buffer(seed: int) -> None:
     cuts, threshold = random_cuts(generator), generator.choice([0, 256, 1 << 30])
     layout = BufferLayout.build(cuts, world_size=world_size, itemsize=2, direct_threshold_bytes=threshold)
     itemsize = generator.choice([2, 4])
-    parts = layout.over(fewer, itemsize)
+    parts = layout_over(layout, fewer, itemsize)
     assert (parts.world_size, parts.unsharded_numel) == (fewer, layout.unsharded_numel)
     for slot, before in zip(parts.slots, layout.slots, strict=True):
         assert (slot.unsharded_offset, slot.direct) == (before.unsharded_offset, before.direct)

@@ -13,6 +13,7 @@ from fsdp2.core.gather import Gather
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Region
 from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
 from fsdp2.core.sharding import Partition
+from fsdp2.features.reshard_to_fewer import layout_over
 from tests.unit.test_gather import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 
@@ -113,7 +114,7 @@ def test_on_fewer_ranks_a_neighbour_owns_what_several_did(seed: int) -> None:
     fewer = generator.choice([size for size in range(1, world_size + 1) if world_size % size == 0])
     cuts, itemsize = drawn_cuts(generator, world_size), generator.choice([2, 4])
     layout = BufferLayout.build(cuts, world_size=world_size, itemsize=2, direct_threshold_bytes=256)
-    parts = layout.over(fewer, itemsize)
+    parts = layout_over(layout, fewer, itemsize)
     assert (parts.world_size, parts.unsharded_numel) == (fewer, layout.unsharded_numel)
     assert (parts.region is None) == (layout.region is None)
     for slot, before in zip(parts.slots, layout.slots, strict=True):
