@@ -32,10 +32,6 @@ class FSDPNotImplementedError(FSDPError, NotImplementedError):
     """A combination that this version does not support; the message names what does work."""
 
 
-class Identity:
-    """Stands for something in copies and pickles: one that is copied along with others is the same in all of them."""
-
-
 class ParamPhase(enum.Enum):
     """Where the parameters of a group stand.
 

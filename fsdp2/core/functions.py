@@ -12,7 +12,7 @@ from torch import nn
 from fsdp2.arguments import ANYTHING, checked, shown
 from fsdp2.core.module import FSDPModule
 from fsdp2.core.root import roots_of, share_context
-from fsdp2.core.state import MISUSE, FSDPState, state_of
+from fsdp2.core.state import MISUSE, state_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 # Methods of sharded modules that gather and reshard like ``forward``. Knows states, and no more of modules.
@@ -45,15 +45,6 @@ def gather_around(module: nn.Module, name: str) -> None:
 
     state.module_hooks.methods.setdefault((module, name), module.__dict__.get(name))
     module.__dict__[name] = types.MethodType(wrapped, module)
-
-
-def restore_methods(state: FSDPState) -> None:
-    """The same for a copy, to which the original's methods were copied, or from which they were lost."""
-    for (module, name), before in state.module_hooks.methods.items():
-        module.__dict__.pop(name, None)
-        if before is not None:
-            module.__dict__[name] = before
-        gather_around(module, name)
 
 
 @checked(modules=ANYTHING)

@@ -21,7 +21,7 @@ from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.core.transport import Alone, Transport, transport_of
-from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, Identity, ParamPhase
+from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, ParamPhase
 
 
 class Unsharding(CommHandle):
@@ -59,7 +59,6 @@ class FSDPParamGroup:
             gathered for each of them, and reduced when the backward of all is over.
         users: of a shared group, those in the middle of a forward or backward, which must find it unsharded.
         took_part: whether the running backward has come to any of them.
-        identity: by which copies of other modules refer to it.
         is_prepared: everything that the hot path uses is built; False before lazy initialization, and after changes.
         graph_inputs: what was prepared for graphs; None before the first.
     """
@@ -82,7 +81,6 @@ class FSDPParamGroup:
         self.sharers: list[Any] = []
         self.users: set[object] = set()
         self.took_part = False
-        self.identity = Identity()
         self.comm: FSDPCommContext | None = None
         self.is_prepared = False
         self._plan: GroupPlan | None = None

@@ -233,11 +233,8 @@ class Settling(Protocol):
 class StateDictHook:
     """Before state is saved or loaded it reshards, as unsharded parameters may be registered; after, it adopts.
 
-    It travels in copies and pickles of a module without its state, and then does nothing until it is given another: a
-    part of a sharded module can be copied without the rest.
-
     Attributes:
-        state: whose parameters the module holds.
+        state: whose parameters the module holds; None in a copy of a part of what was sharded.
         adopts: after loading; else before saving and loading.
     """
 
@@ -254,10 +251,6 @@ class StateDictHook:
                 self.state.adopt_replaced()
             else:
                 self.state.quiesce(frees=False)
-
-    def __reduce__(self) -> Any:
-        """Without the state."""
-        return StateDictHook, (None, self.adopts)
 
 
 class ModuleHooks:
@@ -293,11 +286,6 @@ class ModuleHooks:
         for module in self.managed:
             module._is_fsdp_managed_module = True  # type: ignore[assignment]
             module._fsdp_use_orig_params = True  # type: ignore[assignment]
-
-    def attach(self, state: Settling) -> None:
-        """Belong to ``state``: of what was copied."""
-        for hook in self.hooks:
-            hook.state = state
 
     def detach(self) -> None:
         """Take everything off the modules."""

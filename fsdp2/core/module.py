@@ -122,8 +122,8 @@ EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] 
 DEEPCOPIED: Port[Callable[[Any, type, dict[int, Any]], Any]] = Port(missing("copies"))
 """Copies a sharded module of that original class, with that memo."""
 
-REDUCED: Port[Callable[[Any, type, Callable[[int], Any], Callable[..., Any], int], Any]] = Port(missing("copies"))
-"""What a sharded module is pickled as: see `__reduce_ex__`."""
+REDUCED: Port[Callable[[Any, type, Callable[[int], Any], int], Any]] = Port(missing("copies"))
+"""What a sharded module of that original class, with that class's ``__reduce_ex__``, is pickled as."""
 
 COMPLETED: Port[Callable[[], None]] = Port(missing("copies"))
 """A copy has got its attributes."""
@@ -707,8 +707,8 @@ class FSDPModule:
         return DEEPCOPIED.filling(self, _original_class(type(self)), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by its original class; see `__deepcopy__` and, for another job, `Facts`."""
-        return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, made_again, int(protocol))
+        """Pickled by its original class; see `__deepcopy__`. Every rank unpickles its own."""
+        return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
         """The end of copying and unpickling."""
@@ -728,11 +728,7 @@ def new_sharded(original: type, *arguments: Any) -> NoReturn:
     )
 
 
-def made_again(original: type, *arguments: Any) -> nn.Module:
-    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
-    module: nn.Module = original.__new__(original, *arguments)
-    mix_in(module)
-    return module
+made_again = new_sharded
 
 
 def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:

@@ -287,11 +287,8 @@ class _OnItsOwn:
     def _made(self) -> DTensor:
         return dtensor_over(self._local.detach().clone(), self._spec)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copied as None."""
-
     def __reduce__(self) -> Any:
-        """Pickled as None."""
+        """Copied and pickled as None."""
         return type(None), ()
 
 

@@ -37,7 +37,7 @@ from fsdp2.core.options import (
     PolicyFunction,
     RootSettings,
 )
-from fsdp2.core.ports import Port, missing
+from fsdp2.core.ports import Port
 from fsdp2.core.root import (
     ON_ROOT,
     FSDPRoot,
@@ -213,9 +213,6 @@ class Misuse(NamedTuple):
 
 MISUSE: Port[Misuse] = Port(Misuse())
 
-RECIPE_OF: Port[Callable[[Any], Any]] = Port(missing("copies"))
-"""What of a state travels with copies of its modules. On arrival its ``begin(state)`` is called."""
-
 
 class FSDPState:
     """The hooks of one module, or of a list of modules that share their groups.
@@ -234,7 +231,6 @@ class FSDPState:
         forward_prefetch: what is gathered after this module in forward; None: what is expected to come.
         backward_prefetch: the same in backward.
         arguments: the arguments of the call.
-        recipe: of a copy, what it has come as, until it is complete.
         module_hooks: what hangs on the modules.
         graph_hooks: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
@@ -283,7 +279,6 @@ class FSDPState:
         self.backward_prefetch: Prefetch = None
         self.ignored_params = ignored_params
         self.arguments = arguments
-        self.recipe: Any = None
         self.module_hooks = ModuleHooks()
         self.graph_hooks: Any = UNTRACED
         self.is_captured = True
@@ -306,14 +301,6 @@ class FSDPState:
     def name(self) -> str:
         """For messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
-
-    def __getstate__(self) -> Any:
-        """What travels with copies and pickles of the modules."""
-        return RECIPE_OF.filling(self)
-
-    def __setstate__(self, recipe: Any) -> None:
-        """A copy, to be completed when its modules have been copied."""
-        recipe.begin(self)
 
     if not TYPE_CHECKING:  # else every attribute would be right
 

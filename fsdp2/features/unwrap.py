@@ -15,11 +15,11 @@ from fsdp2.arguments import checked
 from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import mix_out
-from fsdp2.core.param import FSDPParam, carry_over, disown, fsdp_param_of, is_subclass
+from fsdp2.core.param import FSDPParam, carry_over, fsdp_param_of, is_subclass, mark_replaced
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
-from fsdp2.features.whole_tensors import Former, Part, unsharded_like, whole_tensors
+from fsdp2.features.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -170,6 +170,9 @@ def _replace(param: FSDPParam, whole: torch.Tensor, gradient: torch.Tensor | Non
     carry_over(sharded, plain)
     plain.grad = None if gradient is None else unsharded_like(gradient, sharding)
     sharded.grad = None
-    disown(sharded, plain, Former(sharding))
+    FSDPParam.identity_changes += 1
+    del sharded._fsdp_param  # type: ignore[attr-defined]
+    note_former_sharding(sharded, Former(sharding))
+    mark_replaced(sharded, plain)
     for mapping, name in param.registrations:
         mapping[name] = plain

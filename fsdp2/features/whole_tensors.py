@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.param import Link
 from fsdp2.core.sharding import Partition, Sharding
 from fsdp2.core.transport import transport_of
 
@@ -124,3 +125,14 @@ class Former(NamedTuple):
         wholes = whole_tensors(parts, sharding.mesh) if parts else []
         made = {key: unsharded_like(whole, sharding) for key, whole in zip(sharded, wholes, strict=True)}
         return {key: made.get(key, value) for key, value in state.items()}
+
+
+def note_former_sharding(parameter: torch.Tensor, former: Former) -> None:
+    """Note how ``parameter`` was sharded, which belongs to no group any more."""
+    parameter._fsdp_former = Link(former)  # type: ignore[attr-defined]
+
+
+def former_of(parameter: torch.Tensor) -> Former | None:
+    """What `note_former_sharding` noted on ``parameter``, if it did."""
+    link: Link[Former] | None = getattr(parameter, "_fsdp_former", None)
+    return None if link is None else link.target

@@ -27,10 +27,10 @@ from torch.optim.optimizer import (
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import ON_SHARDING
-from fsdp2.core.param import FSDPParam, WriteCounter, former_of, fsdp_param_of, is_orphan_copy, replacement_of
+from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_orphan_copy, replacement_of
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.unwrap import ON_UNWRAPPED
-from fsdp2.features.whole_tensors import Former
+from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 
 
@@ -179,7 +179,7 @@ def _refuse_stranded(optimizer: Optimizer) -> None:
 
 def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> Any:
     """``state`` made whole if ``parameter`` was `unwrap`ped; left as it is if ``successor`` is sharded alike again."""
-    former: Former | None = former_of(parameter)
+    former = former_of(parameter)
     if former is None:
         return state
     owner, sharding = fsdp_param_of(successor), former.sharding

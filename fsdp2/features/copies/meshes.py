@@ -6,7 +6,9 @@ made anew, which makes process groups unless it is one dim over all ranks: then 
 
 from __future__ import annotations
 
+import copyreg
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
-from fsdp2.core.mesh import ON_MESH
+from fsdp2.core.mesh import ON_MESH, DataParallelMesh, DataParallelMeshInfo
+from fsdp2.core.sharding import Partition, Sharding
 from fsdp2.errors import FSDPRuntimeError
 
 
@@ -103,4 +106,38 @@ def _is_alive(mesh: DeviceMesh) -> bool:
     return True
 
 
+def _unpickled_mesh(shards: bool, replicates: bool, record: MeshRecord, dims: Any, spmd: MeshRecord | None) -> Any:
+    if not dist.is_initialized():
+        raise FSDPRuntimeError(
+            "unpickling a sharded module needs the process group that it communicates over: call "
+            "torch.distributed.init_process_group() first, with as many ranks as when it was pickled."
+        )
+    spmd_mesh = None if spmd is None else spmd.find()
+    info = DataParallelMeshInfo(
+        record.find(), int(replicates) if shards else None, 0 if replicates else None, dims, spmd_mesh
+    )
+    return DataParallelMesh.from_info(info)
+
+
+def _pickled_mesh(mesh: DataParallelMesh) -> Any:
+    spmd = None if mesh.spmd_mesh is None else MeshRecord.of(mesh.spmd_mesh)
+    is_cut, is_copied = mesh.shard_group is not None, mesh.replicate_group is not None
+    return _unpickled_mesh, (is_cut, is_copied, MeshRecord.of(mesh.device_mesh), mesh.dims, spmd)
+
+
+def _unpickled_sharding(mesh: DataParallelMesh, partition: Partition, specs: Sequence[Any]) -> Sharding:
+    made = [None if spec is None else _torch.make_spec(spec[0].find(), *spec[1:]) for spec in specs]
+    return Sharding(mesh, partition, *made)
+
+
+def _pickled_sharding(sharding: Sharding) -> Any:
+    specs = [
+        None if spec is None else (MeshRecord.of(spec.mesh), spec.placements, *spec.tensor_meta)
+        for spec in (sharding.spec, sharding.unsharded_spec)
+    ]
+    return _unpickled_sharding, (sharding.mesh, sharding.partition, specs)
+
+
+copyreg.pickle(DataParallelMesh, _pickled_mesh)  # type: ignore[arg-type]
+copyreg.pickle(Sharding, _pickled_sharding)
 ON_MESH.append(know)

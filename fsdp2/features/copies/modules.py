@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.core.functions import restore_methods
-from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED
-from fsdp2.core.param import link_copies
+from fsdp2.core.functions import gather_around
+from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED, mix_in
 from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features.copies.states import complete_copies, rest_for_copy, shared_in_copies
+from fsdp2.features.copies.predecessors import link_copies
+from fsdp2.features.copies.states import complete_copies, rest_for_copy
 
 
 def _state(module: Any) -> FSDPState:
@@ -36,8 +36,10 @@ def deepcopied(module: Any, original: type, memo: dict[int, Any]) -> Any:
             "fully_shard, or load its state_dict() into a second one."
         )
     make, arguments, attributes = module.__reduce_ex__(4)[:3]
-    for shared in shared_in_copies(_state(module).unit):
-        memo[id(shared)] = shared
+    for group in _state(module).unit:
+        for param in group.params:
+            spec = _torch.spec_of(param.sharded)
+            memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
     copied = make(*arguments)
     memo[id(module)] = copied
     copied.__setstate__(copy.deepcopy(attributes, memo))
@@ -45,10 +47,8 @@ def deepcopied(module: Any, original: type, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def reduced(
-    module: Any, original: type, reduce: Callable[[int], Any], make: Callable[..., nn.Module], protocol: int
-) -> tuple[Any, ...]:
-    """What ``module`` is pickled as: made by ``make`` from its ``original`` class; ``reduce`` is that class's own way.
+def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol: int) -> tuple[Any, ...]:
+    """What ``module`` is pickled as, whose class was ``original``; ``reduce`` is that class's own way.
 
     Raises:
         FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
@@ -60,13 +60,24 @@ def reduced(
             f"{original.__name__} says itself how it is pickled, and knows nothing of sharding; save its state_dict() "
             "instead."
         )
-    return make, (original, *how[1][1:]), *how[2:]
+    return made_again, (original, *how[1][1:]), *how[2:]
+
+
+def made_again(original: type, *arguments: Any) -> nn.Module:
+    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
+    module: nn.Module = original.__new__(original, *arguments)
+    mix_in(module)
+    return module
 
 
 def completed() -> None:
     """A module has got its attributes: states may be complete by that, its own and those of tied weights."""
     for state in complete_copies():
-        restore_methods(state)  # type: ignore[arg-type]
+        for (module, name), before in state.module_hooks.methods.items():  # copied as the original's, or not at all
+            module.__dict__.pop(name, None)
+            if before is not None:
+                module.__dict__[name] = before
+            gather_around(module, name)
         for module in state.modules:
             _torch.map_state(module, state)
         for action in ON_SHARDING:

@@ -1,9 +1,10 @@
-"""Copies and pickles of sharded modules: what of a state travels with its modules, and how it is put together again.
+"""Copies and pickles of sharded modules: what of a state travels with its modules, and how it is made there again.
 
-`nn.Module` copies its attributes one by one, in an order of its own, so a state arrives in pieces: as a *recipe*, which
-names modules and says everything else in plain facts. It is completed when all of its modules are there: every
-parameter of the copy is one that Python copied, and gets a group, buffers and settings of its own. Nothing is
-communicated. References to other groups (prefetching) are by `Identity`, and are resolved when a root forms.
+`nn.Module` copies its attributes one by one, in an order of its own, so a state arrives in pieces: as a `Record`, whose
+modules and parameters Python copies, and whose `Facts` say the rest. When all of its modules are there the state is
+made as `fully_shard` makes it, of parameters that are sharded already. Nothing is communicated. A group travels empty,
+as an object that is the same wherever it is referred to (to be prefetched, by tied weights); a state that holds its
+parameters fills it.
 """
 
 from __future__ import annotations
@@ -23,34 +24,30 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.hooks import STATE, ModuleHooks
+from fsdp2.core.hooks import STATE, StateDictHook
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.options import GroupSettings, MixedPrecisionPolicy, ModulePolicy, RootSettings
-from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of
-from fsdp2.core.root import ON_ROOT, Unit
-from fsdp2.core.sharding import Partition, Sharding
-from fsdp2.core.state import RECIPE_OF, FSDPState, ShardArguments
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, Identity
-from fsdp2.features.copies.meshes import MeshRecord
+from fsdp2.core.options import GroupSettings
+from fsdp2.core.param import FSDPParam, WriteCounter
+from fsdp2.core.root import ON_ROOT
+from fsdp2.core.state import FSDPState
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.features.custom_collectives import OURS
 from fsdp2.features.reshard_to_fewer import PostForwardShards
 
-
-class ParamFacts(NamedTuple):
-    """What is fixed about one parameter, beside its values."""
-
-    fqn: str
-    sharding: Sharding
-    policy: MixedPrecisionPolicy
-    shape: tuple[int, ...]
-    grad_dtype: tuple[bool, torch.dtype | None]
-    arrived_dtype: torch.dtype | None
+_COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "is_captured")
+_TRAVELS_OF_PARAM = ("fqn", "sharding", "policy", "shape", "grad_dtype", "arrived_dtype")
+_NEW: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
 class GroupFacts(NamedTuple):
-    """What is fixed about one group, and what was set on it."""
+    """What a group is made from, beside the parameters that modules hold, and what was set on it.
 
-    params: tuple[ParamFacts, ...]
+    Attributes:
+        params: the original's; of these, `_TRAVELS_OF_PARAM` are read, which are what is pickled.
+        neighbours: to how many ranks it reshards after forward, if not to all.
+    """
+
+    params: tuple[FSDPParam, ...]
     mesh: DataParallelMesh
     offloading: Offloading
     settings: GroupSettings
@@ -59,294 +56,155 @@ class GroupFacts(NamedTuple):
     @classmethod
     def of(cls, group: FSDPParamGroup) -> GroupFacts:
         """Read ``group``."""
-        params = tuple(
-            ParamFacts(param.fqn, param.sharding, param.policy, param.shape, param.grad_dtype, param.arrived_dtype)
-            for param in group.params
-        )
-        storage = group.storage
-        neighbours = None if storage.post_forward is None else storage.post_forward.mesh.shard_size
-        return cls(params, group.mesh, storage.offloading, group.settings, neighbours)
+        post_forward = group.storage.post_forward
+        neighbours = None if post_forward is None else post_forward.mesh.shard_size
+        return cls(group.params, group.mesh, group.storage.offloading, group.settings, neighbours)
 
-    def refuse_to_pickle(self) -> None:
-        """Refuse what belongs to this process.
+    def make(self, group: FSDPParamGroup, uses: Sequence[Any], name: str) -> None:
+        """Fill the empty ``group`` with the parameters that modules hold, as ``uses`` tells for each.
 
         Raises:
-            FSDPNotImplementedError: communication memory of the process group's.
+            FSDPRuntimeError: one of them is not sharded as it was.
         """
-        if isinstance(self.settings.custom_all_gather, OURS) or isinstance(self.settings.custom_reduce_scatter, OURS):
-            raise FSDPNotImplementedError(
-                "a module with set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm cannot be "
-                "pickled, as its buffers belong to a process group: set these after unpickling."
-            )
+        counter = WriteCounter()
+        with torch.inference_mode(False):
+            params = [_made_param(*each, counter, name) for each in zip(self.params, uses, strict=True)]
+            FSDPParamGroup.__init__(group, params, self.mesh, self.offloading, write_counter=counter, name=name)
+            if self.neighbours is not None:
+                group.storage.post_forward = PostForwardShards(self.mesh, self.neighbours)
+            group.configure(self.settings)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+def _made_param(
+    fixed: FSDPParam, uses: Sequence[tuple[nn.Module, str]], write_counter: WriteCounter, group_name: str
+) -> FSDPParam:
+    module, name = uses[0]
+    found, spec = module._parameters[name], fixed.sharding.spec
+    if (
+        not isinstance(found, DTensor)
+        or found.shape != spec.tensor_meta.shape
+        or tuple(found.placements) != tuple(spec.placements)
+    ):
+        raise FSDPRuntimeError(
+            f"parameter '{fixed.fqn}' of {group_name} was copied before the module that it is sharded "
+            "with, while it was unsharded; copy that module first, or call reshard() on it before."
+        )
+    if found.device_mesh is not spec.mesh:  # pickled along, without its process groups; shared with other tensors
+        _torch.revive_mesh(found.device_mesh, spec.mesh)
+    param = FSDPParam.of_sharded(
+        fixed.fqn, uses, found, fixed.sharding, fixed.policy, fixed.shape, write_counter, group_name
+    )
+    param.arrived_dtype = fixed.arrived_dtype
+    return param
+
+
 class Facts:
-    """Everything about a state that does not refer to modules. Copies share it; in pickles, meshes are written down."""
+    """Everything about a state that does not refer to modules. Copies share it.
 
-    class_name: str
-    arguments: ShardArguments
-    policy: ModulePolicy
-    settings: dict[str, Any]
-    root_settings: RootSettings
-    groups: tuple[GroupFacts, ...]
+    Attributes:
+        made_from: arguments of `FSDPState`.
+        attributes: of it, as they were.
+        groups: of its unit.
+        place: whose shards these are: the rank, and of how many.
+    """
+
+    def __init__(self, made_from: tuple[Any, ...], attributes: dict[str, Any], groups: tuple[GroupFacts, ...]) -> None:
+        self.made_from = made_from
+        self.attributes = attributes
+        self.groups = groups
+        self.place = (dist.get_rank(), dist.get_world_size())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Itself: nothing in here changes."""
         return self
 
-    def __reduce__(self) -> Any:
-        """With the rank, as every rank has shards of its own."""
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all of it.
+
+        Raises:
+            FSDPNotImplementedError: of communication memory, which belongs to this process.
+        """
         for group in self.groups:
-            group.refuse_to_pickle()
-        place = (dist.get_rank(), dist.get_world_size())
-        return _unpickled_facts, (
-            place,
-            self.class_name,
-            self.arguments,
-            self.policy,
-            self.settings,
-            self.root_settings,
-            self.groups,
-        )
+            if isinstance(group.settings.custom_all_gather, OURS) or isinstance(
+                group.settings.custom_reduce_scatter, OURS
+            ):
+                raise FSDPNotImplementedError(
+                    "a module with set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm cannot be "
+                    "pickled, as its buffers belong to a process group: set these after unpickling."
+                )
+        return vars(self)
+
+    def __setstate__(self, facts: dict[str, Any]) -> None:
+        """Unpickled.
+
+        Raises:
+            FSDPRuntimeError: by another rank, or by one of more or fewer.
+        """
+        vars(self).update(facts)
+        now = (dist.get_rank(), dist.get_world_size())
+        if self.place != now:
+            raise FSDPRuntimeError(
+                f"this sharded module was pickled by rank {self.place[0]} of {self.place[1]} and is unpickled by rank "
+                f"{now[0]} of {now[1]}: every rank has shards of its own, pickles and unpickles them. To change the "
+                "number of ranks use distributed checkpoints of its state_dict()."
+            )
 
 
-def _unpickled_facts(place: tuple[int, int], *facts: Any) -> Facts:
-    now = (dist.get_rank(), dist.get_world_size())
-    if place != now:
-        raise FSDPRuntimeError(
-            f"this sharded module was pickled by rank {place[0]} of {place[1]} and is unpickled by rank {now[0]} of "
-            f"{now[1]}: every rank has shards of its own, pickles and unpickles them. To change the number of ranks "
-            "use distributed checkpoints of its state_dict()."
-        )
-    return Facts(*facts)
-
-
-def _unpickled_mesh(shards: bool, replicates: bool, record: MeshRecord, dims: Any, spmd: MeshRecord | None) -> Any:
-    if not dist.is_initialized():
-        raise FSDPRuntimeError(
-            "unpickling a sharded module needs the process group that it communicates over: call "
-            "torch.distributed.init_process_group() first, with as many ranks as when it was pickled."
-        )
-    info = _Info(record.find(), int(replicates) if shards else None, 0 if replicates else None, dims)
-    return DataParallelMesh.from_info(info._replace(spmd_mesh=None if spmd is None else spmd.find()))
-
-
-class _Info(NamedTuple):
-    mesh: Any
-    shard_mesh_dim: int | None
-    replicate_mesh_dim: int | None
-    dp_mesh_dims: Any
-    spmd_mesh: Any = None
-
-
-def _pickled_mesh(mesh: DataParallelMesh) -> Any:
-    spmd = None if mesh.spmd_mesh is None else MeshRecord.of(mesh.spmd_mesh)
-    facts = (
-        mesh.shard_group is not None,
-        mesh.replicate_group is not None,
-        MeshRecord.of(mesh.device_mesh),
-        mesh.dims,
-        spmd,
-    )
-    return _unpickled_mesh, facts
-
-
-def _unpickled_sharding(mesh: DataParallelMesh, partition: Partition, specs: Sequence[Any]) -> Sharding:
-    made = [None if spec is None else _torch.make_spec(spec[0].find(), *spec[1:]) for spec in specs]
-    return Sharding(mesh, partition, *made)
-
-
-def _pickled_sharding(sharding: Sharding) -> Any:
-    specs = [
-        None
-        if spec is None
-        else (
-            MeshRecord.of(spec.mesh),
-            spec.placements,
-            spec.tensor_meta.shape,
-            spec.tensor_meta.stride,
-            spec.tensor_meta.dtype,
-        )
-        for spec in (sharding.spec, sharding.unsharded_spec)
-    ]
-    return _unpickled_sharding, (sharding.mesh, sharding.partition, specs)
-
-
-copyreg.pickle(DataParallelMesh, _pickled_mesh)  # type: ignore[arg-type]
-copyreg.pickle(Sharding, _pickled_sharding)
-
-
-class Inherited:
-    """Units to prefetch, of the module that this one was copied from: by identity, until a root forms."""
-
-    __slots__ = ("units",)
-
-    def __init__(self, units: tuple[tuple[Identity, ...], ...]) -> None:
-        self.units = units
-
-    def resolved(self, groups: dict[Identity, FSDPParamGroup]) -> tuple[Unit, ...] | None:
-        """Those that were copied along; None if none was."""
-        units = (tuple(groups[each] for each in unit) for unit in self.units if all(each in groups for each in unit))
-        return tuple(units) or None
-
-
-def inherit(prefetch: Any) -> Inherited | None:
-    """``prefetch`` as it travels."""
-    if prefetch is None or isinstance(prefetch, Inherited):
-        return prefetch
-    return Inherited(tuple(tuple(group.identity for group in unit) for unit in prefetch))
-
-
-def resolve_prefetch(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> None:
-    """Replace what ``states``, all below one root, have `Inherited` by units of ``groups``."""
-    known = {group.identity: group for group in groups}
-    for state in states:
-        if isinstance(state.forward_prefetch, Inherited):
-            state.forward_prefetch = state.forward_prefetch.resolved(known)
-        if isinstance(state.backward_prefetch, Inherited):
-            state.backward_prefetch = state.backward_prefetch.resolved(known)
-
-
-class Recipe:
-    """A state on its way: modules and parameters as Python copies them, and facts.
+class Record:
+    """What travels of a state.
 
     Attributes:
         modules: of the state.
+        groups: its unit.
         uses: per group and parameter, the modules that hold it, and under which names.
-        module_hooks: what hangs on the modules.
+        owns: per group, whether the state's own `fully_shard` call made it; else weights are tied to those of another.
         ignored: ignored parameters below the modules.
-        identities: of the groups.
-        owns: whether the state's own `fully_shard` call made the group; else its weights are tied to those of another.
-        forward_prefetch: see `Inherited`.
-        backward_prefetch: the same in backward.
+        attributes: of the state, that refer to modules or groups.
         facts: the rest.
     """
 
-    def __init__(
-        self,
-        modules: tuple[nn.Module, ...],
-        unit: Unit,
-        owns: list[bool],
-        module_hooks: ModuleHooks,
-        ignored: Iterable[nn.Parameter],
-        prefetch: tuple[Any, Any],
-        facts: Facts,
-    ) -> None:
-        below = {parameter for module in modules for parameter in module.parameters()}
-        self.modules = modules
-        self.uses = [[param.uses for param in group.params] for group in unit]
-        self.module_hooks = module_hooks
-        self.ignored = [parameter for parameter in ignored if parameter in below]
-        self.identities = [group.identity for group in unit]
-        self.owns = owns
-        self.forward_prefetch, self.backward_prefetch = map(inherit, prefetch)
-        self.facts = facts
+    def __init__(self, state: FSDPState) -> None:
+        below = {parameter for module in state.modules for parameter in module.parameters()}
+        self.modules = state.modules
+        self.groups = state.unit
+        self.uses = [[param.uses for param in group.params] for group in state.unit]
+        self.owns = [group.sharers[0] is state for group in state.unit]
+        self.ignored = [parameter for parameter in state.ignored_params if parameter in below]
+        names = ("module_hooks", "forward_prefetch", "backward_prefetch")
+        self.attributes = {name: getattr(state, name) for name in names}
+        self.facts = Facts(
+            (state.policy, dataclasses.replace(state.arguments, ignored_params=frozenset())),
+            {"_root_settings": state.root_settings, **{name: getattr(state, name) for name in _COPIED}},
+            tuple(map(GroupFacts.of, state.unit)),
+        )
 
-    def is_ready(self, attribute: str, state: object) -> bool:
-        """Whether all modules have got their attributes, ``state`` as ``attribute`` among them."""
+    def is_ready(self, state: FSDPState) -> bool:
+        """Whether all modules have got their attributes, ``state`` among them."""
         uses = (use for group in self.uses for param in group for use in param)
-        return all(module.__dict__.get(attribute) is state for module in self.modules) and all(
+        return all(module.__dict__.get(STATE) is state for module in self.modules) and all(
             name in module.__dict__.get("_parameters", ()) for module, name in uses
         )
 
-    def begin(self, state: FSDPState) -> None:
-        """``state`` is new, and is completed when its modules have been copied."""
-        state.begin(self.modules, (), self.facts.policy, self.facts.arguments, frozenset())
-        state.recipe = self
-        _INCOMPLETE.states.add(state)
-
-    def complete(self, state: FSDPState) -> bool:
-        """Give ``state`` its groups, if its modules are there by now. Returns whether they are."""
-        if not self.is_ready(STATE, state):
-            return False
-        _INCOMPLETE.states.discard(state)
-        state.recipe, state.module_hooks = None, self.module_hooks
-        state.unit, state.class_name = self.make_unit(), self.facts.class_name
-        state.ignored_params = frozenset(self.ignored)
-        state.arguments = dataclasses.replace(self.facts.arguments, ignored_params=state.ignored_params)
-        prefetch: Any = (self.forward_prefetch, self.backward_prefetch)  # until the root forms
-        state.forward_prefetch, state.backward_prefetch = prefetch
-        for name in _COPIED:
-            setattr(state, name, self.facts.settings[name])
-        state.configure_root(**dataclasses.asdict(self.facts.root_settings))
-        for group, owns in zip(state.unit, self.owns, strict=True):
-            group.sharers.insert(0 if owns else len(group.sharers), state)  # whose settings count comes first
-        state.module_hooks.attach(state)
-        return True
-
-    def make_unit(self) -> Unit:
-        """Groups of the parameters that the modules hold.
+    def make(self, state: FSDPState) -> None:
+        """Make ``state`` of the modules that have been copied.
 
         Raises:
-            FSDPRuntimeError: one of them is not sharded as it was.
+            FSDPRuntimeError: a parameter is not sharded as it was.
         """
-        with torch.inference_mode(False):
-            return tuple(
-                self._make_group(facts, uses, identity)
-                for facts, uses, identity in zip(self.facts.groups, self.uses, self.identities, strict=True)
-            )
-
-    def _make_group(self, facts: GroupFacts, uses: Sequence[Any], identity: Identity) -> FSDPParamGroup:
-        name = self.facts.class_name
-        module, attribute = uses[0][0]
-        owner = fsdp_param_of(module._parameters[attribute])
-        if owner is not None and owner.group.identity is identity:  # tied: another state was completed before
-            return owner.group  # type: ignore[no-any-return]
-        write_counter = WriteCounter()
-        params = [self._make_param(*each, write_counter) for each in zip(facts.params, uses, strict=True)]
-        group = FSDPParamGroup(params, facts.mesh, facts.offloading, write_counter=write_counter, name=name)
-        group.identity = identity
-        if facts.neighbours is not None:
-            group.storage.post_forward = PostForwardShards(facts.mesh, facts.neighbours)
-        group.configure(facts.settings)
-        return group
-
-    def _make_param(
-        self, facts: ParamFacts, uses: Sequence[tuple[nn.Module, str]], write_counter: WriteCounter
-    ) -> FSDPParam:
-        module, name = uses[0]
-        found = module._parameters[name]
-        spec = facts.sharding.spec
-        if (
-            not isinstance(found, DTensor)
-            or found.shape != spec.tensor_meta.shape
-            or tuple(found.placements) != tuple(spec.placements)
-        ):
-            raise FSDPRuntimeError(
-                f"parameter '{facts.fqn}' of {self.facts.class_name} was copied before the module that it is sharded "
-                "with, while it was unsharded; copy that module first, or call reshard() on it before."
-            )
-        if found.device_mesh is not spec.mesh:  # pickled along, without its process groups; shared with other tensors
-            _torch.revive_mesh(found.device_mesh, spec.mesh)
-        param = FSDPParam.of_sharded(
-            facts.fqn, uses, found, facts.sharding, facts.policy, facts.shape, write_counter, self.facts.class_name
-        )
-        param.arrived_dtype = facts.arrived_dtype
-        return param
-
-
-def shared_in_copies(groups: Iterable[FSDPParamGroup]) -> list[object]:
-    """What copies of parameters have in common: specs and meshes."""
-    specs = [_torch.spec_of(param.sharded) for group in groups for param in group.params]
-    return [*specs, *(spec.mesh for spec in specs)]
-
-
-def refuse_to_copy(group: FSDPParamGroup) -> None:
-    """Refuse a group that cannot be copied now.
-
-    Raises:
-        FSDPRuntimeError: gradients wait for a reduction.
-    """
-    reducer = group.reducer
-    if reducer.owes_gradients():
-        raise FSDPRuntimeError(
-            f"'{group.name}' cannot be copied or pickled while gradients wait for their reduction, as they would be "
-            "lost: do it after a backward that reduces, or call reset_iter_state()."
-        )
-
-
-_COPIED = ("reshard_after_forward", "reshard_after_backward", "is_captured")
+        facts, ignored = self.facts, frozenset(self.ignored)
+        name = facts.attributes["class_name"]
+        for each, group, uses in zip(facts.groups, self.groups, self.uses, strict=True):
+            if _is_empty(group):  # else weights are tied, and another state was made before
+                each.make(group, uses, name)
+        policy, arguments = facts.made_from
+        arguments = dataclasses.replace(arguments, ignored_params=ignored)
+        state.begin(self.modules, self.groups, policy, arguments, ignored)
+        vars(state).update(facts.attributes, **self.attributes)
+        for group, owns in zip(self.groups, self.owns, strict=True):
+            if owns:  # whose settings count comes first
+                group.sharers.insert(0, group.sharers.pop())
+        for hook in state.module_hooks.hooks:
+            hook.state = state
 
 
 class _Incomplete(threading.local):
@@ -359,16 +217,44 @@ class _Incomplete(threading.local):
 _INCOMPLETE = _Incomplete()
 
 
+def _arriving() -> FSDPState:
+    """A state that gets a ``record``, and all other attributes when its modules have been copied."""
+    state = FSDPState.__new__(FSDPState)
+    _INCOMPLETE.states.add(state)
+    return state
+
+
 def complete_copies() -> list[FSDPState]:
-    """Complete the copies that have got all of their modules by now, and return them."""
-    return [state for state in list(_INCOMPLETE.states) if state.recipe.complete(state)]
+    """Make the states that have got all of their modules by now, and return them."""
+    made = []
+    for state in list(_INCOMPLETE.states):
+        record = vars(state).get("record")
+        if record is not None and record.is_ready(state):
+            _INCOMPLETE.states.discard(state)
+            del vars(state)["record"]
+            record.make(state)
+            made.append(state)
+    return made
+
+
+def _is_empty(group: FSDPParamGroup) -> bool:
+    return "params" not in vars(group)
+
+
+def _forget_missing(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> None:
+    """What a copy was to prefetch, and what did not become part of the copy, is forgotten when a root forms."""
+    for state in states:
+        for name in ("forward_prefetch", "backward_prefetch"):
+            units = getattr(state, name)
+            if units is not None:
+                setattr(state, name, tuple(unit for unit in units if not any(map(_is_empty, unit))) or None)
 
 
 def rest_for_copy(state: FSDPState) -> None:
     """Let ``state`` come to rest before its modules are copied or pickled.
 
     Raises:
-        FSDPRuntimeError: inside a forward or backward, or gradients would be lost.
+        FSDPRuntimeError: inside a forward or backward, or gradients that wait for a reduction would be lost.
     """
     root = state.root
     if root is not None:
@@ -382,25 +268,33 @@ def rest_for_copy(state: FSDPState) -> None:
     state.quiesce()
     state.adopt_replaced()
     for group in state.unit:
-        refuse_to_copy(group)
+        if group.reducer.owes_gradients():
+            raise FSDPRuntimeError(
+                f"'{group.name}' cannot be copied or pickled while gradients wait for their reduction, as they would "
+                "be lost: do it after a backward that reduces, or call reset_iter_state()."
+            )
 
 
-def recipe_of(state: FSDPState) -> Recipe:
-    """What travels of ``state``; of a copy that is not complete, what it has come as."""
-    if state.recipe is not None:
-        return state.recipe  # type: ignore[no-any-return]
-    facts = Facts(
-        state.class_name,
-        dataclasses.replace(state.arguments, ignored_params=frozenset()),
-        state.policy,
-        {name: getattr(state, name) for name in _COPIED},
-        state.root_settings,
-        tuple(map(GroupFacts.of, state.unit)),
-    )
-    prefetch = (state.forward_prefetch, state.backward_prefetch)
-    owns = [group.sharers[0] is state for group in state.unit]
-    return Recipe(state.modules, state.unit, owns, state.module_hooks, state.ignored_params, prefetch, facts)
+def _reduced_state(state: FSDPState) -> Any:
+    record = vars(state).get("record")  # of a copy that is not complete: as it has come
+    return _arriving, (), {"record": Record(state) if record is None else record}
 
 
-RECIPE_OF.fill(recipe_of)
-ON_ROOT.append(resolve_prefetch)
+def _reduced_group(group: FSDPParamGroup) -> Any:
+    return _NEW, (FSDPParamGroup,)
+
+
+def _reduced_param(param: FSDPParam) -> Any:
+    return _NEW, (FSDPParam,), (None, {name: getattr(param, name) for name in _TRAVELS_OF_PARAM})
+
+
+def _reduced_hook(hook: StateDictHook) -> Any:
+    """Without the state: a part of a sharded module can be copied without the rest."""
+    return StateDictHook, (None, hook.adopts)
+
+
+copyreg.pickle(FSDPState, _reduced_state)
+copyreg.pickle(FSDPParamGroup, _reduced_group)
+copyreg.pickle(FSDPParam, _reduced_param)
+copyreg.pickle(StateDictHook, _reduced_hook)
+ON_ROOT.append(_forget_missing)
