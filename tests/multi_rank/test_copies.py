@@ -210,6 +210,18 @@ def test_mixed_precision(way: str) -> None:
     assert copied[0].weight.dtype == torch.float32
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_said_of_the_dtype_of_gradients(way: str) -> None:
+    model = UNEVEN_MLP.build()
+    model[0].weight.grad_dtype = torch.bfloat16
+    model[2].weight.grad_dtype = None
+    copied = WAYS[way](WAYS[way](fully_shard(model)))
+    assert copied[0].weight.grad_dtype == torch.bfloat16 and copied[2].weight.grad_dtype is None
+    loss_on(UNEVEN_MLP, copied, 0, dist.get_rank()).backward()
+    assert copied[0].weight.grad.dtype == torch.bfloat16 and copied[4].weight.grad.dtype == torch.float32
+
+
 class Columns(nn.Module):
     """Tensor parallelism by hand: `parallelize_module` hangs local functions on modules, which do not pickle."""
 

@@ -91,6 +91,9 @@ def _made_param(
         )
     if found.device_mesh is not spec.mesh:  # pickled along, without its process groups; shared with other tensors
         _torch.revive_mesh(found.device_mesh, spec.mesh)
+    explicit, dtype = fixed.grad_dtype
+    if explicit:  # which no copy of a tensor keeps
+        found.grad_dtype = dtype
     param = FSDPParam.of_sharded(
         fixed.fqn, uses, found, fixed.sharding, fixed.policy, fixed.shape, write_counter, group_name
     )
