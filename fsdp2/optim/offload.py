@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import checked
+from fsdp2.core.buffers import Offloading
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.core.sharding import dtensor_over
 from fsdp2.core.streams import finish_current_stream
@@ -264,28 +265,28 @@ def _has_accelerator(value: torch.Tensor) -> bool:
     return isinstance(value, DTensor) and value.device_mesh.device_type != "cpu"
 
 
-def _rests_on_host(parameter: torch.Tensor) -> bool:
+def _offloading_of(parameter: torch.Tensor) -> Offloading | None:
     owner = fsdp_param_of(parameter)
-    return owner is not None and owner.group is not None and owner.group.storage.offloading.is_host
+    return None if owner is None or owner.group is None else owner.group.storage.offloading  # type: ignore[no-any-return]
 
 
 def _is_on_device(parameter: torch.Tensor) -> bool:
-    return not _rests_on_host(parameter)
+    offloading = _offloading_of(parameter)
+    return offloading is None or not offloading.is_host
 
 
 def _is_to_rest_on_host(parameter: torch.Tensor) -> bool:
-    owner = fsdp_param_of(parameter)
-    return owner is not None and owner.group is not None and owner.group.storage.offloading.state_on_host
+    offloading = _offloading_of(parameter)
+    return offloading is not None and offloading.state_on_host
 
 
 def offload_as_policies_ask(optimizer: Optimizer) -> None:
     """Offload the state of those parameters whose ``offload_policy`` says so, unless ``optimizer``'s is offloaded."""
     if not is_offloaded(optimizer):
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        asking = [fsdp_param_of(parameter) for parameter in parameters if _is_to_rest_on_host(parameter)]
+        every = [_offloading_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        asking = [offloading for offloading in every if offloading is not None and offloading.state_on_host]
         if asking:
-            pins = all(owner is not None and owner.group.storage.offloading.pins for owner in asking)
-            OptimizerStateOffload(optimizer, _is_to_rest_on_host, pin_memory=pins)
+            OptimizerStateOffload(optimizer, _is_to_rest_on_host, pin_memory=all(each.pins for each in asking))
 
 
 def is_offloaded(optimizer: Optimizer) -> bool:
@@ -323,7 +324,7 @@ def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) ->
             "parameters); call remove() on what the earlier call returned to change how."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if parameters and all(_rests_on_host(parameter) for parameter in parameters):
+    if parameters and not any(map(_is_on_device, parameters)):
         raise FSDPValueError(
             "the parameters of this optimizer are offloaded, so it steps on the host and its state is there: to step "
             "on the device, shard with CPUOffloadPolicy(parameters=False, optimizer_state=True) instead."

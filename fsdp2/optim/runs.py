@@ -13,63 +13,18 @@ nothing reads it: the gather brings them behind the last row of the unsharded pa
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.buffers import DtypeBuffers
-from fsdp2.core.gradients import GradientBucket
-from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.layout import GradientSlot, Slot
 from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.spans import Span, SpanMemory, spans
 
 _gradient_of = operator.attrgetter("grad")
 _known_local_of = operator.attrgetter("_fsdp_param.target.local")
-
-
-class _Place(NamedTuple):
-    """Where one parameter lies in the buffers of its group, and where its gradient does."""
-
-    owner: FSDPParam
-    buffers: DtypeBuffers
-    slot: Slot
-    numel_before: int  # of all parameters ahead in the shard buffer
-    gradients: GradientBucket
-    gradient_slot: GradientSlot
-    position: int  # among the parameters of ``gradients``
-
-    @property
-    def can_be_flat(self) -> bool:
-        """Whether its gradient lies on the buffer now, and is like the parameter.
-
-        An owned parameter only on its owner: on other ranks its place is that of others, which are owned there.
-        """
-        if self.slot.partition.owner is not None and self.owner.local.numel() == 0:
-            return False
-        delivered = self.gradients.delivered
-        if delivered is None or self.owner.sharded.grad is not delivered.gradients[self.position]:
-            return False
-        flat, shard = delivered.flat, self.buffers.shard
-        return flat.dtype == shard.dtype and flat.device == shard.device
-
-    def is_followed_by(self, other: _Place) -> bool:
-        """Whether ``other`` comes next in both buffers, with nothing but zeros between them."""
-        if other.buffers is not self.buffers or other.gradients is not self.gradients:
-            return False
-        slot, gradient = self.slot, self.gradient_slot
-        distance = other.slot.shard_offset - slot.shard_offset
-        if distance != other.gradient_slot.offset - gradient.offset:
-            return False
-        if other.numel_before - self.numel_before != slot.shard_numel:
-            return False  # another one, frozen perhaps, is small enough to lie in the alignment of the gradients
-        gap = distance - slot.shard_numel
-        if gradient.direct or other.gradient_slot.direct:
-            return gap == 0
-        return gap == other.gradient_slot.pad_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +44,22 @@ class Run:
     start: int
     gradient_start: int
     numel: int
-    _group: weakref.ref[FSDPParamGroup]
-    _buffers: weakref.ref[DtypeBuffers]
-    _gradients: weakref.ref[GradientBucket]
+    _memory: SpanMemory
     _pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
     @classmethod
-    def of(cls, places: Sequence[_Place]) -> Run:
-        """Of parameters each of which `is_followed_by` the next."""
-        first, last = places[0], places[-1]
+    def of(cls, spans: Sequence[Span]) -> Run:
+        """Of parameters each of which `Span.is_followed_by` the next."""
+        first, last = spans[0], spans[-1]
+        gradients = [span.gradient for span in spans if span.gradient is not None]
         return cls(
-            params=tuple(place.owner.sharded for place in places),
-            offsets=tuple(place.slot.shard_offset - first.slot.shard_offset for place in places),
-            start=first.slot.shard_offset,
-            gradient_start=first.gradient_slot.offset,
-            numel=last.slot.shard_offset + last.slot.shard_numel - first.slot.shard_offset,
-            _group=weakref.ref(first.owner.group),
-            _buffers=weakref.ref(first.buffers),
-            _gradients=weakref.ref(first.gradients),
-            _pick=operator.itemgetter(*(place.position for place in places)),
+            params=tuple(span.param.sharded for span in spans),
+            offsets=tuple(span.start - first.start for span in spans),
+            start=first.start,
+            gradient_start=gradients[0].start,
+            numel=last.start + last.numel - first.start,
+            _memory=SpanMemory(first),
+            _pick=operator.itemgetter(*(each.position for each in gradients)),
         )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -115,10 +67,10 @@ class Run:
 
         The latter if the parameters have moved, or some of their gradients are missing or lie elsewhere.
         """
-        group, buffers, gradients = self._group(), self._buffers(), self._gradients()
-        if group is None or buffers not in group.storage.buffers or gradients not in group.reducer.buckets:
+        memory = self._memory.now()
+        if memory is None:
             return None
-        assert buffers is not None and gradients is not None, "the group has them"
+        buffers, delivered = memory
         try:
             moved = not all(map(operator.is_, map(_torch.local_of, self.params), map(_known_local_of, self.params)))
         except AttributeError:  # unwrapped
@@ -127,7 +79,6 @@ class Run:
             return None
         shard = buffers.shard_slice(self.start, self.numel)
         found = list(map(_gradient_of, self.params))
-        delivered = gradients.delivered
         if delivered is not None and all(map(operator.is_, found, self._pick(delivered.gradients))):
             return shard, delivered.flat[self.gradient_start : self.gradient_start + self.numel]
         if all(gradient is None for gradient in found):
@@ -135,42 +86,18 @@ class Run:
         return None
 
 
-def _places_of(parameters: Iterable[torch.Tensor]) -> Iterator[_Place]:
+def _spans_of(parameters: Iterable[torch.Tensor]) -> Iterator[Span]:
     """Of those of ``parameters`` that lie in buffers and have a gradient there."""
-    known: dict[FSDPParamGroup, dict[FSDPParam, _Place]] = {}
+    known: dict[Any, dict[FSDPParam, Span]] = {}
     for parameter in parameters:
         owner = fsdp_param_of(parameter)
         if owner is None or owner.group is None or owner.local is not _torch.local_of(parameter):
             continue
         if owner.group not in known:
-            known[owner.group] = _places_in(owner.group)
-        place = known[owner.group].get(owner)
-        if place is not None and place.can_be_flat:
-            yield place
-
-
-def _places_in(group: FSDPParamGroup) -> dict[FSDPParam, _Place]:
-    lies = {
-        param: (buffers, slot, numel_before)
-        for buffers in group.storage.buffers
-        for param, slot, numel_before in _lying_on(buffers)
-    }
-    return {
-        param: _Place(param, *lies[param], gradients, slot, index)
-        for gradients in group.reducer.buckets
-        for index, (param, slot) in enumerate(zip(gradients.params, gradients.layout.slots, strict=True))
-        if param in lies
-    }
-
-
-def _lying_on(buffers: DtypeBuffers) -> Iterator[tuple[FSDPParam, Slot, int]]:
-    """The parameters that this rank has a place for, as they follow each other; with the elements of those ahead."""
-    numel_before = 0
-    pairs = zip(buffers.params, buffers.layout.slots, strict=True)
-    for param, slot in sorted(pairs, key=lambda pair: pair[1].shard_offset):
-        if slot.partition.owner is None or param.local.numel():
-            yield param, slot, numel_before
-            numel_before += slot.shard_numel
+            known[owner.group] = {span.param: span for span in spans(owner.group)}
+        span = known[owner.group].get(owner)
+        if span is not None and span.is_here and span.has_gradient_alike():
+            yield span
 
 
 def runs_of(parameters: Iterable[torch.Tensor], agreement: Callable[[torch.Tensor], object]) -> list[Run]:
@@ -180,17 +107,16 @@ def runs_of(parameters: Iterable[torch.Tensor], agreement: Callable[[torch.Tenso
         parameters: of one parameter group of an optimizer.
         agreement: equal for those that may be stepped as one.
     """
-    found: dict[DtypeBuffers, list[_Place]] = {}
-    for place in _places_of(parameters):
-        found.setdefault(place.buffers, []).append(place)
-    places = [place for each in found.values() for place in sorted(each, key=lambda place: place.slot.shard_offset)]
-    runs: list[list[_Place]] = []
+    found: dict[object, list[Span]] = {}
+    for span in _spans_of(parameters):
+        found.setdefault(span.buffers, []).append(span)
+    runs: list[list[Span]] = []
     before: object = None
-    for place in places:
-        agrees = agreement(place.owner.sharded)
-        if runs and runs[-1][-1].is_followed_by(place) and agrees == before:
-            runs[-1].append(place)
+    for span in (span for each in found.values() for span in sorted(each, key=lambda span: span.start)):
+        agrees = agreement(span.param.sharded)
+        if runs and runs[-1][-1].is_followed_by(span) and agrees == before:
+            runs[-1].append(span)
         else:
-            runs.append([place])
+            runs.append([span])
         before = agrees
     return [Run.of(each) for each in runs if len(each) > 1]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.buffers import DtypeBuffers
 from fsdp2.core.param import fsdp_param_of
+from fsdp2.core.spans import spans
 from fsdp2.optim.step_targets import State
 
 
@@ -60,7 +61,7 @@ def _buffers_below(params: Iterable[torch.Tensor]) -> set[DtypeBuffers] | None:
             return None
         if owner.group not in groups:
             groups.add(owner.group)
-            below.update((each, buffers) for buffers in owner.group.storage.buffers for each in buffers.params)
+            below.update((span.param, span.buffers) for span in spans(owner.group))
         if owner not in below:
             return None
     return set(below.values())
