@@ -45,8 +45,7 @@ class Blocks:
 
     def below(self, region: Node) -> list[tuple[Node, str]]:
         """The outermost blocks below ``region``, which may be one itself, and why each is one."""
-        found = self._repeating(region) if self._kinds is None else self._named(region)
-        return list(found)
+        return list(self._repeating(region) if self._kinds is None else self._named(region))
 
     def _named(self, region: Node) -> Iterator[tuple[Node, str]]:
         for child in region.children:
@@ -58,9 +57,7 @@ class Blocks:
     def _repeating(self, region: Node) -> Iterator[tuple[Node, str]]:
         counts: Counter[type[nn.Module]] = Counter()
         if isinstance(region.module, CONTAINERS):
-            able = (
-                child for child in region.children if child.can_be_called and (child.total_bytes or child.is_sharded)
-            )
+            able = [each for each in region.children if each.can_be_called and (each.total_bytes or each.is_sharded)]
             counts.update(plain_class(child.module) for child in able)
         for child in region.children:
             count = counts[plain_class(child.module)]
@@ -93,7 +90,7 @@ def _is_of(module: nn.Module, kind: Kind) -> bool:
 
 def _there_is(tree: ModuleTree, kind: Kind) -> bool:
     """Whether a module of ``kind`` can be a group, or lies in one that is sharded already."""
-    for node in tree.nodes():
+    for node in tree.root.walk():
         inside = node.module.modules() if node.is_sharded else (node.module,)
         if any(_is_of(module, kind) and has_forward(module) for module in inside):
             return True
@@ -105,7 +102,7 @@ def _refuse_unknown(tree: ModuleTree, kinds: tuple[Kind, ...]) -> None:
     if not unknown:
         return
     names = ", ".join(repr(kind if isinstance(kind, str) else kind.__name__) for kind in unknown)
-    able = Counter(node.class_name for node in tree.nodes() if node.can_be_called and node.total_bytes)
+    able = Counter(node.class_name for node in tree.root.walk() if node.can_be_called and node.total_bytes)
     there_are = ", ".join(f"{name} ({count})" for name, count in sorted(able.items()))
     raise FSDPValueError(
         f"blocks names {names}, but {tree.root.class_name} has no module of that class that can be a group. Those with "

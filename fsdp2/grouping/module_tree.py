@@ -46,7 +46,7 @@ class Node:
         own_bytes: of the parameters that count here: registered in it (in an atom: or below it) and nowhere before.
         total_bytes: of all that count here and below.
         can_be_called: whether it has a forward, so that parameters can be gathered before it.
-        is_atom: whether it may compute with the parameters of its submodules without calling them.
+        holds_parameters: whether there are any that would count here if nowhere before.
         is_sharded: whether `fully_shard` was called on it already.
     """
 
@@ -57,7 +57,7 @@ class Node:
     own_bytes: int = 0
     total_bytes: int = 0
     can_be_called: bool = True
-    is_atom: bool = False
+    holds_parameters: bool = False
     is_sharded: bool = False
 
     @property
@@ -97,11 +97,6 @@ class Held:
     holders: list[Node]
     counted_in: list[Node]
 
-    @property
-    def counts_in(self) -> Node:
-        """The node that it counts in."""
-        return self.counted_in[-1]
-
 
 class ModuleTree:
     """The nodes of a model, and its parameters.
@@ -118,26 +113,16 @@ class ModuleTree:
         self._by_parameter: dict[nn.Parameter, Held] = {}
         self.root = self._visit(model, "", None)
         self.held = list(self._by_parameter.values())
-        self._add_up()
-
-    def nodes(self) -> list[Node]:
-        """All of them, each before those below it."""
-        return list(self.root.walk())
-
-    def move(self, held: Held, holder: Node) -> None:
-        """Count ``held`` in another of its holders."""
-        held.counted_in.append(holder)
-        self._add_up()
+        self.add_up()
 
     def _visit(self, module: nn.Module, name: str, parent: Node | None) -> Node:
         node = Node(name, module, [] if parent is None else [parent])
         self._nodes[module] = node
         node.can_be_called = has_forward(module)
         node.is_sharded = state_of(module) is not None
-        node.is_atom = is_atom(module)
         if node.is_sharded:
             return node
-        for each in _inseparable(module, node.is_atom):
+        for each in _inseparable(module):
             if each is module or (each not in self._nodes and state_of(each) is None):
                 self._nodes[each] = node
                 self._hold(each, node)
@@ -163,6 +148,7 @@ class ModuleTree:
             successor = replacement_of(parameter)
             if fsdp_param_of(parameter if successor is None else successor) is not None:
                 continue  # tied to a parameter of a sharded module, whose group it counts in
+            node.holds_parameters = True
             held = self._by_parameter.get(parameter)
             if held is None:
                 nbytes = largest_local_numel(parameter) * self._item_size(fqn, parameter)
@@ -170,11 +156,12 @@ class ModuleTree:
             elif node not in held.holders:
                 held.holders.append(node)
 
-    def _add_up(self) -> None:
+    def add_up(self) -> None:
+        """Say in the nodes what counts where."""
         for node in self.root.walk():
             node.own_bytes = 0
         for held in self.held:
-            held.counts_in.own_bytes += held.nbytes
+            held.counted_in[-1].own_bytes += held.nbytes
         for node in self.root.bottom_up():
             node.total_bytes = node.own_bytes + sum(child.total_bytes for child in node.children)
 
@@ -200,12 +187,12 @@ def is_atom(module: nn.Module) -> bool:
     )
 
 
-def _inseparable(module: nn.Module, is_atom: bool) -> list[nn.Module]:
+def _inseparable(module: nn.Module) -> list[nn.Module]:
     """``module`` and the submodules that belong to it: of an atom all, else those that compute its parameters.
 
     A parametrized weight is computed whenever it is read.
     """
-    if is_atom:
+    if is_atom(module):
         return list(module.modules())
     if parametrize.is_parametrized(module):
         return [module, *module.parametrizations.modules()]  # type: ignore[union-attr]

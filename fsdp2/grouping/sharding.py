@@ -186,7 +186,7 @@ def choose_groups(
     return GroupChoice(
         model=tree.root.class_name,
         groups=() if tree.root.is_sharded else _groups(tree, finder, max_bytes, min_bytes),
-        sharded_before=tuple(node.name for node in tree.nodes() if node.is_sharded),
+        sharded_before=tuple(node.name for node in tree.root.walk() if node.is_sharded),
         max_bytes=max_bytes,
         min_bytes=min_bytes,
         param_dtype=param_dtype,
@@ -246,16 +246,17 @@ def _count_where_they_go(tree: ModuleTree, group_of: dict[Node, Node], order: di
     moved = False
     for held in tree.held:
         holder = min(held.holders, key=lambda node: order[group_of[node]])
-        if group_of[holder] is not group_of[held.counts_in] and holder not in held.counted_in:
-            tree.move(held, holder)
+        if group_of[holder] is not group_of[held.counted_in[-1]] and holder not in held.counted_in:
+            held.counted_in.append(holder)
             moved = True
+    tree.add_up()
     return moved
 
 
 def _group_of(tree: ModuleTree, chosen: dict[Node, str]) -> dict[Node, Node]:
     """The group that each node's own parameters are in."""
     group_of = {tree.root: tree.root}
-    for node in tree.nodes():
+    for node in tree.root.walk():
         for child in node.children:
             group_of[child] = child if child in chosen else group_of[node]
     return group_of
@@ -263,26 +264,24 @@ def _group_of(tree: ModuleTree, chosen: dict[Node, str]) -> dict[Node, Node]:
 
 def _below_several_groups(tree: ModuleTree, group_of: dict[Node, Node]) -> dict[Node, str]:
     """The modules with parameters that are registered below several groups, and are none themselves."""
-    holding = {node for held in tree.held for node in held.holders}
     found: dict[Node, str] = {}
-    for node in tree.nodes():
+    for node in tree.root.walk():
         groups = dict.fromkeys(group_of[parent] for parent in node.parents)
         if len(groups) < 2 or group_of[node] is node or node.is_sharded:
             continue
         names = ", ".join(group.name or "(model)" for group in groups)
         for each in _outermost(node, lambda each: each.can_be_called):
-            if group_of[each] is not each and not holding.isdisjoint(each.walk()):
+            if group_of[each] is not each and any(inside.holds_parameters for inside in each.walk()):
                 found[each] = f"registered below several groups: {names}"
     return found
 
 
 def _hindered(tree: ModuleTree, group_of: dict[Node, Node], order: dict[Node, int]) -> set[Node]:
     """Groups that must not be ones, as they share a module that has parameters, but no forward, with others."""
-    holding = {node for held in tree.held for node in held.holders}
     found: set[Node] = set()
-    for node in tree.nodes():
+    for node in tree.root.walk():
         groups = {group_of[parent] for parent in node.parents}
-        if len(groups) > 1 and any(each in holding for each in _without_forward(node)):
+        if len(groups) > 1 and any(each.holds_parameters for each in _without_forward(node)):
             found.add(min(groups, key=order.__getitem__))
     return {node for node in found if node.can_be_called}
 
@@ -315,7 +314,7 @@ class _Chooser:
     ) -> None:
         self._finder = finder
         self._max_bytes = max_bytes
-        self._min_bytes = min_bytes
+        self._min_bytes = max(min_bytes, 1)
         self.chosen = dict(shared)
         root = tree.root
         if finder.is_block(root) and root.total_bytes <= max_bytes:
@@ -346,7 +345,7 @@ class _Chooser:
         """Make ``node`` a group, if need be after groups inside it."""
         if self._rest(node) > self._max_bytes and node.can_be_split:
             self._cut(node, is_model=False)
-            if self._rest(node) < max(self._min_bytes, 1):
+            if self._rest(node) < self._min_bytes:
                 return  # left to the region around it
             reason = f"the rest of {node.class_name}, which is above max_bytes"
         self.chosen[node] = self._remark(node, reason)
@@ -375,7 +374,7 @@ class _Chooser:
         """The outermost submodules that can be called and are not too small."""
         for child in node.children:
             for each in _outermost(child, lambda each: each.can_be_called or each in self.chosen):
-                if each not in self.chosen and self._rest(each) >= max(self._min_bytes, 1):
+                if each not in self.chosen and self._rest(each) >= self._min_bytes:
                     yield each
 
     def _relieve(self, region: Node, bound: int, bound_name: str) -> None:
@@ -392,40 +391,37 @@ class _Chooser:
     def _take_from(self, region: Node, least: int, limit: int, reason: str) -> None:
         """Take submodules of at least ``least`` bytes until the rest is at most ``limit``."""
         rest = self._rest(region)
-        for nodes, has_groups in ((self._without_groups, False), (self._with_groups, True)):
-            for node in nodes(region):
-                before = self._rest(node)
-                if rest <= limit or before < max(least, 1):
-                    continue
-                if has_groups:
-                    self._relieve(node, self._max_bytes, "max_bytes")
-                    self.chosen[node] = self._remark(node, reason)
-                else:
-                    self._take(node, reason)
-                rest -= before - (0 if node in self.chosen else self._rest(node))
+        for node, has_groups in self._takeable(region):
+            before = self._rest(node)
+            if rest <= limit or before < least:
+                continue
+            if has_groups:
+                self._relieve(node, self._max_bytes, "max_bytes")
+                self.chosen[node] = self._remark(node, reason)
+            else:
+                self._take(node, reason)
+            rest -= before - (0 if node in self.chosen else self._rest(node))
 
-    def _without_groups(self, region: Node) -> list[Node]:
-        """The outermost modules below ``region`` that can be called and have no groups inside, the largest first."""
+    def _takeable(self, region: Node) -> Iterator[tuple[Node, bool]]:
+        """The modules below ``region`` that can be called, and whether there are groups inside.
+
+        The outermost without, the largest first; then, as things are by then, the others, innermost first.
+        """
         busy = self._around_groups(region)
-        found = [
+        outermost = [
             each
             for child in region.children
             for each in _outermost(child, lambda each: each in self.chosen or (each.can_be_called and each not in busy))
         ]
-        return sorted((each for each in found if each not in self.chosen), key=self._rest, reverse=True)
+        for node in sorted((each for each in outermost if each not in self.chosen), key=self._rest, reverse=True):
+            yield node, False
+        for node in self._around_groups(region):
+            if node is not region and node.can_be_called and node not in self.chosen:
+                yield node, True
 
-    def _with_groups(self, region: Node) -> list[Node]:
-        """The other modules that can be called, innermost first."""
-        busy = self._around_groups(region)
-        return [
-            node
-            for node in region.bottom_up()
-            if node in busy and node is not region and node.can_be_called and node not in self.chosen
-        ]
-
-    def _around_groups(self, region: Node) -> set[Node]:
-        busy: set[Node] = set()
+    def _around_groups(self, region: Node) -> dict[Node, None]:
+        busy: dict[Node, None] = {}  # innermost first
         for node in region.bottom_up():
             if any(child in busy or child in self.chosen or child.is_sharded for child in node.children):
-                busy.add(node)
+                busy[node] = None
         return busy
