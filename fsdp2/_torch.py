@@ -224,6 +224,13 @@ def norm_partial(order: float) -> Placement:
 
 # What lies under a DTensor, without the autograd edge that `to_local()` adds. (A C-level attribute getter.)
 local_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same; a tensor that is no DTensor itself."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 # The DTensorSpec object; `p`, `p.grad` and the plan share one, or every foreach call compares specs slowly.
 spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 

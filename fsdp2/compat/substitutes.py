@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, cast
 
 from fsdp2.compat import bridges, memory_tracking
 from fsdp2.compat.names import HOME, STATES, Counterpart
-
-_Table = Mapping[int, Counterpart]
 
 
 class Substitutes:
@@ -24,36 +22,34 @@ class Substitutes:
 
     def __init__(self, pairs: Iterable[Counterpart]) -> None:
         everywhere = {pair.name: pair for pair in pairs}
-        pipelining = list(everywhere.values())
-        if everywhere:
-            module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
-            ours = cast(type, module.ours)
-            stands_for_both = bridges.either(cast(type, module.torchs), ours)
-            pipelined = bridges.pipelined(function.ours, function.torchs, ours)
-            # Imported after the swap, these modules hold ours already.
-            pipelining += [Counterpart(module.name, each, stands_for_both) for each in (module.torchs, module.ours)]
-            pipelining += [Counterpart(function.name, each, pipelined) for each in (function.torchs, function.ours)]
+        self._everywhere = _by_identity(everywhere.values())
+        self._in: dict[str, dict[int, Counterpart]] = {}
+        self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
+        if not everywhere:
+            return
+        module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
+        ours = cast(type, module.ours)
         bridged: dict[str, Callable[..., object]] = {
             "get_cls_to_fsdp_cls": bridges.both_mappings,
             "disable_fsdp_module_new_init": bridges.both_contexts,
         }
+        pairs_and_bridges = [(everywhere[name], bridge) for name, bridge in bridged.items() if name in everywhere]
         offloading = [
-            Counterpart(name, everywhere[name].torchs, bridge(everywhere[name].ours, everywhere[name].torchs))
-            for name, bridge in bridged.items()
-            if name in everywhere
+            Counterpart(pair.name, pair.torchs, bridge(pair.ours, pair.torchs)) for pair, bridge in pairs_and_bridges
         ]
-        states = []
-        if everywhere:
-            look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
-            states = [Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))]
-        self._everywhere = dict(_by_identity(everywhere.values()))
-        self._in = {name: _by_identity(pipelining) for name in bridges.PIPELINING} | {HOME: _by_identity(offloading)}
-        self._in[STATES] = _by_identity(states)
-        self._torchs: dict[int, tuple[object, object]] = {}
-        for pair in (*everywhere.values(), *pipelining, *offloading):
-            if pair.name in everywhere:
-                self._torchs[id(pair.ours)] = (pair.ours, everywhere[pair.name].torchs)
-        self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in states}
+        look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
+        state = Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))
+        pipelining = [
+            Counterpart("FSDPModule", module.torchs, bridges.either(cast(type, module.torchs), ours)),
+            Counterpart("fully_shard", function.torchs, bridges.pipelined(function.ours, function.torchs, ours)),
+        ]
+        for pair in (*offloading, state, *pipelining):
+            self._torchs[id(pair.ours)] = (pair.ours, pair.torchs)
+        # Imported after the swap, the modules of pipelining hold ours already.
+        late = [Counterpart(pair.name, everywhere[pair.name].ours, pair.ours) for pair in pipelining]
+        of_pipelining = self._everywhere | _by_identity([*pipelining, *late])
+        self._in = {name: of_pipelining for name in bridges.PIPELINING}
+        self._in |= {HOME: _by_identity(offloading), STATES: _by_identity([state])}
 
     def learn(self, module: ModuleType) -> None:
         """What ``module``, which not every program loads, defines: torch's memory tracker."""
@@ -75,6 +71,6 @@ class Substitutes:
         return [(name, torchs[id(value)][1]) for name, value in list(vars(module).items()) if id(value) in torchs]
 
 
-def _by_identity(pairs: Iterable[Counterpart]) -> _Table:
+def _by_identity(pairs: Iterable[Counterpart]) -> dict[int, Counterpart]:
     # The objects are kept beside their ids, so that an id stays theirs.
     return {id(pair.torchs): pair for pair in pairs}

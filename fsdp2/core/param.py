@@ -21,7 +21,15 @@ from fsdp2 import _torch
 from fsdp2.core.mesh import SHARDED
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.ports import Port
-from fsdp2.core.sharding import Partition, Sharding, class_of, dtensor_over, local_shard, parameter_at_offset
+from fsdp2.core.sharding import (
+    Partition,
+    Sharding,
+    class_of,
+    dtensor_like,
+    dtensor_over,
+    local_shard,
+    parameter_at_offset,
+)
 from fsdp2.errors import FSDPRuntimeError
 
 # `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
@@ -457,7 +465,7 @@ class FSDPParam:
             .to(self.local.device)
             .clone()
         )
-        return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(self.sharded), whole.dtype))
+        return dtensor_like(self.sharded, local)
 
     def registered(self) -> nn.Parameter:
         """What the modules hold now, for comparison with ``sharded``.
@@ -686,7 +694,7 @@ def _is_another_view(found: torch.Tensor, param: FSDPParam) -> bool:
     unsharded = param.unsharded
     if unsharded is None or param.requires_grad or found.requires_grad or isinstance(found, DTensor):
         return False
-    whole = _torch.local_of(unsharded) if isinstance(unsharded, DTensor) else unsharded
+    whole = _torch.plain_of(unsharded)
     return (
         _torch.storage_of(found) == _torch.storage_of(whole)
         and found.data_ptr() == whole.data_ptr()

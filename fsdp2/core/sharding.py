@@ -255,6 +255,11 @@ def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
     return _torch.make_dtensor(local, spec) if own is DTensor else own._over(local, spec)  # type: ignore[attr-defined]
 
 
+def dtensor_like(sharded: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A DTensor over ``local`` that lies as ``sharded`` does; in the dtype of ``local``."""
+    return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(sharded), local.dtype))
+
+
 def dtensor_at_offset(local: torch.Tensor, spec: Any) -> DTensor:
     """The same for a ``local`` that lies at an offset in memory that it shares, with copies and pickles of its own.
 

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
@@ -197,7 +196,7 @@ class LocalOptimizer(Optimizer):
             gradient = parameter.grad
             if gradient is not None:
                 gradient.detach_() if gradient.grad_fn is not None else gradient.requires_grad_(False)
-                local = _torch.local_of(gradient) if isinstance(gradient, DTensor) else gradient
+                local = _torch.plain_of(gradient)
                 alike[local.device, local.dtype].append(local)
         for tensors in alike.values():
             _torch.foreach_zero(tensors)

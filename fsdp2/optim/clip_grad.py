@@ -319,7 +319,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return _torch.wait_for_tensor(_torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+    return _torch.wait_for_tensor(_torch.plain_of(tensor))
 
 
 # ---- norms ---------------------------------------------------------------------------------------

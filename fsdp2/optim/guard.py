@@ -43,7 +43,7 @@ class _Seen:
     """
 
     signature: tuple[int, ...]
-    write_counter: tuple[WriteCounter, ...]
+    write_counters: tuple[WriteCounter, ...]
     summing: tuple[weakref.ref[FSDPParamGroup], ...]
 
 
@@ -89,15 +89,14 @@ class OptimizerGuard:
         seen = self._seen.get(optimizer)
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)
-            seen = _Seen(_signature(optimizer), _freshness_of(optimizer), _summing(optimizer))
-            self._seen[optimizer] = seen
+            seen = self._seen[optimizer] = _seen(optimizer)
             offload_as_policies_ask(optimizer)
         for summing in seen.summing:
             _refuse_to_skip(summing())
 
     @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for write_counter in self._seen[optimizer].write_counter if optimizer in self._seen else ():
+        for write_counter in self._seen[optimizer].write_counters if optimizer in self._seen else ():
             write_counter.writes += 1
         with self._lock:
             WriteCounter.steps += 1
@@ -114,15 +113,15 @@ def _signature(optimizer: Optimizer) -> tuple[int, ...]:
     return (FSDPParam.identity_changes, *(len(group["params"]) for group in optimizer.param_groups))
 
 
-def _freshness_of(optimizer: Optimizer) -> tuple[WriteCounter, ...]:
-    owners = (fsdp_param_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    return tuple({id(owner.write_counter): owner.write_counter for owner in owners if owner is not None}.values())
-
-
-def _summing(optimizer: Optimizer) -> tuple[weakref.ref[FSDPParamGroup], ...]:
-    owners = (fsdp_param_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    groups = [owner.group for owner in owners if owner is not None and owner.group is not None]
-    return tuple(weakref.ref(group) for group in dict.fromkeys(groups) if group.storage.offloading.sums_on_host)
+def _seen(optimizer: Optimizer) -> _Seen:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    owners = [owner for parameter in parameters if (owner := fsdp_param_of(parameter)) is not None]
+    groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
+    return _Seen(
+        _signature(optimizer),
+        tuple(dict.fromkeys(owner.write_counter for owner in owners)),
+        tuple(weakref.ref(group) for group in groups if group.storage.offloading.sums_on_host),
+    )
 
 
 def _refuse_to_skip(group: FSDPParamGroup | None) -> None:

@@ -38,10 +38,6 @@ def _is_moved(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
-
-
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local``, as a DTensor if ``value`` is one."""
     return dtensor_over(local, _torch.spec_of(value)) if isinstance(value, DTensor) else local
@@ -54,7 +50,7 @@ def _is_plain(local: torch.Tensor) -> bool:
 
 def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of ``value`` on ``device``."""
-    local = _local(value)
+    local = _torch.plain_of(value)
     if not _is_plain(local):
         return _like(value, local.to(device, non_blocking=True))
     return _like(value, torch.empty_like(local, device=device, pin_memory=False).copy_(local, non_blocking=True))
@@ -62,11 +58,11 @@ def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: bool) -> torch.Tensor:
     """A copy of ``value`` on the host: ``earlier``, written, if it is alike."""
-    local = _local(value)
+    local = _torch.plain_of(value)
     if not _is_plain(local):
         return _like(value, local.to("cpu"))
     if earlier is not None:
-        host = _local(earlier)
+        host = _torch.plain_of(earlier)
         if (host.dtype, host.shape, host.stride()) == (local.dtype, local.shape, local.stride()):
             host.copy_(local, non_blocking=True)
             return earlier
@@ -78,7 +74,7 @@ def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: b
 def _holders(state: dict[Any, Any], key: Any) -> list[int]:
     """How many hold what is at ``key``: the tensor, what it wraps, its memory."""
     value = state[key]
-    local = _local(value)
+    local = _torch.plain_of(value)
     counts = [sys.getrefcount(value), sys.getrefcount(local)]
     if _is_plain(local):
         counts.append(_torch.storage_use_count(local.untyped_storage()))
@@ -219,7 +215,7 @@ class OptimizerStateOffload:
         return [(each, state[each]) for each in parameters if each in state and self._chooses(each)]
 
     def _is_at_rest(self, value: torch.Tensor) -> bool:
-        local = _local(value)
+        local = _torch.plain_of(value)
         return local.device.type == "cpu" and (not self._pin_memory or local.is_pinned() or not _has_accelerator(value))
 
     @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is brought outside of graphs")

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core.param import FSDPParam, fsdp_param_of
-from fsdp2.core.sharding import dtensor_over
+from fsdp2.core.sharding import dtensor_like
 from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.guard import GUARD
 from fsdp2.optim.offload import is_offloaded
@@ -55,7 +55,7 @@ def step_on_owners(optimizer: Optimizer) -> None:
                 group["params"][index] = stand_in
                 stand_ins[stand_in] = owner
                 if parameter in optimizer.state:
-                    optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _local)
+                    optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
     if not stand_ins:
         raise FSDPValueError(
             "step_on_owners got an optimizer without owned parameters: call its step(), or give matrices an owner with "
@@ -79,7 +79,7 @@ def _stand_in(owner: FSDPParam) -> nn.Parameter:
     if gradient is not None:
         if gradient.dtype != stand_in.dtype:
             stand_in.grad_dtype = gradient.dtype
-        stand_in.grad = _local(gradient)
+        stand_in.grad = _torch.plain_of(gradient)
     return stand_in
 
 
@@ -89,15 +89,11 @@ def _mapped(state: Any, change: Any) -> Any:
     return {key: change(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
-
-
 def _like(value: torch.Tensor, owner: FSDPParam) -> torch.Tensor:
     """``value`` as a DTensor that lies like the parameter, if it has its shape on this rank."""
     if value.dim() == 0 or value.shape != owner.local.shape:
         return value
-    dtensor = dtensor_over(value.new_empty(0), _torch.spec_with_dtype(_torch.spec_of(owner.sharded), value.dtype))
+    dtensor = dtensor_like(owner.sharded, value.new_empty(0))
     _torch.set_local(dtensor, value)
     return dtensor
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.core.buffers import storage_slice
 from fsdp2.core.param import fsdp_param_of
-from fsdp2.core.sharding import dtensor_over
+from fsdp2.core.sharding import dtensor_like
 from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.runs import Run, runs_of
 
@@ -128,10 +128,6 @@ def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> Non
             )
 
 
-def _wrap(parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-    return dtensor_over(local, _torch.spec_with_dtype(_torch.spec_of(parameter), local.dtype))
-
-
 def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> None:
     """Bring ``outside`` up to date: DTensors that lie on the same tensor stay the same."""
     shape = _torch.local_of(parameter).shape
@@ -143,7 +139,7 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
         else:
             known = outside.get(name)
             if not isinstance(known, DTensor) or _torch.local_of(known) is not value:
-                outside[name] = _wrap(parameter, value)
+                outside[name] = dtensor_like(parameter, value)
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -195,7 +191,7 @@ class FlatRun:
             shown.clear()
             for name, value in self.state.items():
                 if _is_whole(name, value, shape):
-                    shown[name] = _wrap(parameter, self._slice(value, offset, parameter))
+                    shown[name] = dtensor_like(parameter, self._slice(value, offset, parameter))
                 else:
                     shown[name] = value.clone() if isinstance(value, torch.Tensor) else value
             self._shown.append({name: (value, _version(value)) for name, value in shown.items()})
@@ -387,13 +383,12 @@ class _Through(MutableMapping[Any, Any]):
         self._outside = outside
 
     def __getitem__(self, name: Any) -> Any:
-        value = self._outside[name]
-        return _torch.local_of(value) if isinstance(value, DTensor) else value
+        return _torch.plain_of(self._outside[name])
 
     def __setitem__(self, name: Any, value: Any) -> None:
         shape = _torch.local_of(self._parameter).shape
         _check_made(self._parameter, {name: value}, shape)
-        self._outside[name] = _wrap(self._parameter, value) if _is_whole(name, value, shape) else value
+        self._outside[name] = dtensor_like(self._parameter, value) if _is_whole(name, value, shape) else value
 
     def __delitem__(self, name: Any) -> None:
         del self._outside[name]
