@@ -22,8 +22,8 @@ from tests.harness import fake_world
 from tests.harness.happens_before import EventRecord, Operation, StreamWait
 from tests.harness.internals import allocated_bytes, groups_of, unsharded_bytes
 from tests.harness.pooling import needs_pool
-from tests.harness.recording import COMPUTE, recording
-from tests.harness.recording_training import Training
+from tests.harness.recording.recorder import COMPUTE, recording
+from tests.harness.recording.training import Training
 
 POLICIES = {
     "full": MixedPrecisionPolicy(),

@@ -1,6 +1,6 @@
 """Order and overlap, without a GPU: what may run beside what, and how much is unsharded at a time.
 
-Read from recorded training steps, see `tests.harness.recording_passes`.
+Read from recorded training steps, see `tests.harness.recording.passes`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import fsdp2.core.root
 from fsdp2.core.group import FSDPParamGroup
 from tests.harness import fake_world
 from tests.harness.happens_before import Allocation, Operation, Order
-from tests.harness.recording import recording
-from tests.harness.recording_passes import gathers_ahead, reduces_overlap
-from tests.harness.recording_scenarios import SCENARIOS, Recording, record
-from tests.harness.recording_training import BACKWARD, FORWARD, ROOT, UPDATE, Training
+from tests.harness.recording.passes import gathers_ahead, reduces_overlap
+from tests.harness.recording.recorder import recording
+from tests.harness.recording.scenarios import SCENARIOS, Recording, record
+from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Training
 
 ORDERED = [
     "transformer", "plain", "direct", "two_dtypes", "root_resharded", "checkpointed_layers",

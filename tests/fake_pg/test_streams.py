@@ -1,6 +1,6 @@
 """Streams, waits and lifetimes, without a GPU: recorded training steps go through a happens-before checker.
 
-What is recorded and how, see `tests.harness.recording`; what is checked, see `tests.harness.happens_before`.
+What is recorded and how, see `tests.harness.recording.recorder`; what is checked, see `tests.harness.happens_before`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.harness.happens_before import (
     Violation,
     find_violations,
 )
-from tests.harness.recording import BLOCKED, COMPUTE, WORKED, recording
-from tests.harness.recording_passes import Passes
-from tests.harness.recording_scenarios import SCENARIOS, Recording, record
-from tests.harness.recording_sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
-from tests.harness.recording_training import FORWARD, ROOT, UPDATE, Training, gradients_of
+from tests.harness.recording.passes import Passes
+from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
+from tests.harness.recording.scenarios import SCENARIOS, Recording, record
+from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
+from tests.harness.recording.training import FORWARD, ROOT, UPDATE, Training, gradients_of
 
 
 def report(recorded: Recording, violations: Sequence[Violation]) -> str:

@@ -6,8 +6,8 @@ import pytest
 
 from tests.harness import fake_world
 from tests.harness.happens_before import Operation, StreamWait
-from tests.harness.recording import COMPUTE, LAUNCHED, recording
-from tests.harness.recording_training import Training
+from tests.harness.recording.recorder import COMPUTE, LAUNCHED, recording
+from tests.harness.recording.training import Training
 
 GATHERS = ("c10d._allgather_base_", "c10d.allgather_into_tensor_coalesced_")
 

@@ -19,7 +19,7 @@ from tests.harness.happens_before import (
     TraceEvent,
     find_violations,
 )
-from tests.harness.recording import (
+from tests.harness.recording.recorder import (
     BLOCKED,
     COMPUTE,
     COPIED,

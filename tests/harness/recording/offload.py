@@ -1,6 +1,6 @@
 """Scenarios of CPU offload: shards and gradients in host memory, copied to the device and back.
 
-A part of `recording_scenarios`.
+A part of `scenarios`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import fsdp2.core.mesh
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
-from tests.harness.recording import Recorder
-from tests.harness.recording_meshes import HALF, replicate_and_shard
-from tests.harness.recording_training import STEPS, Expected, Stack, Training
+from tests.harness.recording.meshes import HALF, replicate_and_shard
+from tests.harness.recording.recorder import Recorder
+from tests.harness.recording.training import STEPS, Expected, Stack, Training
 
 train = Training.of_stack
 

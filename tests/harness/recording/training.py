@@ -1,4 +1,4 @@
-"""A small model that can take every path of the engine, and its training under a `Recorder`. A part of `recording`."""
+"""A small model that can take every path of the engine, and its training under a `Recorder`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, fully_shard
 from tests.harness.models import ModelCase
-from tests.harness.recording import Recorder
+from tests.harness.recording.recorder import Recorder
 
 STEPS = 4
 """Of a scenario: from the second on, orders are known and buffers are used again."""

@@ -1,4 +1,4 @@
-"""Where fsdp2 makes streams, or the host, wait, read from its source. A part of `recording`.
+"""Where fsdp2 makes streams, or the host, wait, read from its source.
 
 A *site* is a call, outside of `core.streams`, by which a wait is issued: of ``device.wait`` or ``device.block_host``
 itself, or of a method of `FSDPCommContext` that leads to one.

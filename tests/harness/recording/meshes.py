@@ -1,6 +1,6 @@
 """Scenarios on other meshes: replicas, several meshes, fewer ranks after forward, tensor parallelism, other dims.
 
-A part of `recording_scenarios`.
+A part of `scenarios`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fsdp2 import (
 )
 from fsdp2.core import transport
 from fsdp2.core.gradients import GradientBucket
-from tests.harness.recording import Recorder
-from tests.harness.recording_training import STEPS, Expected, Stack, Training
+from tests.harness.recording.recorder import Recorder
+from tests.harness.recording.training import STEPS, Expected, Stack, Training
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 train = Training.of_stack

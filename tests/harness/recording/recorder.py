@@ -47,7 +47,7 @@ from tests.harness.happens_before import (
     StreamWait,
     TraceEvent,
 )
-from tests.harness.recording_memory import Block, MemoryMap
+from tests.harness.recording.memory import Block, MemoryMap
 
 COMPUTE = 0
 """The stream that is current to begin with."""

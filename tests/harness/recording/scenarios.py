@@ -17,12 +17,12 @@ from fsdp2 import MixedPrecisionPolicy, Owned, _torch, fully_shard
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.harness.recording import Recorder, recording
-from tests.harness.recording_meshes import MESHES
-from tests.harness.recording_mishaps import MISHAPS
-from tests.harness.recording_offload import OFFLOADED
-from tests.harness.recording_settings import SETTINGS
-from tests.harness.recording_training import STEPS, Stack, Training
+from tests.harness.recording.meshes import MESHES
+from tests.harness.recording.mishaps import MISHAPS
+from tests.harness.recording.offload import OFFLOADED
+from tests.harness.recording.recorder import Recorder, recording
+from tests.harness.recording.settings import SETTINGS
+from tests.harness.recording.training import STEPS, Stack, Training
 
 Scenario = Callable[[Recorder], None]
 train = Training.of_stack

@@ -1,4 +1,4 @@
-"""Scenarios in which something goes wrong, or the user changes what was sharded. A part of `recording_scenarios`."""
+"""Scenarios in which something goes wrong, or the user changes what was sharded. A part of `scenarios`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.core.transport import Native
-from tests.harness.recording import Recorder
-from tests.harness.recording_training import Expected, Training, adamw
+from tests.harness.recording.recorder import Recorder
+from tests.harness.recording.training import Expected, Training, adamw
 
 train = Training.of_stack
 

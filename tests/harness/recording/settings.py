@@ -1,4 +1,4 @@
-"""Scenarios of `fully_shard`'s policies and of the communication settings. A part of `recording_scenarios`."""
+"""Scenarios of `fully_shard`'s policies and of the communication settings. A part of `scenarios`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, share_comm_ctx
-from tests.harness.recording import COMPUTE, Recorder, RecordingDevice
-from tests.harness.recording_meshes import HALF, replicate_and_shard
-from tests.harness.recording_training import STEPS, Expected, Stack, Training
+from tests.harness.recording.meshes import HALF, replicate_and_shard
+from tests.harness.recording.recorder import COMPUTE, Recorder, RecordingDevice
+from tests.harness.recording.training import STEPS, Expected, Stack, Training
 
 train = Training.of_stack
 

@@ -1,4 +1,4 @@
-"""Order and overlap in a recording: which group's collectives run beside which group's compute. A part of `recording`.
+"""Order and overlap in a recording: which group's collectives run beside which group's compute.
 
 Operations are attributed to groups by the buffers that they touch.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tests.harness.happens_before import Mark, Operation, Order
-from tests.harness.recording import COMPUTE
-from tests.harness.recording_scenarios import Recording
-from tests.harness.recording_training import BACKWARD, ROOT, UPDATE, gradients_of
+from tests.harness.recording.recorder import COMPUTE
+from tests.harness.recording.scenarios import Recording
+from tests.harness.recording.training import BACKWARD, ROOT, UPDATE, gradients_of
 
 
 @dataclass(frozen=True, slots=True)

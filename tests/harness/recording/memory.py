@@ -1,4 +1,4 @@
-"""Which allocation a tensor's bytes lie in, and when allocations are freed. A part of `recording`.
+"""Which allocation a tensor's bytes lie in, and when allocations are freed.
 
 Tensors are found by address: sharded parameters and gradients lie on storage slices, which are storages of their own
 within the memory of another. Addresses are used again by the host's allocator, so every allocation gets a number.
