@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.unit.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
+from tests.harness.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
 ONE_PROCESS = ("tests/unit", "tests/fake_pg")
 """Folders whose tests start no ranks, but for few."""

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.fake import FakeWorlds
+from tests.harness.parity_table import report_what_was_not_shown
 from tests.harness.pool import WorkerPools, start_fork_server
 from tests.harness.pooling import pool_if_asked
 from tests.harness.state import THREADS, ProcessState, forget_meshes, seed_everything
-from tests.unit.parity_table import report_what_was_not_shown
 
 # Warnings are errors (pyproject.toml), here and on the ranks, but for these of torch's own.
 TOLERATED_WARNINGS: list[str] = []

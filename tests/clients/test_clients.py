@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.clients.launch import IMPLEMENTATION, Report, require, run_client
+from tests.harness.clients import IMPLEMENTATION, Report, require, run_client
 
 pytestmark = pytest.mark.full
 

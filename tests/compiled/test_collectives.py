@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from tests.compiled.models import WIDTH, build, shard, whole
 from tests.compiled.test_meshes import build_parallel, parallelized
-from tests.compiled.twins import Exchange, compiling
 from tests.harness import FakeWorlds, others_full
-from tests.parity.trace import Collective, Trace, traced
+from tests.harness.compiled.models import WIDTH, build, shard, whole
+from tests.harness.compiled.twins import Exchange, compiling
+from tests.harness.parity.trace import Collective, Trace, traced
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 MESHES: dict[str, tuple[int, ...]] = {

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, set_graph_capture
-from tests.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
-from tests.compiled.twins import assert_trains_alike, compiling, one_backward
-from tests.parity.implementation import installed_from
+from tests.harness.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
+from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.harness.parity.implementation import installed_from
 from tests.parity.test_spmd_mesh import TwoLayers, data_placements, distribute, spmd_mesh
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, RowBlocks, fully_shard
-from tests.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
-from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.harness.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
+from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 
 
 class Partition(nn.Module):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from tests.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard
-from tests.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.harness.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard
+from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 
 
 @multi_rank(2, full=[4])  # 10 s; meshes run on four

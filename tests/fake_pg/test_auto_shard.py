@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from fsdp2 import FSDPTypeError, FSDPValueError, MixedPrecisionPolicy, auto_shard, choose_groups, fully_shard
 from fsdp2.core.state import FSDPState, state_of, states_below
 from tests.harness import fake_world
-from tests.unit.grouped_models import GPTBlock, Shaped
+from tests.harness.shared.grouped_models import GPTBlock, Shaped
 
 
 class Bag(nn.Module):

@@ -14,6 +14,8 @@ A test on every rank, against the reference:
 
 Where to look: `multi_rank` (the decorator), `pool` and `worker` (the processes behind it), `messages` (what they
 say), `report` (failures), `fake` (simulated ranks), `models`, `reference`, `compare`, `training`.
+Folders: `shared` (what the tests of one behaviour share), `parity` and `compiled` (what the tests in the folders of
+these names share), `recording` (steps on streams), `drawn` and `mixed` (programs drawn from seeds).
 """
 
 from tests.harness.compare import (

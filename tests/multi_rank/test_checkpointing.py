@@ -15,8 +15,8 @@ from tests.harness import multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.models import MLP, TRANSFORMER, ModelCase
 from tests.harness.reference import Reference, adamw
+from tests.harness.shared.training import loss_on, train_custom, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.training import loss_on, train_custom, trainable
 
 
 class CheckpointInside(nn.Module):

@@ -15,7 +15,8 @@ from fsdp2 import FSDPRuntimeError, FSDPValueError, clip_grad_norm_, clip_grads_
 from tests.harness import Reference, assert_same, assert_sharded_same, multi_rank
 from tests.harness.compare import gather, gradients_of
 from tests.harness.models import MLP
-from tests.multi_rank.clipping import (
+from tests.harness.parity.language import UNEVEN, parallelized, world
+from tests.harness.shared.clipping import (
     MAX_NORM,
     NORMS,
     ROUNDED,
@@ -30,9 +31,8 @@ from tests.multi_rank.clipping import (
     named,
     named_mesh,
 )
-from tests.multi_rank.optimizers import loss_of
-from tests.multi_rank.training import CASE, shard
-from tests.parity.language import UNEVEN, parallelized, world
+from tests.harness.shared.optimizers import loss_of
+from tests.harness.shared.training import CASE, shard
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf")]
 

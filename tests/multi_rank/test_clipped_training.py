@@ -14,10 +14,16 @@ from fsdp2 import CPUOffloadPolicy, clip_grad_norm_, fully_shard
 from tests.harness import Reference, Tolerance, assert_same, assert_sharded_same, multi_rank
 from tests.harness.compare import parameters_of
 from tests.harness.models import CONV, FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.multi_rank.clipping import MAX_NORM, TRAINED, all_reduces, assert_plain_and_the_same_everywhere, named_mesh
-from tests.multi_rank.optimizers import Parameters, loss_of
-from tests.multi_rank.training import CASE, shard, trainable
-from tests.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, parallelized, world
+from tests.harness.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, parallelized, world
+from tests.harness.shared.clipping import (
+    MAX_NORM,
+    TRAINED,
+    all_reduces,
+    assert_plain_and_the_same_everywhere,
+    named_mesh,
+)
+from tests.harness.shared.optimizers import Parameters, loss_of
+from tests.harness.shared.training import CASE, shard, trainable
 from tests.parity.test_spmd_mesh import EVEN as SPMD
 from tests.parity.test_spmd_mesh import sharded as sharded_spmd
 from tests.parity.test_spmd_mesh import spmd_loss, spmd_mesh

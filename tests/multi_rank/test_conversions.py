@@ -15,8 +15,8 @@ from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.multi_rank.state_dicts import inputs, optimizer_of
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.state_dicts import inputs, optimizer_of
+from tests.harness.shared.training import CASE, shard
 
 
 def half(module: nn.Module) -> None:

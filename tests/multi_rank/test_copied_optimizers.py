@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from fsdp2 import FSDPRuntimeError, fully_shard, unwrap
 from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
-from tests.multi_rank.state_dicts import inputs
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.state_dicts import inputs
+from tests.harness.shared.training import CASE, shard, trainable
 
 Pair = tuple[Any, Optimizer]
 

@@ -40,7 +40,7 @@ from tests.harness.compare import (
 )
 from tests.harness.models import MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
-from tests.multi_rank.training import CASE, goes_on_like, loss_on, shard, trainable
+from tests.harness.shared.training import CASE, goes_on_like, loss_on, shard, trainable
 
 
 def by_pickle(module: Any) -> Any:

@@ -27,8 +27,8 @@ from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_f
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import CONV, FROZEN, TIED, TRANSFORMER, ModelCase
 from tests.harness.pool import WorkerPools
-from tests.multi_rank.state_dicts import STEPS_AFTER, STEPS_BEFORE, after_training_forward, inputs, optimizer_of
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.state_dicts import STEPS_AFTER, STEPS_BEFORE, after_training_forward, inputs, optimizer_of
+from tests.harness.shared.training import CASE, shard
 
 
 def train_and_save(case: ModelCase, folder: Path, way: str) -> None:

@@ -1,7 +1,7 @@
 """Programs drawn from seeds, each trained beside the plain model: whatever may be combined is, somewhere.
 
-The programs of the seeds of `drawn_seeds` have every two features together that may be so;
-`python -m tests.multi_rank.drawn_features 2500 225` searches them anew where drawing has changed. A third of them, all
+The programs of the seeds of `tests.harness.drawn.seeds` have every two features together that may be so;
+`python -m tests.harness.drawn.features 2500 225` searches them anew where drawing has changed. A third of them, all
 meshes and refusals among it, run in every `make test`; the others take 80 seconds, and run in `make test-full`.
 
 `FSDP2_DRAWN=5000 python -m pytest tests/multi_rank/test_drawn_programs.py -k many` runs that many of each mesh;
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness import multi_rank
-from tests.multi_rank.drawing import MESHES, REFUSALS, draw
-from tests.multi_rank.drawn_features import covered, excluded, features, known
-from tests.multi_rank.drawn_seeds import SEEDS
-from tests.multi_rank.drawn_training import run
+from tests.harness.drawn.features import covered, excluded, features, known
+from tests.harness.drawn.programs import MESHES, REFUSALS, draw
+from tests.harness.drawn.seeds import SEEDS
+from tests.harness.drawn.training import run
 
 BATCH = 6
 MANY = int(os.environ.get("FSDP2_DRAWN", "60"))
@@ -91,7 +91,7 @@ def test_many_drawn_programs_on_four_ranks(mesh: str, seeds: tuple[int, ...]) ->
 
 
 def test_every_feature_is_drawn() -> None:
-    """What the programs of `drawn_seeds` cover, printed with ``-s``: every two features that are not excluded."""
+    """What the seeds of the short tests cover, printed with ``-s``: every two features that are not excluded."""
     counts: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
     for mesh in MESHES:

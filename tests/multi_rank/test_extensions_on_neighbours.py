@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.harness import Accumulation, Reference, StepRecord, multi_rank, others_full, use_native_collectives
 from tests.harness.models import Batch, ModelCase
-from tests.parity.custom_collectives import custom_all_gather
-from tests.parity.programs import is_sharded, loss_on, mesh_of, train
+from tests.harness.parity.custom_collectives import custom_all_gather
+from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, train
+from tests.harness.parity.trace import GATHER, traced
 from tests.parity.test_extensions import (
     CALLS,
     FiveArguments,
@@ -32,7 +33,6 @@ from tests.parity.test_extensions import (
     steps_like_the_reference,
 )
 from tests.parity.test_many_axes import EVEN, parallelized_with_extension
-from tests.parity.trace import GATHER, traced
 
 
 class Scaled(FiveArguments):

@@ -23,7 +23,7 @@ from tests.harness import Accumulation, Reference, Tolerance, adamw, assert_trai
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.internals import groups_of
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, ModelCase
-from tests.multi_rank.training import CASE, loss_on, trainable
+from tests.harness.shared.training import CASE, loss_on, trainable
 
 GRADIENTS = CPUOffloadPolicy(parameters=False, gradients=True)
 STATE = CPUOffloadPolicy(parameters=False, optimizer_state=True)

@@ -31,8 +31,8 @@ from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, offload_o
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, ModelCase
-from tests.multi_rank.optimizers import EVERY_KIND, MakeOptimizer, loss_of, sgd_momentum, tolerance_of, two_groups
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.optimizers import EVERY_KIND, MakeOptimizer, loss_of, sgd_momentum, tolerance_of, two_groups
+from tests.harness.shared.training import CASE, shard, trainable
 
 
 def local(value: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPNotImplementedError, FSDPValueError, Mix
 from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import CONV, FROZEN, MLP, TIED, TRANSFORMER, ModelCase
-from tests.multi_rank.optimizers import (
+from tests.harness.shared.optimizers import (
     EVERY_KIND,
     FUSED,
     MakeOptimizer,
@@ -33,8 +33,8 @@ from tests.multi_rank.optimizers import (
     tolerance_of,
     two_groups,
 )
-from tests.multi_rank.owned import FROZEN_NET, MIXED_NET, NET, sharded
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.owned import FROZEN_NET, MIXED_NET, NET, sharded
+from tests.harness.shared.training import CASE, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 

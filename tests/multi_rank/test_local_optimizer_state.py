@@ -28,7 +28,7 @@ import fsdp2
 from fsdp2 import FSDPValueError, fully_shard
 from tests.harness import Reference, assert_trains_like, multi_rank, others_full, tolerance_for
 from tests.harness.compare import assert_sharded_same, parameters_of
-from tests.multi_rank.optimizers import (
+from tests.harness.shared.optimizers import (
     MakeOptimizer,
     adamw_for_loop,
     adamw_foreach,
@@ -42,7 +42,7 @@ from tests.multi_rank.optimizers import (
     tolerance_of,
     two_groups,
 )
-from tests.multi_rank.training import CASE, goes_on_like, shard, trainable
+from tests.harness.shared.training import CASE, goes_on_like, shard, trainable
 
 FORMS = pytest.mark.parametrize("flat", [False, True], ids=["each", "flat"])
 KINDS = [sgd_momentum, adamw_foreach, adamw_fused, rmsprop, two_groups]

@@ -12,8 +12,8 @@ from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, tolerance_for
 from tests.harness.models import CONV, FROZEN, MLP, MODEL_CASES, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Accumulation, Reference, adamw
+from tests.harness.shared.training import STEPS, loss_on, shard, train_custom, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.training import STEPS, loss_on, shard, train_custom, trainable
 
 
 @multi_rank(2, 4)

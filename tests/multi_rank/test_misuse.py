@@ -20,8 +20,8 @@ from fsdp2 import FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.multi_rank.mistakes import INPUTS, prepared, train
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.mistakes import INPUTS, prepared, train
+from tests.harness.shared.training import CASE, shard
 
 # ---- roots ---------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ The first of these programs, which have most of the pairs, run in every `make te
 and a half, and run in `make test-full`.
 
 `FSDP2_MIXED=20000 python -m pytest tests/multi_rank/test_mixed_programs.py -k many` runs that many seeds;
-`FSDP2_MIXED_FROM` is the first. A failure prints its program; `python -m tests.multi_rank.mixed` runs one by hand, and
+`FSDP2_MIXED_FROM` is the first. A failure prints its program; `python -m tests.harness.mixed` runs one by hand, and
 finds the smallest that fails.
 """
 
@@ -17,8 +17,7 @@ import pytest
 
 from fsdp2 import FSDPError
 from tests.harness import multi_rank
-from tests.multi_rank.mixed_training import run
-from tests.multi_rank.mixing import (
+from tests.harness.mixed.programs import (
     AXES,
     PLAIN,
     REFUSED,
@@ -34,6 +33,7 @@ from tests.multi_rank.mixing import (
     printed,
     ranks_of,
 )
+from tests.harness.mixed.training import run
 
 OFTEN = 75
 """How many of the programs that cover all pairs run in every `make test`."""

@@ -19,8 +19,8 @@ from fsdp2.optim.guard import GUARD
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MLP
-from tests.multi_rank.optimizers import loss_of, sgd
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.optimizers import loss_of, sgd
+from tests.harness.shared.training import CASE, shard, trainable
 
 
 def python_calls(function: Callable[[], object]) -> int:

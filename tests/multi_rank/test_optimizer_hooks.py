@@ -12,8 +12,8 @@ from fsdp2 import FSDPError, FSDPModule, FSDPNotImplementedError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.multi_rank.optimizers import MakeOptimizer, Parameters, copy_values, loss_of, sgd_momentum
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.optimizers import MakeOptimizer, Parameters, copy_values, loss_of, sgd_momentum
+from tests.harness.shared.training import CASE, shard, trainable
 
 
 def step_in_backward(parameters: Parameters, make: MakeOptimizer) -> list[torch.optim.Optimizer]:

@@ -16,7 +16,7 @@ from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, Tolerance, adamw, assert_trains_like, multi_rank
 from tests.harness.compare import assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import FROZEN, TIED, ModelCase
-from tests.multi_rank.optimizers import (
+from tests.harness.shared.optimizers import (
     MakeOptimizer,
     Parameters,
     adagrad,
@@ -28,7 +28,7 @@ from tests.multi_rank.optimizers import (
     tolerance_of,
     two_groups,
 )
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.training import CASE, shard, trainable
 
 # ---- built at any moment -------------------------------------------------------------------------
 # Each function brings a new model to the end of its first backward, and builds the optimizer on the way.

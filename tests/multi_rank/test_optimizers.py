@@ -16,7 +16,7 @@ from tests.harness import Reference, Tolerance, adamw, assert_trains_like, multi
 from tests.harness.compare import assert_same, assert_sharded_same, gather, gradients_of, parameters_of
 from tests.harness.models import FROZEN, MLP, TIED, TRANSFORMER, ModelCase
 from tests.harness.reference import StepRecord
-from tests.multi_rank.optimizers import (
+from tests.harness.shared.optimizers import (
     EVERY_KIND,
     MakeOptimizer,
     Parameters,
@@ -29,7 +29,7 @@ from tests.multi_rank.optimizers import (
     sgd_momentum,
     tolerance_of,
 )
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.training import CASE, shard, trainable
 
 NORMS = Tolerance(rtol=1e-5, atol=1e-6, reason="a norm over shards is summed in another order than over the whole")
 

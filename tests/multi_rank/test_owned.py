@@ -30,9 +30,9 @@ from tests.harness.compare import (
     tolerance_for,
 )
 from tests.harness.models import UNEVEN_MLP, ModelCase
+from tests.harness.shared.owned import FROZEN_NET, MIXED_NET, NET, Both, OneOwner, is_matrix, muon_of, sharded
+from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.owned import FROZEN_NET, MIXED_NET, NET, Both, OneOwner, is_matrix, muon_of, sharded
-from tests.multi_rank.training import loss_on, trainable
 
 BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
 ORTHOGONALIZED = Tolerance(1e-3, 1e-4, "Newton-Schulz magnifies what the order of sums leaves")

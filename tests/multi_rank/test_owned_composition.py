@@ -28,11 +28,11 @@ from tests.harness import Reference, multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.reference import adamw
+from tests.harness.shared.optimizers import local_like
+from tests.harness.shared.owned import NET, OneOwner, sharded
+from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.optimizers import local_like
-from tests.multi_rank.owned import NET, OneOwner, sharded
 from tests.multi_rank.test_owned import fsdp_param_of, train
-from tests.multi_rank.training import loss_on, trainable
 
 
 @multi_rank(2, 4)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import FSDPRuntimeError, fully_shard
 from tests.harness.models import TRANSFORMER
 from tests.harness.reference import Reference, adamw
-from tests.multi_rank.training import goes_on_like
+from tests.harness.shared.training import goes_on_like
 
 MESHES: dict[str, Callable[[], Any]] = {
     "default": lambda: None,

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from fsdp2 import FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same
-from tests.multi_rank.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
+from tests.harness.shared.training import CASE, shard
 
 # ---- replaced parameters -------------------------------------------------------------------------
 

@@ -40,8 +40,8 @@ from tests.harness.compare import SUM_ORDER, Tolerance, full_parameters, toleran
 from tests.harness.models import FROZEN, MLP, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.pool import WorkerPools
 from tests.harness.reference import adamw
-from tests.multi_rank.staged import HOW, reference_for, shard, train
-from tests.multi_rank.training import loss_on, trainable
+from tests.harness.shared.strategies import HOW, reference_for, shard, train
+from tests.harness.shared.training import loss_on, trainable
 
 ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
 SOME, ALL = 256, 10**9

@@ -23,8 +23,8 @@ from tests.harness import multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP
 from tests.harness.reference import Reference, adamw
+from tests.harness.shared.training import shard
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.training import shard
 
 
 def by_rows(parameter: nn.Parameter) -> Shard:

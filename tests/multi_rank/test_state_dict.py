@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_sharded_same, parameters_of
-from tests.multi_rank.state_dicts import STEPS_AFTER, after_training_forward, inputs, optimizer_of
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.state_dicts import STEPS_AFTER, after_training_forward, inputs, optimizer_of
+from tests.harness.shared.training import CASE, shard
 
 # ---- the form of a state dict --------------------------------------------------------------------
 

@@ -26,9 +26,9 @@ from fsdp2 import (
 from tests.harness import multi_rank
 from tests.harness.compare import Tolerance, assert_sharded_same, parameters_of
 from tests.harness.reference import adamw
-from tests.multi_rank.owned import NET, USED_NET, is_matrix, sharded
+from tests.harness.shared.owned import NET, USED_NET, is_matrix, sharded
+from tests.harness.shared.training import loss_on
 from tests.multi_rank.test_owned import Collectives
-from tests.multi_rank.training import loss_on
 
 BF16 = Tolerance(0.05, 2e-3, "torch's Muon orthogonalizes in bf16, which magnifies what the order of sums leaves")
 

@@ -35,10 +35,10 @@ from tests.harness.compare import (
     tolerance_for,
 )
 from tests.harness.models import FROZEN, MLP, TRANSFORMER, UNEVEN_MLP
+from tests.harness.parity.trace import Trace, trace_of
 from tests.harness.reference import Accumulation, adamw
-from tests.multi_rank.staged import HOW, SHARDING, STRATEGIES, reference_for, run_microbatches, shard, train
-from tests.multi_rank.training import loss_on, trainable
-from tests.parity.trace import Trace, trace_of
+from tests.harness.shared.strategies import HOW, SHARDING, STRATEGIES, reference_for, run_microbatches, shard, train
+from tests.harness.shared.training import loss_on, trainable
 
 ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bfloat16 parameter")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

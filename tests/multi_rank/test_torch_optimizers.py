@@ -24,8 +24,8 @@ from tests.harness import (
     multi_rank,
     tolerance_for,
 )
-from tests.multi_rank.optimizers import FUSED, Parameters, loss_of
-from tests.multi_rank.training import CASE, shard, trainable
+from tests.harness.shared.optimizers import FUSED, Parameters, loss_of
+from tests.harness.shared.training import CASE, shard, trainable
 
 DOCS = Path(__file__).parents[2] / "docs" / "beyond.md"
 

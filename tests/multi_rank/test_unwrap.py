@@ -28,8 +28,8 @@ from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, g
 from tests.harness.compare import tolerance_for as tolerance
 from tests.harness.models import CONV, FROZEN, MODEL_CASES, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
+from tests.harness.shared.training import goes_on_like, shard, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.training import goes_on_like, shard, trainable
 
 
 def step_plain(case: ModelCase, model: nn.Module, step: int, world_size: int) -> None:

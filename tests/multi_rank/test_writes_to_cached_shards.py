@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from fsdp2 import CPUOffloadPolicy, Owned, fully_shard, step_on_owners
 from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
-from tests.multi_rank.caching import (
+from tests.harness.shared.caching import (
     CACHED,
     MICROBATCHES,
     PLAIN,
@@ -24,8 +24,8 @@ from tests.multi_rank.caching import (
     microbatch,
     shard,
 )
-from tests.multi_rank.optimizers import adamw_for_loop, adamw_foreach, adamw_fused, local_like, sgd
-from tests.multi_rank.training import CASE, loss_on, trainable
+from tests.harness.shared.optimizers import adamw_for_loop, adamw_foreach, adamw_fused, local_like, sgd
+from tests.harness.shared.training import CASE, loss_on, trainable
 
 # ---- writes between microbatches --------------------------------------------------------------------
 

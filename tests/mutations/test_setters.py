@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from tests.unit.parity_table import TESTS, shown_by
+from tests.harness.parity_table import TESTS, shown_by
 
 SETTERS = [
     *(f"FSDPModule.{name}" for name in dir(fsdp2.FSDPModule) if name.startswith("set_")),
@@ -45,7 +45,7 @@ def test_its_tests_fail_without_it(mutant: str, tmp_path: Path) -> None:
             "pytest",
             "-x",
             "-p",
-            "tests.mutations.mutant",
+            "tests.harness.mutant",
             "-p",
             "no:cacheprovider",
             *(f"tests/{test}" for test in tests),

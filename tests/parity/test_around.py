@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.harness import Reference, assert_same, full_parameters, multi_rank
 from tests.harness.models import CONV, FROZEN, MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, IS_TORCH, beyond_torch
-from tests.parity.programs import TOWER, WIDTH, Layer, is_sharded, loss_on, mesh_of, shard, train
-from tests.parity.trace import GATHER, traced
+from tests.harness.parity.implementation import API, IS_TORCH, beyond_torch
+from tests.harness.parity.programs import TOWER, WIDTH, Layer, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import GATHER, traced
 
 # ---- the class -----------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from tests.harness import Accumulation, Reference, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import UNEVEN_MLP
-from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter, persistent_collectives
-from tests.parity.implementation import API, beyond_torch
-from tests.parity.programs import SIZES, TOWER, loss_on, mesh_of, shard, train
-from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
+from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter, persistent_collectives
+from tests.harness.parity.implementation import API, beyond_torch
+from tests.harness.parity.programs import SIZES, TOWER, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
 
 # ---- custom collectives --------------------------------------------------------------------------
 

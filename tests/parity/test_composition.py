@@ -18,9 +18,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, beyond_torch
-from tests.parity.programs import ROOTED, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train, trainable
-from tests.parity.trace import GATHER, traced
+from tests.harness.parity.implementation import API, beyond_torch
+from tests.harness.parity.programs import ROOTED, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.trace import GATHER, traced
 
 # ---- activation checkpointing --------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.harness import assert_same, full_parameters, multi_rank
 from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API
-from tests.parity.programs import ROOTED, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import ROOTED, is_sharded, loss_on, mesh_of, shard, train
 
 
 def on_meta(case: ModelCase, **options: Any) -> Any:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.harness import multi_rank
 from tests.harness.models import UNEVEN_MLP
-from tests.parity.implementation import API, IS_TORCH, beyond_torch
-from tests.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train
+from tests.harness.parity.implementation import API, IS_TORCH, beyond_torch
+from tests.harness.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train
 
 
 def linear() -> nn.Linear:

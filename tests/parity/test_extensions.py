@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness import Reference, multi_rank
 from tests.harness.models import Batch, ModelCase
-from tests.parity.implementation import API, torch_from
-from tests.parity.programs import is_sharded, loss_on, mesh_of, shard, train
-from tests.parity.trace import GATHER, traced
+from tests.harness.parity.implementation import API, torch_from
+from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import GATHER, traced
 
 aten = torch.ops.aten
 # Operators whose result is a parameter or a piece of one, which stays of the subclass.

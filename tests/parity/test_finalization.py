@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tests.harness import Accumulation, Reference, adamw, assert_same, assert_sharded_same, multi_rank, tolerance_for
 from tests.harness.compare import SUM_ORDER, gradients_of
 from tests.harness.models import FROZEN, PARTLY_USED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, torch_from
-from tests.parity.programs import ROOTED, TOWER, is_sharded, loss_on, mesh_of, shard, train, trainable
-from tests.parity.trace import SCATTER, trace_of, traced
+from tests.harness.parity.implementation import API, torch_from
+from tests.harness.parity.programs import ROOTED, TOWER, is_sharded, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.trace import SCATTER, trace_of, traced
 
 pytestmark = [
     torch_from((2, 15), "manual finalization is new"),

@@ -13,9 +13,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.harness import Accumulation, Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import FROZEN, MLP, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API
-from tests.parity.programs import ROOTED, SIZES, TOWER, loss_on, mesh_of, shard, train, trainable
-from tests.parity.trace import GATHER, REDUCE, SCATTER, trace_of
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import ROOTED, SIZES, TOWER, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, trace_of
 
 NO_TRAFFIC = {GATHER: 0, SCATTER: 0, REDUCE: 0}
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.harness import Accumulation, Reference, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
-from tests.parity.implementation import API, beyond_torch
-from tests.parity.programs import ROOTED, SIZES, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.harness.parity.implementation import API, beyond_torch
+from tests.harness.parity.programs import ROOTED, SIZES, TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import GATHER, traced
 from tests.parity.test_shard_placement import EXPERTS, place_experts
-from tests.parity.trace import GATHER, traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PRECISION = {"param_dtype": BF16, "reduce_dtype": FP32}

@@ -19,9 +19,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, beyond_torch, installed_from
-from tests.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, data_axes, parallelized, tensor_parallel, train_2d, world
-from tests.parity.programs import TOWER, mesh_of, shard, train, trainable
+from tests.harness.parity.implementation import API, beyond_torch, installed_from
+from tests.harness.parity.language import (
+    EVEN,
+    PARTIAL_SUMS,
+    UNEVEN,
+    data_axes,
+    parallelized,
+    tensor_parallel,
+    train_2d,
+    world,
+)
+from tests.harness.parity.programs import TOWER, mesh_of, shard, train, trainable
 from tests.parity.test_extensions import FiveArguments, Halves, Wrapped
 from tests.parity.test_spmd_mesh import EVEN as SPMD_EVEN
 from tests.parity.test_spmd_mesh import UNEVEN as SPMD_UNEVEN

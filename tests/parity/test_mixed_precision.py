@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.harness import Accumulation, Reference, multi_rank, tolerance_for
 from tests.harness.compare import Tolerance
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, TORCH_VERSION, torch_from
-from tests.parity.programs import ROOTED, SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train, trainable
-from tests.parity.trace import GATHER, REDUCE, SCATTER, Trace, traced
+from tests.harness.parity.implementation import API, TORCH_VERSION, torch_from
+from tests.harness.parity.programs import ROOTED, SIZES, TOWER, WIDTH, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, Trace, traced
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.harness import Reference, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import UNEVEN_MLP, Batch, ModelCase
-from tests.parity.implementation import API
-from tests.parity.programs import TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
-from tests.parity.trace import SCATTER, traced
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import TOWER, WIDTH, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import SCATTER, traced
 
 CHUNKS = 4
 CHUNKED = Tolerance(rtol=1e-4, atol=1e-6, reason="sums over chunks round otherwise")

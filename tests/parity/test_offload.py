@@ -14,8 +14,8 @@ from torch import nn
 from tests.harness import Accumulation, Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API
-from tests.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train, trainable
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train, trainable
 
 CPU = torch.device("cpu")
 

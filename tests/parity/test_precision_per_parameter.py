@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tests.harness import assert_same, full_parameters, multi_rank
 from tests.harness.compare import Tolerance
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.parity.implementation import API, beyond_torch, installed_from, torch_from
-from tests.parity.programs import TOWER, WIDTH, loss_on, shard
-from tests.parity.trace import SCATTER, traced
+from tests.harness.parity.implementation import API, beyond_torch, installed_from, torch_from
+from tests.harness.parity.programs import TOWER, WIDTH, loss_on, shard
+from tests.harness.parity.trace import SCATTER, traced
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW_PRECISION = Tolerance(rtol=2e-2, atol=2e-3, reason="bfloat16 gradients")

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.harness import Reference, multi_rank
 from tests.harness.models import TRANSFORMER, Batch, ModelCase
-from tests.parity.programs import SIZES, TOWER, is_sharded, loss_on, shard, train
-from tests.parity.trace import GATHER, SCATTER, traced
+from tests.harness.parity.programs import SIZES, TOWER, is_sharded, loss_on, shard, train
+from tests.harness.parity.trace import GATHER, SCATTER, traced
 
 
 def step_names(model: Any, *, before: int = 2) -> list[str]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from tests.harness import assert_same, multi_rank
 from tests.harness.compare import SUM_ORDER
 from tests.harness.models import MLP, UNEVEN_MLP, ModelCase
-from tests.parity.custom_collectives import custom_reduce_scatter
-from tests.parity.implementation import beyond_torch
-from tests.parity.programs import TOWER, loss_on, mesh_of, shard, train
+from tests.harness.parity.custom_collectives import custom_reduce_scatter
+from tests.harness.parity.implementation import beyond_torch
+from tests.harness.parity.programs import TOWER, loss_on, mesh_of, shard, train
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

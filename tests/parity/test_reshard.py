@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.harness import Accumulation, Reference, multi_rank
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
-from tests.parity.implementation import beyond_torch
-from tests.parity.programs import ROOTED, SIZES, TOWER, is_sharded, loss_on, mesh_of, shard, train
-from tests.parity.trace import GATHER, Trace, trace_of, traced
+from tests.harness.parity.implementation import beyond_torch
+from tests.harness.parity.programs import ROOTED, SIZES, TOWER, is_sharded, loss_on, mesh_of, shard, train
+from tests.harness.parity.trace import GATHER, Trace, trace_of, traced
 
 
 def gathers(trace: Trace) -> list[str]:

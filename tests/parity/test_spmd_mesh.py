@@ -22,9 +22,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.harness import assert_same, full_parameters, multi_rank
 from tests.harness.compare import Tolerance
 from tests.harness.models import Batch, ModelCase
-from tests.parity.implementation import API, IS_TORCH
-from tests.parity.programs import train
-from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
+from tests.harness.parity.implementation import API, IS_TORCH
+from tests.harness.parity.programs import train
+from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
 
 PARTIAL_SUMS = Tolerance(rtol=1e-4, atol=1e-6, reason="tensor parallelism splits sums of the matrix products")
 

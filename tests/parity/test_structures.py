@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_same
-from tests.parity.implementation import API
-from tests.parity.programs import WIDTH, is_sharded
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import WIDTH, is_sharded
 
 
 class Named(NamedTuple):

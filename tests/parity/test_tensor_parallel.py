@@ -20,10 +20,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import Tolerance
 from tests.harness.models import Batch, ModelCase
-from tests.parity.implementation import API, IS_TORCH
-from tests.parity.language import EVEN, UNEVEN, WIDTH, parallelized, token_loss, train_2d, world
-from tests.parity.programs import trainable
-from tests.parity.trace import GATHER, REDUCE, SCATTER, traced
+from tests.harness.parity.implementation import API, IS_TORCH
+from tests.harness.parity.language import EVEN, UNEVEN, WIDTH, parallelized, token_loss, train_2d, world
+from tests.harness.parity.programs import trainable
+from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
 
 CASES = pytest.mark.parametrize("case", [EVEN, UNEVEN], ids=str)
 

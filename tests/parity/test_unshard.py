@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.harness import multi_rank
 from tests.harness.models import UNEVEN_MLP
-from tests.parity.implementation import API, torch_from
-from tests.parity.programs import ROOTED, SIZES, TOWER, is_sharded, loss_on, shard, train
-from tests.parity.trace import GATHER, Trace, trace_of, traced
+from tests.harness.parity.implementation import API, torch_from
+from tests.harness.parity.programs import ROOTED, SIZES, TOWER, is_sharded, loss_on, shard, train
+from tests.harness.parity.trace import GATHER, Trace, trace_of, traced
 
 
 def gathers(trace: Trace) -> list[str]:

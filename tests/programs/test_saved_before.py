@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.fixtures.saved import FOLDER, RANKS
-from tests.programs.launching import output_of
+from tests.harness.launching import output_of
 
 
 def test_they_are_read() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.programs.launching import EXAMPLES, output_of
+from tests.harness.launching import EXAMPLES, output_of
 
 PRINTED = {
     "hsdp.py": "both copies of every shard are equal",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs.launching import EXAMPLES, command, losses, output_of
+from tests.harness.launching import EXAMPLES, command, losses, output_of
 
 pytestmark = pytest.mark.full
 

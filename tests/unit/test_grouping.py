@@ -13,7 +13,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import FSDPTypeError, FSDPValueError, GroupChoice, MixedPrecisionPolicy, choose_groups
-from tests.unit.grouped_models import (
+from tests.harness.shared.grouped_models import (
     GPT,
     EncoderDecoder,
     GPTBlock,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.__main__ import NOTHING_COLLECTED, lanes, main, side_by_side, status_of
-from tests.unit.parity_table import TESTS
+from tests.harness.parity_table import TESTS
 
 
 def test_together_they_have_every_folder_of_tests() -> None:

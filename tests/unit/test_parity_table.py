@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 import fsdp2
-from tests.unit import torch_api
-from tests.unit.parity_table import (
+from tests.harness import torch_api
+from tests.harness.parity_table import (
     DIFFERENCES,
     DOCUMENT,
     DOCUMENTED,

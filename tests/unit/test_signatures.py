@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fsdp2
-from tests.unit import torch_api
+from tests.harness import torch_api
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FUNCTIONS = sorted(torch_api.functions())

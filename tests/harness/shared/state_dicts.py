@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.harness import adamw
 from tests.harness.models import ModelCase
-from tests.multi_rank.training import CASE
+from tests.harness.shared.training import CASE
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 

@@ -13,7 +13,7 @@ from fsdp2 import fully_shard
 from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import ModelCase
 from tests.harness.reference import Accumulation, Reference, adamw
-from tests.multi_rank.training import loss_on, trainable
+from tests.harness.shared.training import loss_on, trainable
 
 STRATEGIES = ("replicate", "zero1", "zero2", "zero3")
 SHARDING = STRATEGIES[1:]

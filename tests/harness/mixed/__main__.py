@@ -1,6 +1,6 @@
 """Runs one mixed program by hand, printed, and finds the smallest that fails like it.
 
-`python -m tests.multi_rank.mixed 17` runs the program of seed 17; `plain "hooks: multi all" "mesh: replicas"` the plain
+`python -m tests.harness.mixed 17` runs the program of seed 17; `plain "hooks: multi all" "mesh: replicas"` the plain
 program with these options; `--without "hooks: multi*" "state: *"` leaves options out of the drawing; `--minimize`
 replaces options by plain ones as long as it fails. `--many 0 500` runs these seeds and says which fail, minimized.
 """
@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tests.harness.mixed.programs import EXCLUDED, PLAIN, RULES, Mix, draw, is_legal, printed, ranks_of, simpler
+from tests.harness.mixed.training import run
 from tests.harness.pool import WorkerPool, WorkerPools
 from tests.harness.report import RanksFailed
-from tests.multi_rank.mixed_training import run
-from tests.multi_rank.mixing import EXCLUDED, PLAIN, RULES, Mix, draw, is_legal, printed, ranks_of, simpler
 
 
 def failure(pools: WorkerPools, mix: Mix, timeout: float = 20.0) -> str | None:

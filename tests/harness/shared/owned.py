@@ -17,7 +17,7 @@ from fsdp2 import Owned, balanced_owners, fully_shard
 from tests.harness.models import Batch, ModelCase
 from tests.harness.reference import adamw
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
 from muon import Muon
 

@@ -39,8 +39,8 @@ class Graphs:
             (What is handed on of its inputs, as shards are, is not made.)
         texts: each graph, readable.
         issued: of each graph, its direction and its collectives in order, with what they return.
-        exchanged: of each graph, its direction and its collectives as `tests.parity.trace` counts those of eager mode:
-            kind, elements of the larger side, dtype, process group.
+        exchanged: of each graph, its direction and its collectives as `tests.harness.parity.trace` counts those
+            of eager mode: kind, elements of the larger side, dtype, process group.
     """
 
     forward: list[dict[str, int]] = field(default_factory=list)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parity.implementation import API
+from tests.harness.parity.implementation import API
 
 # The older names, which warn where the newer ones are, are all that torch 2.11 has.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

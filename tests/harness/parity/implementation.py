@@ -1,4 +1,4 @@
-"""The implementation that these tests run against: fsdp2, or torch's own `fully_shard` as their check.
+"""The implementation that the tests of `tests/parity` run against: fsdp2, or torch's own `fully_shard` as their check.
 
 ``FSDP2_PARITY=torch python -m pytest tests/parity`` runs the same programs on torch: a test that fails there is wrong
 about what torch documents, or says so with one of the marks below. (``FSDP2_PARITY_UNSKIP=1`` runs those too, to see

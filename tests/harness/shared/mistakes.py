@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.harness import Reference, adamw, assert_trains_like, tolerance_for
 from tests.harness.models import ModelCase
-from tests.multi_rank.training import CASE, shard
+from tests.harness.shared.training import CASE, shard
 
 INPUTS = torch.linspace(-1, 1, 4 * 13).view(4, 13)
 

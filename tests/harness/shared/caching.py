@@ -17,7 +17,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core import gather
 from tests.harness.models import ModelCase
-from tests.multi_rank.training import CASE, loss_on
+from tests.harness.shared.training import CASE, loss_on
 
 HALF = torch.bfloat16
 PLAIN = MixedPrecisionPolicy(HALF, torch.float32)

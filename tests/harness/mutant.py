@@ -1,4 +1,4 @@
-"""A pytest plugin that takes one setting's effect away, here and on the ranks: ``-p tests.mutations.mutant``.
+"""A pytest plugin that takes one setting's effect away, here and on the ranks: ``-p tests.harness.mutant``.
 
 ``FSDP2_MUTANT`` says which: ``FSDPModule.set_custom_all_gather`` and ``share_comm_ctx`` then do nothing; of
 ``FSDPModule.set_requires_all_reduce(recurse)`` the argument is always True. Each call of the mutant leaves a byte in

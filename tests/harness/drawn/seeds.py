@@ -1,4 +1,4 @@
-"""The seeds of the short tests, found by `drawn_features`: their programs have every pair of features."""
+"""The seeds of the short tests, found by `features`: their programs have every pair of features."""
 
 from __future__ import annotations
 

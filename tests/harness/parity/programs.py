@@ -1,4 +1,4 @@
-"""What the programs of this folder share: a tower of layers of distinct sizes, and training beside the reference."""
+"""What the programs of `tests/parity` share: a tower of layers of distinct sizes, and training beside the reference."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from tests.harness import Reference, adamw, assert_same, assert_sharded_same, tolerance_for
 from tests.harness.compare import Tolerance, gather, gradients_of, parameters_of
 from tests.harness.models import MLP, UNEVEN_MLP, Batch, ModelCase
-from tests.parity.implementation import API
-from tests.parity.trace import Trace
+from tests.harness.parity.implementation import API
+from tests.harness.parity.trace import Trace
 
 WIDTH = 8
 ROWS = {"a": 32, "b": 64, "c": 128, "d": 256}

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 
 from tests.harness.compare import Tolerance
 from tests.harness.models import Batch, ModelCase
-from tests.parity.implementation import API
-from tests.parity.programs import mesh_of, train, trainable
+from tests.harness.parity.implementation import API
+from tests.harness.parity.programs import mesh_of, train, trainable
 
 VOCABULARY, WIDTH, SEQUENCE = 16, 8, 4
 PARTIAL_SUMS = Tolerance(rtol=1e-4, atol=1e-6, reason="tensor parallelism splits sums of the matrix products")

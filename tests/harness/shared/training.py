@@ -1,4 +1,4 @@
-"""Shards a model case and trains it beside an unsharded copy: shared by the tests of this folder."""
+"""Shards a model case and trains it beside an unsharded copy: what most tests of `tests/multi_rank` begin with."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which of these tests run on threads as ranks too (`tests.harness.threads`): all but a few, most in the full suite.
+"""Which tests of `tests/parity` run on threads as ranks too (see `tests.harness.threads`): all but a few.
 
 The process group of threads is written in Python, and module-level state of ours is then shared by all ranks: any
-test may find what does not bear that. All of them take four minutes, hence the mark ``full`` for most.
+test may find what does not bear that. All of them take four minutes, hence most have the mark ``full``.
 """
 
 from __future__ import annotations
 
+from tests.harness.parity.implementation import IS_TORCH
 from tests.harness.threads import OnThreads
-from tests.parity.implementation import IS_TORCH
 
 OFTEN = {
     "test_around": ("test_without_new_init_that_leaves_the_new_one_uninitialized", "test_a_mesh_of_one_rank_trains_*"),

@@ -1,6 +1,6 @@
 """Runs a drawn program, sharded on all ranks and plain on each, and compares losses, gradients and parameters.
 
-Owns the training of both; what fsdp2 must compute is `drawn_reference`'s.
+Owns the training of both; what fsdp2 must compute is `reference`'s.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp2
 from fsdp2 import FSDPModule, FSDPNotImplementedError
 from tests.harness.compare import EXACT, Tolerance, assert_sharded_same
-from tests.multi_rank.drawing import REFUSALS, STEPS, Program
-from tests.multi_rank.drawn_building import Builder, dtype_of
-from tests.multi_rank.drawn_events import Left, happen
-from tests.multi_rank.drawn_model import OWN, Drawn, build, inputs
-from tests.multi_rank.drawn_reference import MAX_NORM, Gradients, Plain, make_optimizer
-from tests.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.harness.drawn.building import Builder, dtype_of
+from tests.harness.drawn.events import Left, happen
+from tests.harness.drawn.model import OWN, Drawn, build, inputs
+from tests.harness.drawn.programs import REFUSALS, STEPS, Program
+from tests.harness.drawn.reference import MAX_NORM, Gradients, Plain, make_optimizer
+from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 
 
 def run(program: Program) -> str | None:

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 import fsdp2
-from tests.multi_rank.mixed_model import arguments as packed
-from tests.multi_rank.mixed_model import called, found, given, new_state, taken
-from tests.multi_rank.mixing import Mix
+from tests.harness.mixed.model import arguments as packed
+from tests.harness.mixed.model import called, found, given, new_state, taken
+from tests.harness.mixed.programs import Mix
 
 if TYPE_CHECKING:
-    from tests.multi_rank.mixed_training import World
+    from tests.harness.mixed.training import World
 
 MAX_NORM = 0.1
 

@@ -1,6 +1,6 @@
 """Programs drawn from a seed: everything that a user may combine around `fully_shard`, as frozen data.
 
-Owns what is drawn and what is legal together; `drawn_training` runs a program and knows what it must compute.
+Owns what is drawn and what is legal together; `training` runs a program and knows what it must compute.
 Every rank draws the same program, and `features` says which of its features count as covered.
 """
 

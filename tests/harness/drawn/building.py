@@ -24,8 +24,8 @@ from fsdp2 import (
     fully_shard,
 )
 from fsdp2.features.owned import noted_owner
-from tests.multi_rank.drawing import Program, UnitDraw
-from tests.multi_rank.drawn_model import OWN, Drawn
+from tests.harness.drawn.model import OWN, Drawn
+from tests.harness.drawn.programs import Program, UnitDraw
 
 _OFFLOADING = {
     "no": OffloadPolicy(),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parents[1] / "clients" / "programs"
 TIMEOUT_S = 300.0
 # The programs are written for torch: `IMPLEMENTATION=torch make test-clients` runs them without the swap, so that a
 # failure can be told from a program that is wrong.
@@ -23,7 +23,7 @@ IMPLEMENTATION = os.environ.get("IMPLEMENTATION", "fsdp2")
 
 @dataclass(frozen=True)
 class Report:
-    """What the program wrote (`programs/trial.py`): series of numbers, from the sharded and the unsharded training.
+    """What the program wrote (see `trial.py`): series of numbers, from the sharded and the unsharded training.
 
     Attributes:
         checkpoint: whole tensors of what it saved or handed over, by name; empty if it did not.
@@ -36,7 +36,7 @@ class Report:
 
 
 def run_client(program: str, *arguments: str, ranks: int, folder: Path, implementation: str = IMPLEMENTATION) -> Report:
-    """Run ``programs/<program>.py`` on ``ranks`` processes; the test fails with the end of its output if it does.
+    """Run ``<program>.py`` of `PROGRAMS` on ``ranks`` processes; the test fails with the end of its output if it does.
 
     0 ranks: the program starts them itself.
     """
