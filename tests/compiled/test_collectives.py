@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from tests.compiled.test_meshes import build_parallel, parallelized
 from tests.harness import FakeWorlds, others_full
-from tests.harness.compiled.models import WIDTH, build, shard, whole
+from tests.harness.compiled.models import WIDTH, build, build_parallel, parallelized, shard, whole
 from tests.harness.compiled.twins import Exchange, compiling
 from tests.harness.parity.trace import Collective, Trace, traced
 

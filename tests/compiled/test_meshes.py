@@ -9,43 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard, set_graph_capture
-from tests.harness.compiled.models import WIDTH, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
+from tests.harness.compiled.models import (
+    WIDTH,
+    batch_of,
+    build,
+    build_parallel,
+    by_blocks,
+    loss_of,
+    multi_rank,
+    parallelized,
+    shard,
+    whole,
+)
 from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 from tests.harness.parity.implementation import installed_from
-from tests.parity.test_spmd_mesh import TwoLayers, data_placements, distribute, spmd_mesh
-
-
-class FeedForward(nn.Module):
-    """For tensor parallelism; ``few`` is left out of it."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-        self.few = nn.Parameter(torch.randn(3, WIDTH) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x))) + (x @ self.few.T) @ self.few
-
-
-class Parallel(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FeedForward(hidden) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def parallelized(model: nn.Module, mesh: DeviceMesh) -> None:
-    for block in model.blocks:
-        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+from tests.harness.parity.spmd import TwoLayers, data_placements, distribute, spmd_mesh
 
 
 def step_of(mesh: DeviceMesh) -> Any:
@@ -58,11 +38,6 @@ def step_of(mesh: DeviceMesh) -> Any:
         return [loss.detach()]
 
     return step
-
-
-def build_parallel(hidden: int) -> nn.Module:
-    torch.manual_seed(0)
-    return Parallel(hidden)
 
 
 # Full: DTensor makes a trace several times as long, 20 s each.

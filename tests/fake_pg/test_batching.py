@@ -22,26 +22,14 @@ from fsdp2.core.state import state_of, states_below
 from fsdp2.core.transport import Native
 from tests.harness import fake_world
 from tests.harness.internals import (
-    allocated_bytes,
     gathered_first,
     gradient_buffers,
     groups_of,
     shard_buffers,
     unsharded_bytes,
+    unsharded_bytes_now,
 )
-
-
-class Block(nn.Module):
-    """``layers`` equal linear layers without bias, one after the other."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+from tests.harness.shared.stacks import Block, PeakMeter
 
 
 def stack(blocks: int, *, width: int = 16, layers: int = 3) -> nn.Sequential:
@@ -55,11 +43,6 @@ def stack(blocks: int, *, width: int = 16, layers: int = 3) -> nn.Sequential:
 
 def step(model: nn.Module, width: int = 16) -> None:
     model(torch.zeros(2, width)).sum().backward()
-
-
-def unsharded_bytes_now(model: nn.Module) -> int:
-    """Bytes of unsharded memory, and of what gathers need beside it, that have been allocated at this moment."""
-    return sum(map(allocated_bytes, groups_of(model)))
 
 
 # ---- bytes at rest -----------------------------------------------------------------------------------
@@ -103,18 +86,6 @@ def test_at_rest_a_rank_holds_its_rows_and_alignment(world_size: int) -> None:
 
 
 # ---- peaks -------------------------------------------------------------------------------------------
-
-
-class PeakMeter(TorchDispatchMode):
-    """The largest amount of unsharded memory at any operation."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.peak = model, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.peak = max(self.peak, unsharded_bytes_now(self.model))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("blocks", [4, 12])

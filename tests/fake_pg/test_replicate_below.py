@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from benchmarks.counts import OperationCounter
 from fsdp2 import fully_shard
 from tests.harness import fake_world
-from tests.multi_rank.test_optimizer_guard import python_calls
+from tests.harness.counting import python_calls
 
 WIDTH = 32
 

@@ -11,12 +11,12 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.gpu.test_cuda import pytestmark as pytestmark
-from tests.gpu.test_cuda import shard
-from tests.gpu.test_cuda import world_of_one as world_of_one
+from tests.harness.cuda import NEEDS_CUDA, shard
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like
+
+pytestmark = NEEDS_CUDA
 
 TOLERANCE = 1e-4
 """Kernels of inductor's sum in another order, and multiply and add in one rounding."""

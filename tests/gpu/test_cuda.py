@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard, offload_optimizer_state
 from tests.harness.compare import SUM_ORDER
+from tests.harness.cuda import NEEDS_CUDA, shard
 from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none"),
-]
-
-
-@pytest.fixture
-def world_of_one(tmp_path: Path) -> Iterator[None]:
-    """NCCL on one rank."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def shard(case: ModelCase, model: nn.Module) -> nn.Module:
-    for unit in case.units(model):
-        fully_shard(unit)
-    return model
+pytestmark = NEEDS_CUDA
 
 
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)

@@ -44,3 +44,8 @@ def gathered_first(group: FSDPParamGroup) -> Tensor:
     """The output of the first member of the group's all-gathers: an object that tells them from others'."""
     assert group.storage.gather is not None, "prepared"
     return group.storage.gather.members[0][0]
+
+
+def unsharded_bytes_now(model: nn.Module) -> int:
+    """Bytes of unsharded memory, and of what gathers need beside it, that have been allocated at this moment."""
+    return sum(map(allocated_bytes, groups_of(model)))

@@ -6,6 +6,7 @@ function is called: fsdp2 itself never does.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable
@@ -82,3 +83,33 @@ def items() -> list[str]:
         for method, function in methods(cls).items():
             found += [f"{name}.{method}", *(f"{name}.{method}({each})" for each in arguments(function))]
     return found
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def same_default(theirs: Any, ours: Any) -> bool:
+    """Equal; of policies, field by field, as their classes differ."""
+    if dataclasses.is_dataclass(theirs) and not isinstance(theirs, type):
+        fields = [field.name for field in dataclasses.fields(theirs)]
+        same_class = type(theirs).__name__ == type(ours).__name__
+        return same_class and all(getattr(theirs, name) == getattr(ours, name) for name in fields)
+    return theirs is ours or (type(theirs) is type(ours) and theirs == ours)
+
+
+def assert_takes_the_same(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Whatever can be passed to ``theirs`` can be passed to ``ours``, and means the same argument."""
+    expected = [each for each in inspect.signature(theirs).parameters.values() if each.kind not in VARIADIC]
+    found = inspect.signature(ours).parameters
+    for parameter in expected:
+        assert parameter.name in found, f"no argument {parameter.name}"
+        mine = found[parameter.name]
+        assert mine.kind == parameter.kind, f"{parameter.name}: {mine.kind} instead of {parameter.kind}"
+        assert same_default(parameter.default, mine.default), f"{parameter.name}: default {mine.default!r}"
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    order = [each.name for each in expected if each.kind in positional]
+    assert [each.name for each in found.values() if each.kind in positional][: len(order)] == order
+    names = {each.name for each in expected}
+    more = [each for each in found.values() if each.name not in names and each.kind not in VARIADIC]
+    if len(expected) == len(inspect.signature(theirs).parameters):  # theirs names all that it takes
+        assert [each.name for each in more if each.default is inspect.Parameter.empty] == []

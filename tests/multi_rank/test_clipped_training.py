@@ -15,6 +15,9 @@ from tests.harness import Reference, Tolerance, assert_same, assert_sharded_same
 from tests.harness.compare import parameters_of
 from tests.harness.models import CONV, FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.parity.language import EVEN, PARTIAL_SUMS, UNEVEN, parallelized, world
+from tests.harness.parity.spmd import EVEN as SPMD
+from tests.harness.parity.spmd import sharded as sharded_spmd
+from tests.harness.parity.spmd import spmd_loss, spmd_mesh
 from tests.harness.shared.clipping import (
     MAX_NORM,
     TRAINED,
@@ -24,9 +27,6 @@ from tests.harness.shared.clipping import (
 )
 from tests.harness.shared.optimizers import Parameters, loss_of
 from tests.harness.shared.training import CASE, shard, trainable
-from tests.parity.test_spmd_mesh import EVEN as SPMD
-from tests.parity.test_spmd_mesh import sharded as sharded_spmd
-from tests.parity.test_spmd_mesh import spmd_loss, spmd_mesh
 
 
 def momentum(parameters: Parameters) -> torch.optim.Optimizer:

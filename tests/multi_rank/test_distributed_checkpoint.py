@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,14 @@ from tests.harness import Reference, assert_trains_like, multi_rank, tolerance_f
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.models import CONV, FROZEN, TIED, TRANSFORMER, ModelCase
 from tests.harness.pool import WorkerPools
-from tests.harness.shared.state_dicts import STEPS_AFTER, STEPS_BEFORE, after_training_forward, inputs, optimizer_of
+from tests.harness.shared.state_dicts import (
+    STEPS_AFTER,
+    STEPS_BEFORE,
+    after_training_forward,
+    inputs,
+    optimizer_of,
+    run_on,
+)
 from tests.harness.shared.training import CASE, shard
 
 
@@ -84,24 +89,6 @@ def load_and_train(case: ModelCase, folder: Path, way: str) -> None:
             for name, parameter in reference.model.named_parameters():
                 parameter.copy_(model.state_dict()[name].full_tensor())
     assert_trains_like(reference, model, optimizer, steps=STEPS_AFTER, tolerance=tolerance)
-
-
-@contextmanager
-def world_of_one(folder: Path) -> Iterator[None]:
-    """The test process as the only rank of a gloo world."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def run_on(pools: WorkerPools, world_size: int, body: Callable[..., None], *args: Any) -> None:
-    if world_size > 1:
-        pools[world_size].run(body, *args)
-        return
-    with world_of_one(args[1]):
-        body(*args)
 
 
 SAME, GROW, SHRINK, FROM_FOUR, FROM_ONE = (2, 2), (2, 4), (2, 1), (4, 2), (1, 2)

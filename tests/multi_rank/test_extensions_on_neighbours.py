@@ -19,20 +19,21 @@ import fsdp2
 from tests.harness import Accumulation, Reference, StepRecord, multi_rank, others_full, use_native_collectives
 from tests.harness.models import Batch, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather
-from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, train
-from tests.harness.parity.trace import GATHER, traced
-from tests.parity.test_extensions import (
+from tests.harness.parity.extensions import (
     CALLS,
     FiveArguments,
     Halves,
     OneArgument,
     Releasing,
     Wrapped,
+    parallelized_with_extension,
     plain_case,
     sharded,
     steps_like_the_reference,
 )
-from tests.parity.test_many_axes import EVEN, parallelized_with_extension
+from tests.harness.parity.language import EVEN
+from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, train
+from tests.harness.parity.trace import GATHER, traced
 
 
 class Scaled(FiveArguments):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,28 +15,10 @@ from fsdp2.core.param import WriteCounter
 from fsdp2.optim.guard import GUARD
 from tests.harness import Reference, adamw, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
+from tests.harness.counting import python_calls
 from tests.harness.models import MLP
 from tests.harness.shared.optimizers import loss_of, sgd
 from tests.harness.shared.training import CASE, shard, trainable
-
-
-def python_calls(function: Callable[[], object]) -> int:
-    """Calls of Python and C functions while ``function`` runs."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    function()
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
 
 
 def guard_calls(layers: int, groups: int) -> int:

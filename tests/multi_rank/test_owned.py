@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, fully_shard
@@ -29,54 +26,29 @@ from tests.harness.compare import (
     parameters_of,
     tolerance_for,
 )
+from tests.harness.counting import Collectives
 from tests.harness.models import UNEVEN_MLP, ModelCase
-from tests.harness.shared.owned import FROZEN_NET, MIXED_NET, NET, Both, OneOwner, is_matrix, muon_of, sharded
+from tests.harness.shared.owned import (
+    FROZEN_NET,
+    MIXED_NET,
+    NET,
+    ORTHOGONALIZED,
+    Both,
+    OneOwner,
+    fsdp_param_of,
+    is_matrix,
+    muon_of,
+    sharded,
+    train,
+)
 from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
 
 BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums")
-ORTHOGONALIZED = Tolerance(1e-3, 1e-4, "Newton-Schulz magnifies what the order of sums leaves")
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def train(
-    model: nn.Module,
-    case: ModelCase = NET,
-    *,
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
-    tolerance: Tolerance | None = None,
-    before_forward: Callable[[int], None] | None = None,
-    **reference_options: Any,
-) -> None:
-    world_size = dist.get_world_size()
-    reference = Reference(case, world_size=world_size, make_optimizer=make, **reference_options)
-    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
-    assert_trains_like(
-        reference, model, make(trainable(model)), steps=3, tolerance=tolerance, before_forward=before_forward
-    )
-
-
-def fsdp_param_of(parameter: nn.Parameter) -> int | None:
-    """The rank that has all rows, if one has."""
-    rows = next((each.rows for each in parameter.placements if hasattr(each, "rows")), ())
-    whole = [rank for rank, number in enumerate(rows) if number]
-    return whole[0] if len(whole) == 1 else None
-
-
-class Collectives(TorchDispatchMode):
-    """Counts what goes to a process group, by the name of the operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[func._schema.name.partition("::")[2].strip("_").removesuffix("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores

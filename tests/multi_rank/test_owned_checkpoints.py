@@ -20,10 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.harness import Reference, multi_rank
 from tests.harness.compare import assert_same, assert_sharded_same, parameters_of
 from tests.harness.pool import WorkerPools
-from tests.harness.shared.owned import NET, USED_NET, Both, muon_of, sharded
+from tests.harness.shared.owned import NET, ORTHOGONALIZED, USED_NET, Both, muon_of, sharded
+from tests.harness.shared.state_dicts import run_on
 from tests.harness.shared.training import loss_on
-from tests.multi_rank.test_distributed_checkpoint import run_on
-from tests.multi_rank.test_owned import ORTHOGONALIZED
 
 BEFORE, AFTER = 2, 2
 

@@ -29,10 +29,9 @@ from tests.harness.compare import tolerance_for
 from tests.harness.models import UNEVEN_MLP, ModelCase
 from tests.harness.reference import adamw
 from tests.harness.shared.optimizers import local_like
-from tests.harness.shared.owned import NET, OneOwner, sharded
+from tests.harness.shared.owned import NET, OneOwner, fsdp_param_of, sharded, train
 from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
-from tests.multi_rank.test_owned import fsdp_param_of, train
 
 
 @multi_rank(2, 4)

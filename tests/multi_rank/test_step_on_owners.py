@@ -25,10 +25,10 @@ from fsdp2 import (
 )
 from tests.harness import multi_rank
 from tests.harness.compare import Tolerance, assert_sharded_same, parameters_of
+from tests.harness.counting import Collectives
 from tests.harness.reference import adamw
 from tests.harness.shared.owned import NET, USED_NET, is_matrix, sharded
 from tests.harness.shared.training import loss_on
-from tests.multi_rank.test_owned import Collectives
 
 BF16 = Tolerance(0.05, 2e-3, "torch's Muon orthogonalizes in bf16, which magnifies what the order of sums leaves")
 

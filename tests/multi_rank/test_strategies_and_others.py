@@ -15,11 +15,11 @@ from fsdp2 import fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, gradients_of, tolerance_for
 from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.parity.extensions import FiveArguments
 from tests.harness.reference import Accumulation, Reference, adamw
+from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.strategies import HOW, SHARDING, STRATEGIES, reference_for, run_microbatches, shard, train
 from tests.harness.shared.training import loss_on, trainable
-from tests.multi_rank.test_odd_parameters import ODD
-from tests.parity.test_extensions import FiveArguments
 
 pytestmark = pytest.mark.full  # 98 tests, about a minute on two cores
 

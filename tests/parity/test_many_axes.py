@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.harness import Reference, adamw, assert_same, full_parameters, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance
 from tests.harness.models import UNEVEN_MLP, ModelCase
+from tests.harness.parity.extensions import FiveArguments, Halves, Wrapped, parallelized_with_extension
 from tests.harness.parity.implementation import API, beyond_torch, installed_from
 from tests.harness.parity.language import (
     EVEN,
@@ -31,10 +32,9 @@ from tests.harness.parity.language import (
     world,
 )
 from tests.harness.parity.programs import TOWER, mesh_of, shard, train, trainable
-from tests.parity.test_extensions import FiveArguments, Halves, Wrapped
-from tests.parity.test_spmd_mesh import EVEN as SPMD_EVEN
-from tests.parity.test_spmd_mesh import UNEVEN as SPMD_UNEVEN
-from tests.parity.test_spmd_mesh import distribute, sharded, spmd_loss, spmd_mesh, train_spmd
+from tests.harness.parity.spmd import EVEN as SPMD_EVEN
+from tests.harness.parity.spmd import UNEVEN as SPMD_UNEVEN
+from tests.harness.parity.spmd import distribute, sharded, spmd_loss, spmd_mesh, train_spmd
 
 
 @multi_rank(4)
@@ -251,17 +251,6 @@ def test_an_extension_within_a_tensor_parallel_parameter(kind: type[Wrapped]) ->
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.full_tensor()
         assert torch.allclose(gradient, record.gradients[name], rtol=1e-3, atol=1e-5), name
-
-
-def parallelized_with_extension(kind: type[Wrapped], mesh: DeviceMesh, **options: Any) -> Any:
-    model = tensor_parallel(EVEN.build(), mesh["tp"], sequence=True)
-    for block in model.blocks:
-        up = block.feed_forward.up
-        wrapped = kind(up.weight.to_local().detach().clone())
-        up.weight = nn.Parameter(DTensor.from_local(wrapped, mesh["tp"], [Shard(0)], run_check=False))
-    for unit in EVEN.units(model):
-        API.fully_shard(unit, mesh=mesh["dp"], **options)
-    return model
 
 
 # ---- optimizer state -----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.harness import Reference, assert_same, full_parameters, multi_rank
 from tests.harness.models import MLP, TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.harness.parity.experts import EXPERTS, place_experts
 from tests.harness.parity.implementation import API, beyond_torch
 from tests.harness.parity.programs import TOWER, loss_on, mesh_of, shard, train
 from tests.harness.parity.trace import GATHER, REDUCE, SCATTER, traced
@@ -155,43 +156,6 @@ def test_a_convolution_sharded_along_its_input_channels() -> None:
 
 
 # ---- another mesh --------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """A layer whose ``expert`` parameters may be sharded otherwise than its ``dense`` ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(32, 32)
-        self.expert = nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expert(torch.tanh(self.dense(x)))
-
-
-class TwoLevels(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Experts(), Experts()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        return self.blocks[1](torch.cat([x, x], dim=1))
-
-
-EXPERTS = ModelCase("experts", TwoLevels, MLP.make_batch, ("blocks.0", "blocks.1"), F.mse_loss)
-
-
-def place_experts(model: nn.Module, mesh_info: Any, placement: Shard | None = None) -> Callable[[nn.Parameter], Any]:
-    """Expert parameters on ``mesh_info``, the rest wherever `fully_shard` is told."""
-    experts = {parameter for name, parameter in model.named_parameters() if "expert" in name}
-
-    def place(parameter: nn.Parameter) -> Any:
-        if parameter not in experts:
-            return None
-        return API.ShardPlacementResult(placement=placement, mesh_info=mesh_info)
-
-    return place
 
 
 def shard_experts(mesh: DeviceMesh, mesh_info: Any, placement: Shard | None = None, **options: Any) -> Any:

@@ -159,6 +159,28 @@ def _is_docstring(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
+def test_tests_import_helpers_from_the_harness_and_never_from_tests() -> None:
+    """So that a test can be moved, renamed or deleted by itself, and a helper is looked for in one place."""
+    found = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for name in imports(parse(path)):
+            parts = name.split(".")
+            if parts[0] == "tests" and any(part.startswith("test_") for part in parts):
+                found[str(path.relative_to(ROOT))] = name
+    assert found == {}
+
+
+def test_folders_of_tests_hold_tests_alone() -> None:
+    """Programs that tests start in a process of their own stand beside them, each named here."""
+    programs = {"tests/programs/without_features.py"}
+    tests = ROOT / "tests"
+    for folder in {path.parent for path in tests.rglob("test_*.py")}:
+        files = {path for path in folder.glob("*.py") if not path.name.startswith("test_")}
+        others = {path for path in files if path.name not in ("conftest.py", "__init__.py")}
+        assert {path.relative_to(ROOT).as_posix() for path in others} <= programs
+    assert not [path for path in (tests / "harness").rglob("test_*.py")]
+
+
 def test_public_surface_is_documented() -> None:
     import fsdp2
 

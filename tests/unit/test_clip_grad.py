@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from tests.unit.test_signatures import assert_takes_the_same
+from tests.harness.torch_api import assert_takes_the_same
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf"), "inf", 2, 0.0]
 NAMES = ["clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"]

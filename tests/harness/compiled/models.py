@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from fsdp2 import fully_shard
@@ -169,3 +171,38 @@ def cleared(params: Iterable[nn.Parameter]) -> None:
     """Without gradients."""
     for param in params:
         param.grad = None
+
+
+class FeedForward(nn.Module):
+    """For tensor parallelism; ``few`` is left out of it."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self.few = nn.Parameter(torch.randn(3, WIDTH) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + (x @ self.few.T) @ self.few
+
+
+class Parallel(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FeedForward(hidden) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def parallelized(model: nn.Module, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def build_parallel(hidden: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Parallel(hidden)

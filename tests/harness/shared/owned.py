@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import Owned, balanced_owners, fully_shard
+from tests.harness import Reference, adamw
+from tests.harness.compare import Tolerance, tolerance_for
 from tests.harness.models import Batch, ModelCase
-from tests.harness.reference import adamw
+from tests.harness.shared.training import trainable
+from tests.harness.training import assert_trains_like
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
@@ -147,3 +151,30 @@ class Both(torch.optim.Optimizer):
 def muon_of(model: nn.Module) -> Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]:
     """For `Reference`, which names no parameters: `Both` of ``model``, the reference's own."""
     return lambda parameters: Both(model)
+
+
+ORTHOGONALIZED = Tolerance(1e-3, 1e-4, "Newton-Schulz magnifies what the order of sums leaves")
+
+
+def train(
+    model: nn.Module,
+    case: ModelCase = NET,
+    *,
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    tolerance: Tolerance | None = None,
+    before_forward: Callable[[int], None] | None = None,
+    **reference_options: Any,
+) -> None:
+    world_size = dist.get_world_size()
+    reference = Reference(case, world_size=world_size, make_optimizer=make, **reference_options)
+    tolerance = tolerance_for(world_size) if tolerance is None else tolerance
+    assert_trains_like(
+        reference, model, make(trainable(model)), steps=3, tolerance=tolerance, before_forward=before_forward
+    )
+
+
+def fsdp_param_of(parameter: nn.Parameter) -> int | None:
+    """The rank that has all rows, if one has."""
+    rows = next((each.rows for each in parameter.placements if hasattr(each, "rows")), ())
+    whole = [rank for rank, number in enumerate(rows) if number]
+    return whole[0] if len(whole) == 1 else None

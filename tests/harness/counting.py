@@ -1,0 +1,43 @@
+"""What a piece of code costs, in numbers that do not depend on load: collectives, calls of Python."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes to a process group, by the name of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.counts[func._schema.name.partition("::")[2].strip("_").removesuffix("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """Calls of Python and C functions while ``function`` runs."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    function()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
