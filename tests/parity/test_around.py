@@ -209,7 +209,7 @@ def test_parameters_shared_within_a_call_stay_shared() -> None:
 
 @multi_rank(2)
 def test_a_parameter_shared_by_two_calls_is_an_error() -> None:
-    """With torch's; ours trains it (tests/multi_rank/test_tied_across_groups.py)."""
+    """With torch's; ours trains it (tests/multi_rank/parameters/test_tied_across_groups.py)."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight = model[0].weight
     with pytest.raises(ValueError, match="shared") if IS_TORCH else nullcontext():

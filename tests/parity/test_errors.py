@@ -89,7 +89,7 @@ def test_an_empty_list_of_modules() -> None:
 
 @multi_rank(2)
 def test_a_scalar_parameter() -> None:
-    """torch refuses it; ours is replicated (tests/multi_rank/test_odd_parameters.py)."""
+    """torch refuses it; ours is replicated (tests/multi_rank/parameters/test_odd_parameters.py)."""
     module = linear()
     module.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scale") if IS_TORCH else nullcontext():
@@ -98,7 +98,7 @@ def test_a_scalar_parameter() -> None:
 
 @multi_rank(2)
 def test_a_non_contiguous_parameter() -> None:
-    """torch refuses it; ours keeps its strides (tests/multi_rank/test_odd_parameters.py)."""
+    """torch refuses it; ours keeps its strides (tests/multi_rank/parameters/test_odd_parameters.py)."""
     module = linear()
     module.weight = nn.Parameter(torch.randn(4, 6).T)
     with pytest.raises(NotImplementedError, match="contiguous") if IS_TORCH else nullcontext():

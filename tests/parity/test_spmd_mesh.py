@@ -224,7 +224,7 @@ def test_flattened_shard_axes_under_replication(shape: tuple[int, int, int]) -> 
 
 @multi_rank(4)
 def test_an_int_reshard_is_not_implemented() -> None:
-    """By torch's; ours: tests/multi_rank/test_neighbours_beside_tensor_parallelism.py."""
+    """By torch's; ours: tests/multi_rank/resharding/test_fewer_ranks_beside_tensor_parallelism.py."""
     with pytest.raises(NotImplementedError, match="reshard_after_forward") if IS_TORCH else nullcontext():
         sharded(EVEN, spmd_mesh(dp=4), dims={"shard": "dp"}, reshard_after_forward=2)
 

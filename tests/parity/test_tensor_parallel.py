@@ -210,7 +210,7 @@ def test_shard_placement_fn_chooses_the_other_dim() -> None:
 
 @multi_rank(4)
 def test_an_int_reshard_is_not_implemented() -> None:
-    """By torch's, in the first forward; ours: multi_rank/test_neighbours_beside_tensor_parallelism.py."""
+    """By torch's, in the first forward; ours: multi_rank/resharding/test_fewer_ranks_beside_tensor_parallelism.py."""
     mesh = world(4, 1)
     with pytest.raises(NotImplementedError) if IS_TORCH else nullcontext():
         EVEN.loss(parallelized(EVEN, mesh, reshard_after_forward=2), EVEN.batch(0, 0, dist.get_rank()))

@@ -171,7 +171,7 @@ def pipelining() -> list[ModuleType]:
 
 
 def test_pipelining_up_to_2_14_asks_for_the_state_of_either() -> None:
-    """What that state offers: tests/multi_rank/test_torch_view.py."""
+    """What that state offers: tests/multi_rank/wrapping/test_torch_view.py."""
 
     class Stage:
         """A module of ours."""

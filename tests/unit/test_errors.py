@@ -1,7 +1,7 @@
 """Mistakes made while wrapping: each is one clear error of the right class, which names the culprit and the remedy.
 
 One process, simulated ranks: nothing here communicates. Mistakes that show only when the model runs are in
-`tests/multi_rank/test_misuse.py`.
+`tests/multi_rank/failures/test_misuse.py`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The programs of the seeds of `tests.harness.drawn.seeds` have every two features
 `python -m tests.harness.drawn.features 2500 225` searches them anew where drawing has changed. A third of them, all
 meshes and refusals among it, run in every `make test`; the others take 80 seconds, and run in `make test-full`.
 
-`FSDP2_DRAWN=5000 python -m pytest tests/multi_rank/test_drawn_programs.py -k many` runs that many of each mesh;
-`FSDP2_DRAWN_FROM` is the first seed. A failure says its mesh and seed: `run(draw(mesh, seed))` is that program.
+`FSDP2_DRAWN=5000 python -m pytest tests/multi_rank/combinations/test_drawn_programs.py -k many` runs that many of each
+mesh; `FSDP2_DRAWN_FROM` is the first seed. A failure says its mesh and seed: `run(draw(mesh, seed))` is that program.
 """
 
 from __future__ import annotations

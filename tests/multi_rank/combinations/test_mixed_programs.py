@@ -3,7 +3,7 @@
 The first of these programs, which have most of the pairs, run in every `make test`; the others take a minute
 and a half, and run in `make test-full`.
 
-`FSDP2_MIXED=20000 python -m pytest tests/multi_rank/test_mixed_programs.py -k many` runs that many seeds;
+`FSDP2_MIXED=20000 python -m pytest tests/multi_rank/combinations/test_mixed_programs.py -k many` runs that many seeds;
 `FSDP2_MIXED_FROM` is the first. A failure prints its program; `python -m tests.harness.mixed` runs one by hand, and
 finds the smallest that fails.
 """

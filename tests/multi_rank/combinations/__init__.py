@@ -1,0 +1,1 @@
+"""Programs drawn from seeds, in which everything meets everything."""

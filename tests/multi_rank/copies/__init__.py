@@ -1,0 +1,1 @@
+"""Deep copies and pickles of sharded modules."""

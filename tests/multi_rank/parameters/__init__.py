@@ -1,0 +1,1 @@
+"""Parameters out of the ordinary: shapes, ties, replacements, meta, drawn values, conversions."""

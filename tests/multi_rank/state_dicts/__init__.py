@@ -1,0 +1,1 @@
+"""State dicts and distributed checkpoints, sharded and full."""

@@ -1,0 +1,1 @@
+"""ZeRO stages per group, and small parameters that are replicated."""
