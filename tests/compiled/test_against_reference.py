@@ -129,7 +129,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 @pytest.mark.full  # 8 s each
 @pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
 @pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
-def test_in_mixed_precision(case: ModelCase, blocks: bool, world_size: int) -> None:
+def test_compiled_training_in_mixed_precision(case: ModelCase, blocks: bool, world_size: int) -> None:
     reference = Reference(case, world_size=world_size, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:
         compiled_like(reference, graphs, tolerance_for(world_size), blocks=blocks, mp_policy=HALF)
@@ -137,7 +137,7 @@ def test_in_mixed_precision(case: ModelCase, blocks: bool, world_size: int) -> N
 
 @multi_rank(4)
 @pytest.mark.full  # 8 s
-def test_in_mixed_precision_over_replicas() -> None:
+def test_compiled_training_in_mixed_precision_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     reference = Reference(UNEVEN_MLP, world_size=4, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:
@@ -147,7 +147,7 @@ def test_in_mixed_precision_over_replicas() -> None:
 @multi_rank(2, 4)
 @pytest.mark.full  # 12 s each
 @pytest.mark.parametrize("where", CHECKPOINTS)
-def test_with_activation_checkpointing(where: str, world_size: int) -> None:
+def test_compiled_training_with_activation_checkpointing(where: str, world_size: int) -> None:
     """Gradients of two microbatches, clipped."""
     reference = Reference(LANGUAGE, world_size=world_size, microbatches=2, max_norm=0.1)
     with compiling() as graphs:
@@ -157,7 +157,7 @@ def test_with_activation_checkpointing(where: str, world_size: int) -> None:
 @multi_rank(4)
 @pytest.mark.full  # 12 s each
 @pytest.mark.parametrize("where", CHECKPOINTS)
-def test_with_activation_checkpointing_over_replicas(where: str) -> None:
+def test_compiled_training_with_activation_checkpointing_over_replicas(where: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with compiling() as graphs:
         compiled_like(

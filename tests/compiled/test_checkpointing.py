@@ -197,7 +197,7 @@ def test_block_by_block(make: Any) -> None:
 @multi_rank(2)
 @pytest.mark.full  # 6 s each
 @pytest.mark.parametrize("make", [plain, inside, outside, nested, selective_inside])
-def test_in_mixed_precision(make: Any) -> None:
+def test_compiled_checkpointing_in_mixed_precision(make: Any) -> None:
     with compiling() as graphs:
         assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, mp_policy=HALF), step)
         assert_nothing_whole_is_saved(graphs)

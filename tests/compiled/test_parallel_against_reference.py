@@ -92,7 +92,7 @@ def test_by_blocks(shape: tuple[int, ...]) -> None:
 @pytest.mark.full  # 10 s each
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("where", CHECKPOINTS)
-def test_with_activation_checkpointing(where: str, shape: tuple[int, ...]) -> None:
+def test_compiled_tensor_parallelism_with_activation_checkpointing(where: str, shape: tuple[int, ...]) -> None:
     mesh = world(*shape)
     with compiling() as graphs:
         compiled_like(graphs, EVEN, mesh, parallel(EVEN, mesh, where=where))
@@ -113,7 +113,7 @@ def test_accumulated_and_clipped(shape: tuple[int, ...]) -> None:
 @multi_rank(4)
 @pytest.mark.full  # 10 s each
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=str)
-def test_in_mixed_precision(shape: tuple[int, ...]) -> None:
+def test_compiled_tensor_parallelism_in_mixed_precision(shape: tuple[int, ...]) -> None:
     mesh = world(*shape)
     reference = Reference(EVEN, world_size=2, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:

@@ -53,7 +53,7 @@ def test_each_block_is_one_graph(before: bool) -> None:
 
 
 @multi_rank(2)
-def test_in_mixed_precision() -> None:
+def test_a_whole_graph_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with compiling() as graphs:
         assert_trains_alike(graphs, build, lambda model: shard(model, mp_policy=policy), one_backward(batch))

@@ -64,7 +64,7 @@ def test_shards_are_cast_once_in_a_step(cache_shards: bool, casts: int) -> None:
 
 
 @pytest.mark.parametrize("offload", [NO_OFFLOAD, CPUOffloadPolicy()], ids=["", "offloaded"])
-def test_it_keeps_as_many_bytes_as_a_rank_sends(offload: OffloadPolicy) -> None:
+def test_a_cache_keeps_as_many_bytes_as_a_rank_sends(offload: OffloadPolicy) -> None:
     with fake_world(WORLD_SIZE):
         model = stack(True, offload=offload)
         assert unsharded_bytes_now(model) == 0

@@ -167,7 +167,7 @@ def test_off_again_nothing_is_kept(width: int) -> None:
 
 @needs_pool
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_it_keeps_what_a_step_has_in_use(width: int) -> None:
+def test_a_pool_keeps_what_a_step_has_in_use(width: int) -> None:
     """With blocks alike: the unsharded parameters of three groups, and staging; not of all groups."""
     with fake_world(4):
         model = pooled(width, blocks=12)

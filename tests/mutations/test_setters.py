@@ -33,7 +33,7 @@ TESTS_FAILED = 1
 
 @pytest.mark.full  # 33 runs of pytest, about 20 s each on two busy cores
 @pytest.mark.parametrize("mutant", [*SETTERS, *RECURSIVE])
-def test_its_tests_fail_without_it(mutant: str, tmp_path: Path) -> None:
+def test_tests_of_a_setter_fail_without_its_effect(mutant: str, tmp_path: Path) -> None:
     tests = shown_by(mutant)
     assert tests, f"docs/parity.md says nothing of {mutant}"
     log = tmp_path / "calls"

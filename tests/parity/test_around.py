@@ -23,7 +23,7 @@ from tests.harness.parity.trace import GATHER, traced
 
 
 @multi_rank(2)
-def test_it_returns_the_module_itself_with_a_class_derived_from_both() -> None:
+def test_the_module_itself_is_returned_with_a_class_derived_from_both() -> None:
     module = nn.Linear(3, 5)
     assert API.fully_shard(module) is module
     cls = type(module)

@@ -28,7 +28,7 @@ from tests.harness.parity.trace import GATHER, traced
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("kind", [OneArgument, FiveArguments, Halves], ids=lambda each: each.__name__)
-def test_it_trains_like_the_unsharded_model(kind: type[Wrapped], world_size: int) -> None:
+def test_extensions_train_like_the_unsharded_model(kind: type[Wrapped], world_size: int) -> None:
     model = sharded(kind, 16)
     assert is_sharded(model.first.weight) and isinstance(model.first.weight.to_local(), kind)
     steps_like_the_reference(model, 16)

@@ -109,14 +109,14 @@ def test_several_losses_of_one_forward_before_one_finalization() -> None:
 
 
 @multi_rank(2)
-def test_it_supersedes_is_last_backward() -> None:
+def test_finalizing_supersedes_is_last_backward() -> None:
     model = manual(UNEVEN_MLP)
     model.set_is_last_backward(False)
     train(UNEVEN_MLP, model, after_backward=lambda micro: model.finalize_backward())
 
 
 @multi_rank(2)
-def test_it_reshards_according_to_the_settings() -> None:
+def test_finalizing_reshards_according_to_the_settings() -> None:
     model = manual(ROOTED)
     finalized(model)
     assert all(is_sharded(parameter) for parameter in model.parameters())
@@ -260,7 +260,7 @@ def test_finalizing_without_having_said_so() -> None:
 
 
 @multi_rank(2)
-def test_it_is_the_root_that_finalizes() -> None:
+def test_the_root_is_what_finalizes() -> None:
     model = manual()
     loss_on(ROOTED, model).backward()
     with pytest.raises(RuntimeError, match="root"):

@@ -40,7 +40,7 @@ def test_parameters_are_replicated_over_the_first_axis_and_sharded_over_the_seco
 
 @multi_rank(4)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, TIED, FROZEN, PARTLY_USED], ids=str)
-def test_it_trains_like_the_unsharded_model(case: ModelCase) -> None:
+def test_hsdp_trains_like_the_unsharded_model(case: ModelCase) -> None:
     train(case, shard(case, mesh=mesh_of(2, 2)))
 
 
@@ -52,7 +52,7 @@ def test_an_axis_of_size_one_is_allowed(shape: tuple[int, int]) -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
+def test_hsdp_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
     train(ROOTED, shard(ROOTED, mesh=mesh_of(2, 2), reshard_after_forward=reshard_after_forward))
 
 
@@ -233,7 +233,7 @@ def test_a_stream_for_the_hook_is_refused_with_native_hsdp() -> None:
 
 
 @multi_rank(4)
-def test_its_state_dict_loads_into_another_model() -> None:
+def test_the_state_dict_of_hsdp_loads_into_another_model() -> None:
     mesh = mesh_of(2, 2)
     model = shard(UNEVEN_MLP, mesh=mesh)
     train(UNEVEN_MLP, model, steps=1)
@@ -245,7 +245,7 @@ def test_its_state_dict_loads_into_another_model() -> None:
 
 
 @multi_rank(4)
-def test_its_full_state_dict_goes_to_a_plain_model_and_back() -> None:
+def test_the_full_state_dict_of_hsdp_goes_to_a_plain_model_and_back() -> None:
     model = shard(UNEVEN_MLP, mesh=mesh_of(2, 2))
     train(UNEVEN_MLP, model, steps=1)
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -64,7 +64,7 @@ def test_the_policy_is_a_frozen_dataclass_with_documented_defaults() -> None:
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, FROZEN], ids=str)
 @pytest.mark.parametrize("reduce_dtype", [BF16, FP32], ids=str)
-def test_it_trains_like_the_reference(case: ModelCase, reduce_dtype: torch.dtype, world_size: int) -> None:
+def test_mixed_precision_trains_like_the_reference(case: ModelCase, reduce_dtype: torch.dtype, world_size: int) -> None:
     model = shard(case, mp_policy=policy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     reference = Reference(case, world_size=world_size, param_dtype=BF16, reduce_dtype=reduce_dtype)
     low = world_size > 2 and reduce_dtype == BF16
@@ -85,7 +85,7 @@ def test_models_whose_gradients_autograd_adds_up(case: ModelCase, reduce_dtype: 
 
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
+def test_mixed_precision_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
     model = shard(
         ROOTED, mp_policy=policy(param_dtype=BF16, reduce_dtype=FP32), reshard_after_forward=reshard_after_forward
     )

@@ -54,7 +54,7 @@ def grouped(**options: Any) -> Any:
 
 
 @multi_rank(2)
-def test_it_returns_the_list_and_makes_every_module_an_fsdp_module() -> None:
+def test_the_list_is_returned_and_every_module_an_fsdp_module() -> None:
     modules = [nn.Linear(2, 3), nn.Linear(3, 2)]
     result = API.fully_shard(modules)
     assert result is modules
@@ -62,14 +62,14 @@ def test_it_returns_the_list_and_makes_every_module_an_fsdp_module() -> None:
 
 
 @multi_rank(2, 4)
-def test_it_trains_like_the_unsharded_model(world_size: int) -> None:
+def test_a_list_trains_like_the_unsharded_model(world_size: int) -> None:
     model = UNEVEN_MLP.build()
     API.fully_shard([model[0], model[2]])
     train(UNEVEN_MLP, API.fully_shard(model))
 
 
 @multi_rank(4)
-def test_it_trains_under_hsdp() -> None:
+def test_a_list_trains_under_hsdp() -> None:
     model = UNEVEN_MLP.build()
     mesh = mesh_of(2, 2)
     API.fully_shard([model[0], model[2]], mesh=mesh)
@@ -78,7 +78,7 @@ def test_it_trains_under_hsdp() -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_its_parameters_are_gathered_and_resharded_together(reshard_after_forward: bool) -> None:
+def test_parameters_of_a_list_are_gathered_and_resharded_together(reshard_after_forward: bool) -> None:
     model = TOWER.build()
     API.fully_shard([model.a, model.b, model.c], reshard_after_forward=reshard_after_forward)
     API.fully_shard(model)
@@ -94,7 +94,7 @@ def test_its_parameters_are_gathered_and_resharded_together(reshard_after_forwar
 
 
 @multi_rank(2)
-def test_its_gradients_are_reduced_together() -> None:
+def test_gradients_of_a_list_are_reduced_together() -> None:
     model = TOWER.build()
     API.fully_shard([model.a, model.b])
     API.fully_shard([model.c, model.d])
@@ -110,7 +110,7 @@ def test_its_gradients_are_reduced_together() -> None:
 
 
 @multi_rank(2)
-def test_its_methods_work_on_the_group_through_any_member() -> None:
+def test_methods_work_on_the_group_of_a_list_through_any_member() -> None:
     model = grouped()
     loss_on(CASE, model).backward()
     model.norm.unshard()

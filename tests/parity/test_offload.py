@@ -34,7 +34,7 @@ def test_the_policies_are_dataclasses_with_documented_defaults() -> None:
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, TIED, FROZEN], ids=str)
-def test_it_trains_like_the_unsharded_model(case: ModelCase, world_size: int) -> None:
+def test_offloading_trains_like_the_unsharded_model(case: ModelCase, world_size: int) -> None:
     train(case, shard(case, offload_policy=offload()))
 
 
@@ -45,25 +45,25 @@ def test_none_offloads_nothing() -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
+def test_offloading_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
     train(ROOTED, shard(ROOTED, offload_policy=offload(), reshard_after_forward=reshard_after_forward))
 
 
 @multi_rank(4)
-def test_it_trains_under_hsdp_with_accumulation() -> None:
+def test_offloading_trains_under_hsdp_with_accumulation() -> None:
     model = shard(UNEVEN_MLP, mesh=mesh_of(2, 2), offload_policy=offload())
     reference = Reference(UNEVEN_MLP, world_size=4, microbatches=3)
     train(UNEVEN_MLP, model, reference=reference, before_forward=lambda m: model.set_requires_all_reduce(m == 2))
 
 
 @multi_rank(4)
-def test_it_trains_with_an_int_reshard() -> None:
+def test_offloading_trains_with_an_int_reshard() -> None:
     train(UNEVEN_MLP, shard(UNEVEN_MLP, offload_policy=offload(), reshard_after_forward=2))
 
 
 @multi_rank(2)
 @pytest.mark.parametrize("accumulation", list(Accumulation), ids=lambda each: each.name)
-def test_it_accumulates(accumulation: Accumulation) -> None:
+def test_offloaded_gradients_accumulate(accumulation: Accumulation) -> None:
     model = shard(UNEVEN_MLP, offload_policy=offload())
     last = accumulation is Accumulation.REDUCE_LAST
     train(
@@ -75,7 +75,7 @@ def test_it_accumulates(accumulation: Accumulation) -> None:
 
 
 @multi_rank(2)
-def test_it_trains_in_mixed_precision() -> None:
+def test_offloading_trains_in_mixed_precision() -> None:
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = shard(UNEVEN_MLP, offload_policy=offload(), mp_policy=API.MixedPrecisionPolicy(**precision))
     train(UNEVEN_MLP, model, reference=Reference(UNEVEN_MLP, world_size=2, **precision))

@@ -52,7 +52,7 @@ def test_none_is_true_for_submodules_and_false_for_the_root() -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_decides_what_backward_gathers(reshard_after_forward: bool) -> None:
+def test_resharding_decides_what_backward_gathers(reshard_after_forward: bool) -> None:
     model = shard(TOWER, reshard_after_forward=reshard_after_forward)
     loss_on(TOWER, model).backward()
     losses: list[Tensor] = []

@@ -48,7 +48,7 @@ PLACES = pytest.mark.parametrize("place", [last_dim, negative_dim, largest_dim],
 @multi_rank(2, 4)
 @PLACES
 @pytest.mark.parametrize("case", [MLP, TRANSFORMER], ids=str)
-def test_it_trains_like_the_unsharded_model(
+def test_another_dim_trains_like_the_unsharded_model(
     case: ModelCase, place: Callable[[nn.Parameter], Shard | None], world_size: int
 ) -> None:
     if case.name == TRANSFORMER.name and place is largest_dim:
@@ -74,7 +74,7 @@ def test_a_negative_dim_counts_from_the_end() -> None:
 
 
 @multi_rank(2)
-def test_it_is_asked_about_each_original_parameter() -> None:
+def test_the_function_is_asked_about_each_original_parameter() -> None:
     """By identity: a table from parameters to placements works."""
     model = MLP.build()
     table = {model[0].weight: Shard(1), model[2].weight: None}
@@ -92,7 +92,7 @@ def test_it_is_asked_about_each_original_parameter() -> None:
 
 
 @multi_rank(4)
-def test_with_hsdp() -> None:
+def test_another_dim_with_hsdp() -> None:
     model = shard(MLP, mesh=mesh_of(2, 2), shard_placement_fn=last_dim)
     assert model[0].weight.placements == (Replicate(), Shard(1))
     train(MLP, model)
@@ -100,19 +100,19 @@ def test_with_hsdp() -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_with_both_ways_of_resharding(reshard_after_forward: bool) -> None:
+def test_another_dim_with_both_ways_of_resharding(reshard_after_forward: bool) -> None:
     model = shard(MLP, shard_placement_fn=last_dim, reshard_after_forward=reshard_after_forward)
     train(MLP, model)
 
 
 @multi_rank(4)
 @beyond_torch("int reshard of a Shard(1) parameter is an IndexError")
-def test_with_an_int_reshard() -> None:
+def test_another_dim_with_an_int_reshard() -> None:
     train(MLP, shard(MLP, shard_placement_fn=last_dim, reshard_after_forward=2))
 
 
 @multi_rank(2)
-def test_its_state_dict_loads_into_another_model() -> None:
+def test_the_state_dict_of_another_dim_loads_into_another_model() -> None:
     model = shard(MLP, shard_placement_fn=last_dim)
     train(MLP, model, steps=1)
     other = shard(MLP, MLP.build(seed=1), shard_placement_fn=last_dim)

@@ -69,7 +69,7 @@ def test_names_may_come_as_a_tuple_of_one() -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_reshards_after_forward_or_not(reshard_after_forward: bool) -> None:
+def test_an_spmd_mesh_reshards_after_forward_or_not(reshard_after_forward: bool) -> None:
     mesh = spmd_mesh(dp=2, tp=2)
     model = sharded(EVEN, mesh, dims={"shard": "dp"}, reshard_after_forward=reshard_after_forward)
     output = model(DTensor.from_local(torch.randn(4, 8), mesh, data_placements(mesh), run_check=False))

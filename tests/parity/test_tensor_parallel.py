@@ -94,7 +94,7 @@ def test_hsdp_and_tensor_parallelism_make_three_axes(shape: tuple[int, int, int]
 @multi_rank(4)
 @CASES
 @pytest.mark.parametrize("sequence", [False, True], ids=["colwise_rowwise", "sequence_parallel"])
-def test_it_trains_like_the_unsharded_model(case: ModelCase, sequence: bool) -> None:
+def test_tensor_parallelism_trains_like_the_unsharded_model(case: ModelCase, sequence: bool) -> None:
     mesh = world(2, 2)
     train_2d(case, parallelized(case, mesh, sequence=sequence), mesh)
 
@@ -114,7 +114,7 @@ def test_two_ranks_of_tensor_parallelism_alone() -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_it_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
+def test_tensor_parallelism_trains_whether_or_not_it_reshards_after_forward(reshard_after_forward: bool) -> None:
     mesh = world(2, 2)
     train_2d(UNEVEN, parallelized(UNEVEN, mesh, reshard_after_forward=reshard_after_forward), mesh, steps=2)
 

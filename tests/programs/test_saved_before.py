@@ -6,7 +6,7 @@ from tests.fixtures.saved import FOLDER, RANKS
 from tests.harness.launching import output_of
 
 
-def test_they_are_read() -> None:
+def test_files_of_an_earlier_version_are_read() -> None:
     """The checkpoint on every torch, all else on that which wrote it: pickled DTensors have torch's own meshes in them.
 
     In processes of their own: they name process groups, which new processes call by the same names.

@@ -10,7 +10,7 @@ import torch
 from fsdp2.core.buffers import Resizable
 
 
-def test_it_has_memory_between_allocate_and_free() -> None:
+def test_a_resizable_has_memory_between_allocate_and_free() -> None:
     buffer = Resizable(torch.ones(3))
     for expected in (12, 12):
         buffer.allocate()

@@ -41,7 +41,7 @@ def clipped(clip: Callable[..., Tensor], every: list[nn.Parameter], *args: Any, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_takes_torchs_arguments(name: str) -> None:
+def test_clipping_takes_torchs_arguments(name: str) -> None:
     assert_takes_the_same(getattr(torch.nn.utils, name), getattr(fsdp2, name))
 
 
@@ -54,7 +54,7 @@ def test_the_swap_leaves_torchs_alone() -> None:
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf"), 1])
 @pytest.mark.parametrize("norm_type", ORDERS)
-def test_it_clips_like_torch(norm_type: float, max_norm: float, foreach: bool | None) -> None:
+def test_plain_gradients_are_clipped_as_by_torch(norm_type: float, max_norm: float, foreach: bool | None) -> None:
     mine, yours = (
         clipped(clip, of_some_size(parameters()), max_norm, norm_type, foreach=foreach)
         for clip in (fsdp2.clip_grad_norm_, torch.nn.utils.clip_grad_norm_)

@@ -91,7 +91,7 @@ def test_torchs_implementation_stays_intact() -> None:
     assert torchs_own("get_cls_to_fsdp_cls") is own["get_cls_to_fsdp_cls"]
 
 
-def test_it_says_what_it_replaced() -> None:
+def test_the_swap_says_what_it_replaced() -> None:
     with install() as swap:
         lines = str(swap).splitlines()
     assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in lines

@@ -33,7 +33,7 @@ def of(size: int, device: torch.device = CPU, custom: Any = None) -> Transport:
         return transport_of(group, device, custom)
 
 
-def test_it_follows_the_device_and_not_the_host() -> None:
+def test_the_transport_follows_the_device_and_not_the_host() -> None:
     assert type(of(4)) is PeerToPeer
     assert type(of(4, CUDA)) is Native
 

@@ -62,7 +62,7 @@ NEVER = {
     },
     "test_hsdp": {
         "test_comm_debug_mode_counts_the_collectives": "it counts by hooks on the modules of all ranks",
-        "test_its_full_state_dict_goes_to_a_plain_model_and_back": "torch's state dicts leave out ranks of this group",
+        "test_the_full_state_dict_of_hsdp_goes_to_a_plain_model_and_back": "torch's state dicts leave out its ranks",
     },
     "test_spmd_mesh": {"test_gradients_are_reduced_once_along_the_data_axis": _HEARD},
     "test_tensor_parallel": {

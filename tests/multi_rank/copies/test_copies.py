@@ -78,7 +78,7 @@ def assert_apart(copied: nn.Module, model: nn.Module) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("case", [*MODEL_CASES, CASE], ids=str)
-def test_both_train_like_the_reference(case: ModelCase, steps: int, way: str, world_size: int) -> None:
+def test_original_and_copy_train_like_the_reference(case: ModelCase, steps: int, way: str, world_size: int) -> None:
     """The original, its copy and the copy's copy, one after the other and in turn; optimizers are copied along."""
     model = shard(case)
     optimizer = adamw(trainable(model))

@@ -24,7 +24,7 @@ MESHES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_in_another_job(mesh: str, tmp_path: Path, pools: Any) -> None:
+def test_a_pickle_trains_on_in_another_job(mesh: str, tmp_path: Path, pools: Any) -> None:
     """Saved by one job of four ranks after training, and trained on by another that has made no mesh."""
     pool = pools[4]
     pool.run_job(_save, (mesh, tmp_path), {})

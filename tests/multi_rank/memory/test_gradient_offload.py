@@ -64,7 +64,9 @@ def train(model: Any, reference: Reference, tolerance: Any, steps: int = 3) -> t
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 7 s on two cores
 @pytest.mark.parametrize("case", [CASE, TRANSFORMER, TIED, FROZEN], ids=str)
 @pytest.mark.parametrize("policy", [GRADIENTS, BOTH], ids=["gradients", "gradients and state"])
-def test_it_trains_like_the_reference(case: ModelCase, policy: CPUOffloadPolicy, world_size: int) -> None:
+def test_offloaded_gradients_train_like_the_reference(
+    case: ModelCase, policy: CPUOffloadPolicy, world_size: int
+) -> None:
     tolerance = tolerance_for(world_size)
     train(shard(policy, case), Reference(case, world_size=world_size, microbatches=3), tolerance)
 
@@ -86,7 +88,7 @@ def replicated() -> DeviceMesh:
 
 
 @multi_rank(4)
-def test_it_trains_over_replicas() -> None:
+def test_offloaded_gradients_train_over_replicas() -> None:
     train(shard(mesh=replicated()), Reference(CASE, world_size=4, microbatches=3), SUM_ORDER)
 
 

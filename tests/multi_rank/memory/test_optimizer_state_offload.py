@@ -240,7 +240,7 @@ def test_removing_it_goes_on() -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("make", [adamw, sgd_momentum, two_groups], ids=lambda f: f.__name__)
-def test_its_own_state_dict(make: MakeOptimizer) -> None:
+def test_offloaded_state_goes_through_the_optimizers_own_state_dict(make: MakeOptimizer) -> None:
     model = shard()
     optimizer = make(trainable(model))
     offload_optimizer_state(optimizer)

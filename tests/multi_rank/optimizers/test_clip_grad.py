@@ -60,7 +60,7 @@ def test_every_order(norm_type: float, foreach: bool | None) -> None:
 
 @multi_rank(2, 4)
 @pytest.mark.parametrize("norm_type", ORDERS)
-def test_it_agrees_with_torch_on_one_axis(norm_type: float) -> None:
+def test_clipping_agrees_with_torch_on_one_axis(norm_type: float) -> None:
     """Where torch's own can do it."""
     models = [shard(MLP), shard(MLP)]
     for model in models:

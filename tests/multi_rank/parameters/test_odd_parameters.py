@@ -73,7 +73,9 @@ def train(model: nn.Module, *, tolerance: Tolerance | None = None, **reference_o
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_they_train_like_the_reference(placement: str, reshard_after_forward: bool | None, world_size: int) -> None:
+def test_odd_parameters_train_like_the_reference(
+    placement: str, reshard_after_forward: bool | None, world_size: int
+) -> None:
     options = {"shard_placement_fn": PLACEMENTS[placement], "reshard_after_forward": reshard_after_forward}
     train(sharded(**options))
 
@@ -86,7 +88,7 @@ def test_resharded_to_fewer_ranks_after_forward(placement: str) -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_with_replicas(placement: str) -> None:
+def test_odd_parameters_over_replicas(placement: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh, shard_placement_fn=PLACEMENTS[placement])
     assert model.temperature.placements == (Replicate(), Replicate())
@@ -101,7 +103,7 @@ def test_offloaded(placement: str, world_size: int) -> None:
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 13 s on two cores
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_in_mixed_precision(placement: str, world_size: int) -> None:
+def test_odd_parameters_in_mixed_precision(placement: str, world_size: int) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = sharded(shard_placement_fn=PLACEMENTS[placement], mp_policy=policy)
     assert model.parts[0].packed.dtype == torch.int8

@@ -116,14 +116,14 @@ ALMOST = Tolerance(1e-4, 1e-6, "gradients of several uses added up in another or
 @multi_rank(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("units", UNITS)
-def test_they_train_like_the_reference(units: str, reshard_after_forward: bool | None, world_size: int) -> None:
+def test_tied_weights_train_like_the_reference(units: str, reshard_after_forward: bool | None, world_size: int) -> None:
     train(shard(UNITS[units], reshard_after_forward=reshard_after_forward), tolerance=ALMOST)
 
 
 @multi_rank(4)
 @pytest.mark.parametrize("how", ["replicas", "int", "offloaded", "dim 1"])
 @pytest.mark.parametrize("units", UNITS)
-def test_with_other_settings(units: str, how: str) -> None:
+def test_tied_weights_with_other_settings(units: str, how: str) -> None:
     options: dict[str, Any] = {
         "replicas": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
         "int": lambda: {"reshard_after_forward": 2},
@@ -191,7 +191,7 @@ def test_one_use_alone(world_size: int) -> None:
 
 
 @multi_rank(2)
-def test_in_mixed_precision(world_size: int) -> None:
+def test_tied_weights_in_mixed_precision(world_size: int) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = CASE.build()
     for name in UNITS["head first"]:

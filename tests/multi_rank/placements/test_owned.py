@@ -70,7 +70,9 @@ def test_the_owner_has_everything_and_the_others_nothing(world_size: int) -> Non
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 4 cases, 1 s
 @pytest.mark.parametrize("make", [adamw, sgd])
-def test_it_trains_like_the_reference(make: Any, reshard_after_forward: bool | None, world_size: int) -> None:
+def test_owned_parameters_train_like_the_reference(
+    make: Any, reshard_after_forward: bool | None, world_size: int
+) -> None:
     train(sharded(reshard_after_forward=reshard_after_forward), make=make)
 
 
@@ -163,7 +165,7 @@ def test_more_ranks_than_matrices() -> None:
 
 @multi_rank(2, full=[4])  # 2 cases more, 1 s
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_in_mixed_precision(reduce_dtype: torch.dtype | None, world_size: int) -> None:
+def test_owned_parameters_in_mixed_precision(reduce_dtype: torch.dtype | None, world_size: int) -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
     assert model.blocks[0].up.weight.dtype == torch.float32
     train(model, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, tolerance=BF16)
@@ -177,7 +179,7 @@ def test_parameters_of_several_dtypes(world_size: int) -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("make", [adamw, sgd])
-def test_with_replicas(make: Any) -> None:
+def test_owned_parameters_over_replicas(make: Any) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(mesh=mesh)
     assert {fsdp_param_of(p) for name, p in model.named_parameters() if is_matrix(name, p)} == {0, 1}

@@ -181,7 +181,7 @@ class SendsItself(torch.Tensor):
 
 
 @multi_rank(2)
-def test_with_an_extension_it_is_refused() -> None:
+def test_an_owned_parameter_with_an_extension_is_refused() -> None:
     module = nn.Linear(4, 4, bias=False)
     module.weight = nn.Parameter(module.weight.detach().as_subclass(SendsItself))
     with pytest.raises(FSDPNotImplementedError, match=r"'weight'.*one rank is to own it"):

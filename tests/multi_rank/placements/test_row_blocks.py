@@ -53,7 +53,7 @@ BF16 = Tolerance(0.1, 2e-2, "bf16, whose rounding differs with the order of sums
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("reshard_after_forward", others_full([None, True, False], [None, False]))  # 8 cases, 3 s
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
-def test_they_train_like_the_reference(rows: int, reshard_after_forward: bool | None, world_size: int) -> None:
+def test_row_blocks_train_like_the_reference(rows: int, reshard_after_forward: bool | None, world_size: int) -> None:
     model = sharded(rows, reshard_after_forward=reshard_after_forward)
     assert_no_block_is_cut(model, rows, world_size, dist.get_rank())
     train(model, max_norm=0.1, tolerance=SUM_ORDER)
@@ -63,7 +63,7 @@ def test_they_train_like_the_reference(rows: int, reshard_after_forward: bool | 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
 @pytest.mark.parametrize("rows", BLOCK_ROWS)
-def test_they_are_ragged_only_where_they_must(rows: int, world_size: int) -> None:
+def test_row_blocks_are_ragged_only_where_they_must(rows: int, world_size: int) -> None:
     for name, parameter in sharded(rows).named_parameters():
         if not parameter.dim():
             assert parameter.placements == (Replicate(),)
@@ -131,7 +131,7 @@ def test_resharded_to_fewer_ranks_after_forward(rows: int, size: int) -> None:
 
 @multi_rank(4)
 @pytest.mark.parametrize("rows", [4, 64])
-def test_with_replicas(rows: int) -> None:
+def test_row_blocks_over_replicas(rows: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(rows, mesh=mesh)
     assert_no_block_is_cut(model, rows, 2, mesh.get_local_rank("shard"))
@@ -169,7 +169,7 @@ def test_a_changed_strategy(world_size: int) -> None:
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 10 s on two cores
-def test_in_mixed_precision(world_size: int) -> None:
+def test_row_blocks_in_mixed_precision(world_size: int) -> None:
     train(
         sharded(4, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
         param_dtype=torch.bfloat16,

@@ -79,7 +79,7 @@ def test_torchs_muon_trains_like_the_unsharded_model(reshard_after_forward: bool
 
 
 @multi_rank(2)
-def test_it_communicates_nothing_and_keeps_what_others_hold() -> None:
+def test_a_step_on_owners_communicates_nothing_and_keeps_what_others_hold() -> None:
     model = sharded(USED_NET)
     muon = optimizers_of(model)[0]
     scheduler = torch.optim.lr_scheduler.StepLR(muon, 1, 0.5)

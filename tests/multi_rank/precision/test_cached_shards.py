@@ -53,7 +53,7 @@ ROUNDED = Tolerance(0.05, 0.02, "a sum in another order is rounded to another bf
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 8 s on two cores
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("setting", ["uneven", "transformer", "tied", "offloaded", "kept", "replicated"])
-def test_it_trains_like_the_reference(setting: str, how: str, world_size: int) -> None:
+def test_cached_shards_train_like_the_reference(setting: str, how: str, world_size: int) -> None:
     case = {"transformer": TRANSFORMER, "tied": TIED}.get(setting, UNEVEN_MLP)
     options: dict[str, Any] = {
         "offloaded": {"offload_policy": CPUOffloadPolicy()},

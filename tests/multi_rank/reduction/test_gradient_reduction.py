@@ -156,7 +156,7 @@ def test_the_sum_and_back_to_the_mean(world_size: int) -> None:
 
 
 @multi_rank(4)
-def test_with_tensor_parallelism() -> None:
+def test_factors_of_reduction_with_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, plain = build(), build()
     for block in model:
@@ -238,7 +238,7 @@ def test_another_scaling_is_refused_while_gradients_wait_for_replicas() -> None:
 
 
 @multi_rank(2)
-def test_it_reaches_the_modules_below_unless_it_is_told_not_to(world_size: int) -> None:
+def test_a_reduction_reaches_the_modules_below_unless_it_is_told_not_to(world_size: int) -> None:
     scales = []
     for recurse in (True, False):
         model = shard(build())

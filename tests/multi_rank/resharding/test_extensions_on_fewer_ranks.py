@@ -116,7 +116,7 @@ def _posts() -> list[bool]:
 @pytest.mark.parametrize(  # full: 7 cases, 5 s
     "rows", others_full([16, 13], [13]), ids=["even", "uneven"]
 )
-def test_it_trains_like_the_unsharded_model(kind: type[Wrapped], rows: int) -> None:
+def test_extensions_on_fewer_ranks_train_like_the_unsharded_model(kind: type[Wrapped], rows: int) -> None:
     steps_like_the_reference(sharded(kind, rows, reshard_after_forward=2), rows)
 
 
@@ -129,13 +129,13 @@ def test_the_number_of_all_ranks_is_true(kind: type[Wrapped]) -> None:
 
 
 @multi_rank(4)
-def test_in_groups_of_two_of_one_replica() -> None:
+def test_extensions_in_groups_of_two_of_one_replica() -> None:
     steps_like_the_reference(sharded(Halves, 13, mesh=mesh_of(1, 4), reshard_after_forward=2), 13)
 
 
 @multi_rank(8, timeout=180)
 @pytest.mark.parametrize("kind", others_full([Halves, Coded], [Coded]), ids=lambda each: each.__name__)  # full: 1 s
-def test_in_every_replica(kind: type[Wrapped]) -> None:
+def test_extensions_in_every_replica(kind: type[Wrapped]) -> None:
     model = sharded(kind, 13, mesh=mesh_of(2, 4), reshard_after_forward=2)
     steps_like_the_reference(model, 13)
     model = sharded(kind, 32, reshard_after_forward=4)

@@ -60,7 +60,9 @@ def assert_small_ones_are_replicated(model: Any, below: int) -> None:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("below", [SOME, ALL])
 @pytest.mark.parametrize("setting", ["uneven", "transformer", "frozen", "tied", "mixed precision", "offloaded", "kept"])
-def test_it_trains_like_the_reference(setting: str, below: int, how: str, world_size: int) -> None:
+def test_small_replicated_parameters_train_like_the_reference(
+    setting: str, below: int, how: str, world_size: int
+) -> None:
     case = {"transformer": TRANSFORMER, "frozen": FROZEN, "tied": TIED}.get(setting, UNEVEN_MLP)
     options: dict[str, Any] = {}
     extra: dict[str, Any] = {}
@@ -157,7 +159,7 @@ def test_blocks_that_ran_alone_before() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, True, 1.5, "1"])
-def test_it_is_a_number_of_bytes(wrong: Any) -> None:
+def test_the_threshold_is_a_number_of_bytes(wrong: Any) -> None:
     with fake_world(2), pytest.raises(FSDPTypeError, match="replicate_below must be a number of bytes"):
         fully_shard(torch.nn.Linear(2, 2), replicate_below=wrong)
 

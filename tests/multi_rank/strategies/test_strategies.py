@@ -57,7 +57,7 @@ def is_whole(parameter: Any) -> bool:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("setting", ["uneven", "frozen", "checkpointed", "mixed precision", "offloaded"])
-def test_it_trains_like_the_reference(setting: str, strategy: str, how: str, world_size: int) -> None:
+def test_every_strategy_trains_like_the_reference(setting: str, strategy: str, how: str, world_size: int) -> None:
     case = {"frozen": FROZEN, "checkpointed": TRANSFORMER}.get(setting, UNEVEN_MLP)
     model, options, extra, tolerance = case.build(), {}, {}, tolerance_for(world_size)
     if setting == "checkpointed":

@@ -102,7 +102,7 @@ def test_torchs_encoder_evaluates_as_without_sharding() -> None:
 
 
 @multi_rank(2)
-def test_in_mixed_precision() -> None:
+def test_automatic_groups_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = auto_shard(TRANSFORMER.build(), mp_policy=policy, strategy="zero2", **SPLIT)
     found = sum(isinstance(module, FSDPModule) for module in model.modules())

@@ -89,14 +89,16 @@ def check(model: Any, kind: str, world_size: int, *, only: bool, steps: int = 3)
 @pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
 @pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_it_equals_the_reference(reshard_after_forward: bool | None, kind: str, only: bool, world_size: int) -> None:
+def test_a_gradient_penalty_equals_the_reference(
+    reshard_after_forward: bool | None, kind: str, only: bool, world_size: int
+) -> None:
     model = shard(build(kind), reshard_after_forward=reshard_after_forward)
     check(model, kind, world_size, only=only)
 
 
 @multi_rank(4)
 @pytest.mark.parametrize("how", ["replicas", "int", "offloaded"])
-def test_with_other_settings(how: str, world_size: int) -> None:
+def test_a_gradient_penalty_with_other_settings(how: str, world_size: int) -> None:
     options: dict[str, Any] = {
         "replicas": lambda: {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
         "int": lambda: {"reshard_after_forward": 2},

@@ -36,7 +36,7 @@ def applied(module: nn.Module) -> list[str]:
     return list(_get_registry(module) or ())
 
 
-def test_it_is_registered_as_torchs_is_and_unwrapping_takes_it_back(simulate: FakeWorlds) -> None:
+def test_a_sharded_module_is_registered_as_torchs_is_until_unwrapped(simulate: FakeWorlds) -> None:
     simulate(2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])

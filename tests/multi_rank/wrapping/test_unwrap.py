@@ -44,7 +44,7 @@ def step_plain(case: ModelCase, model: nn.Module, step: int, world_size: int) ->
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 @pytest.mark.parametrize("steps", [0, 2])
-def test_it_is_the_plain_module_again(case: ModelCase, steps: int, world_size: int) -> None:
+def test_an_unwrapped_module_is_the_plain_module_again(case: ModelCase, steps: int, world_size: int) -> None:
     plain, model = case.build(), case.build()
     buffers = dict(model.named_buffers())
     shard(case, model)
