@@ -69,8 +69,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.first_step
 
 torch-gaps: $(STAMP)
-	$(BIN)/python -m benchmarks.torch_gaps $(ARGS)
-	$(BIN)/python -m benchmarks.torch_gaps --implementation fsdp2 $(ARGS)
+	$(BIN)/python -m extras.torch_gaps $(ARGS)
+	$(BIN)/python -m extras.torch_gaps --implementation fsdp2 $(ARGS)
 
 clean:
 	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""docs/beyond.md shows what docs/torch-gaps.json records, of every case; outcomes are told apart. Runs no case."""
+"""docs/beyond.md shows what extras/torch_gaps has recorded of every case; outcomes are told apart. Runs no case."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.torch_gaps import record, run
-from benchmarks.torch_gaps.api import IMPLEMENTATIONS, Api, NoSuchOption
-from benchmarks.torch_gaps.checks import Wrong, expect_same
-from benchmarks.torch_gaps.registry import Case, Trial, all_cases
-from benchmarks.torch_gaps.run import Outcome
+from extras.torch_gaps import record, run
+from extras.torch_gaps.api import IMPLEMENTATIONS, Api, NoSuchOption
+from extras.torch_gaps.checks import Wrong, expect_same
+from extras.torch_gaps.registry import Case, Trial, all_cases
+from extras.torch_gaps.run import Outcome
 
 VERSIONS = {"2.13.0", "2.15.0", record.key_of("fsdp2", "2.13.0"), record.key_of("fsdp2", "2.15.0")}
 KINDS = {"works", "raises", "hangs", "wrong", "crashes", "no such option"}

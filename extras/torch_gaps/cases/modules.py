@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     WIDTH,
     Wrong,
     batch,
@@ -19,7 +19,7 @@ from benchmarks.torch_gaps.checks import (
     expect_trains_alike,
     squared_output,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Sharded modules as objects"
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.torch_gaps.checks import WIDTH, batch, expect_same_gradients, mean_backward, squared_output
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.checks import WIDTH, batch, expect_same_gradients, mean_backward, squared_output
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Gradient reduction"
 

@@ -1,4 +1,4 @@
-"""The record of outcomes, docs/torch-gaps.json, and the table of docs/beyond.md that shows it."""
+"""The record of outcomes, extras/torch_gaps/outcomes.json, and the table of docs/beyond.md that shows it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.torch_gaps.registry import Case
-from benchmarks.torch_gaps.run import Outcome
+from extras.torch_gaps.registry import Case
+from extras.torch_gaps.run import Outcome
 
 ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "docs" / "torch-gaps.json"
+RECORD = Path(__file__).with_name("outcomes.json")
 DOCUMENT = ROOT / "docs" / "beyond.md"
 BEGIN, END = "<!-- torch-gaps: begin -->", "<!-- torch-gaps: end -->"
 OURS = "fsdp2 on "

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     ROWS,
     WIDTH,
     Wrong,
@@ -20,8 +20,8 @@ from benchmarks.torch_gaps.checks import (
     squared_output,
     whole,
 )
-from benchmarks.torch_gaps.registry import Trial, case
-from benchmarks.torch_gaps.subclass import Shifted
+from extras.torch_gaps.registry import Trial, case
+from extras.torch_gaps.subclass import Shifted
 
 AREA = "Odd parameters"
 

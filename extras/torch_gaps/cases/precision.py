@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     BF16,
     WIDTH,
     Wrong,
@@ -19,7 +19,7 @@ from benchmarks.torch_gaps.checks import (
     squared_output,
     whole,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Precision"
 

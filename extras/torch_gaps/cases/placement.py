@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     WIDTH,
     Wrong,
     batch,
@@ -22,7 +22,7 @@ from benchmarks.torch_gaps.checks import (
     mean_backward,
     squared_output,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Placement and strategies"
 

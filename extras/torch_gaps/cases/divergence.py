@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     WIDTH,
     Wrong,
     batch,
@@ -16,7 +16,7 @@ from benchmarks.torch_gaps.checks import (
     mean_backward,
     squared_output,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Ranks that differ, iterations that fail"
 

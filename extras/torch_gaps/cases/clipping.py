@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     WIDTH,
     Wrong,
     batch,
@@ -22,7 +22,7 @@ from benchmarks.torch_gaps.checks import (
     squared_output,
     whole,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Clipping and fused optimizers"
 MAX_NORM = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.torch_gaps.api import Api
+from extras.torch_gaps.api import Api
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,6 @@ def case(area: str, title: str, *, asked: str = "", world_size: int = 2) -> Call
 
 def all_cases() -> dict[str, Case]:
     """Every case by name, in the order of the table."""
-    import benchmarks.torch_gaps.cases  # noqa: F401  registers them
+    import extras.torch_gaps.cases  # noqa: F401  registers them
 
     return dict(_CASES)

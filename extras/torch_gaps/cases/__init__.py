@@ -1,6 +1,6 @@
 """The programs, by area; importing this registers them in the order of the table."""
 
-from benchmarks.torch_gaps.cases import (  # noqa: I001  the order of the table
+from extras.torch_gaps.cases import (  # noqa: I001  the order of the table
     precision,
     parameters,
     sharing,

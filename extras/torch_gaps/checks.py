@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.torch_gaps.registry import Trial
+from extras.torch_gaps.registry import Trial
 
 WIDTH = 8
 ROWS = 4

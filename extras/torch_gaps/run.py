@@ -28,9 +28,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.torch_gaps.api import Api, NoSuchOption
-from benchmarks.torch_gaps.checks import Wrong
-from benchmarks.torch_gaps.registry import Case, Trial
+from extras.torch_gaps.api import Api, NoSuchOption
+from extras.torch_gaps.checks import Wrong
+from extras.torch_gaps.registry import Case, Trial
 
 LIMIT_S = 30.0
 # What ranks that only wait may use of the processor in that time, all of them together.

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from benchmarks.torch_gaps.checks import (
+from extras.torch_gaps.checks import (
     WIDTH,
     Wrong,
     batch,
@@ -19,7 +19,7 @@ from benchmarks.torch_gaps.checks import (
     sgd,
     squared_output,
 )
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "Optimizers and later changes"
 

@@ -7,8 +7,8 @@ import copy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from benchmarks.torch_gaps.checks import WIDTH, expect_same_parameters, expect_trains_alike
-from benchmarks.torch_gaps.registry import Trial, case
+from extras.torch_gaps.checks import WIDTH, expect_same_parameters, expect_trains_alike
+from extras.torch_gaps.registry import Trial, case
 
 AREA = "State dicts"
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.torch_gaps``: run the cases, print the outcomes, record them."""
+"""``python -m extras.torch_gaps``: run the cases, print the outcomes, record them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import importlib
 
 import torch
 
-from benchmarks.torch_gaps import record
-from benchmarks.torch_gaps.api import IMPLEMENTATIONS
-from benchmarks.torch_gaps.registry import all_cases
-from benchmarks.torch_gaps.run import run
+from extras.torch_gaps import record
+from extras.torch_gaps.api import IMPLEMENTATIONS
+from extras.torch_gaps.registry import all_cases
+from extras.torch_gaps.run import run
 
 
 def main() -> None:
