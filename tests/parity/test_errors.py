@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.harness import multi_rank
 from tests.harness.models import UNEVEN_MLP
 from tests.harness.parity.implementation import API, IS_TORCH, beyond_torch
-from tests.harness.parity.programs import ROOTED, TOWER, loss_on, mesh_of, shard, train
+from tests.harness.parity.programs import ROOTED, TOWER, is_sharded, loss_on, mesh_of, shard, step_names, train
 
 
 def linear() -> nn.Linear:
@@ -137,6 +137,33 @@ def test_reshard_after_forward_of_another_type(value: Any) -> None:
         API.fully_shard(linear(), reshard_after_forward=value)
 
 
+# ---- what a mistake must leave alone -------------------------------------------------------------
+
+
+def attributes_and_hooks(model: nn.Module) -> dict[str, object]:
+    """Of every module, its class, what it has as attributes, and how many hooks of each kind."""
+    found: dict[str, object] = {}
+    for name, module in model.named_modules():
+        hooks = {key: len(value) for key, value in vars(module).items() if key.endswith("hooks")}
+        found[name] = type(module).__name__, sorted(vars(module)), hooks
+    return found
+
+
+def assert_as_untouched(model: Any) -> None:
+    """``model``, a sharded `TOWER` before its first step, looks and runs like another that nothing was done to.
+
+    The order of all collectives in the first steps shows what is resharded, prefetched and reduced when; the gradients
+    show factors and hooks.
+    """
+    untouched = shard(TOWER)
+    assert attributes_and_hooks(model) == attributes_and_hooks(untouched)
+    for _ in range(3):
+        assert step_names(model, before=0) == step_names(untouched, before=0)
+    for mine, other in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), other.grad.to_local())
+    model.zero_grad()
+
+
 # ---- running -------------------------------------------------------------------------------------
 
 
@@ -153,9 +180,12 @@ def test_reset_on_a_submodule() -> None:
 @multi_rank(2)
 @beyond_torch("AttributeError")
 def test_reset_before_the_first_forward_does_nothing() -> None:
-    model = shard(UNEVEN_MLP)
+    model = shard(TOWER)
+    before = list(model.parameters())
     model.reset_iter_state()
-    train(UNEVEN_MLP, model, steps=1)
+    assert all(mine is yours for mine, yours in zip(model.parameters(), before, strict=True))
+    assert_as_untouched(model)
+    train(TOWER, model, steps=1)
 
 
 @multi_rank(2)
@@ -183,7 +213,7 @@ MISTAKES: dict[str, Mistake] = {
     "forward_method_missing": (ValueError, lambda m: API.register_fsdp_forward_method(m, "missing")),
     "positional_recurse": (TypeError, lambda m: m.set_requires_gradient_sync(True, False)),
     "positional_recurse_of_backward": (TypeError, lambda m: m.set_reshard_after_backward(True, False)),
-    "positional_stream": (TypeError, lambda m: m.a.set_all_reduce_hook(lambda output: None, None)),
+    "positional_stream": (TypeError, lambda m: m.a.set_all_reduce_hook(lambda output: output.zero_(), None)),
     "positional_mesh": (TypeError, lambda m: API.fully_shard(linear(), mesh_of(2))),
     "unknown_option": (TypeError, lambda m: API.fully_shard(linear(), unknown=1)),
     "empty_mesh_dims": (ValueError, lambda m: API.DataParallelMeshDims()),
@@ -197,14 +227,20 @@ def test_a_wrong_setting_is_refused_and_changes_nothing(name: str) -> None:
     model = shard(TOWER)
     with pytest.raises(expected):
         mistake(model)
+    assert_as_untouched(model)
     train(TOWER, model, steps=1)
 
 
 @multi_rank(2)
 def test_reshard_after_forward_is_the_one_setter_with_a_positional_recurse() -> None:
-    model = shard(TOWER)
+    model = shard(ROOTED, reshard_after_forward=True)
     model.set_reshard_after_forward(False, False)
-    train(TOWER, model, steps=1)
+    loss = loss_on(ROOTED, model)
+    assert is_sharded(model[0].weight) and is_sharded(model[2].weight), "the modules below were left alone"
+    assert not is_sharded(model[4].weight), "the root's own parameters were not"
+    loss.backward()
+    model.zero_grad()
+    train(ROOTED, model, steps=1)
 
 
 @multi_rank(2)

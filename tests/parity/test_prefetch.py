@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -13,19 +12,8 @@ from torch import Tensor, nn
 
 from tests.harness import Reference, multi_rank
 from tests.harness.models import TRANSFORMER, Batch, ModelCase
-from tests.harness.parity.programs import SIZES, TOWER, is_sharded, loss_on, shard, train
+from tests.harness.parity.programs import TOWER, is_sharded, loss_on, shard, step_names, train
 from tests.harness.parity.trace import GATHER, SCATTER, traced
-
-
-def step_names(model: Any, *, before: int = 2) -> list[str]:
-    """What one step issues, between the marks of the layers, after ``before`` other steps."""
-    for _ in range(before):
-        loss_on(TOWER, model).backward()
-    with traced() as trace:
-        model.watch(trace)
-        loss_on(TOWER, model).backward()
-        model.watch(None)
-    return trace.named(SIZES)
 
 
 def halves(names: list[str]) -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ from tests.harness import Reference, adamw, assert_same, assert_sharded_same, to
 from tests.harness.compare import Tolerance, gather, gradients_of, parameters_of
 from tests.harness.models import MLP, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.parity.implementation import API
-from tests.harness.parity.trace import Trace
+from tests.harness.parity.trace import Trace, traced
 
 WIDTH = 8
 ROWS = {"a": 32, "b": 64, "c": 128, "d": 256}
@@ -109,6 +109,17 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 def loss_on(case: ModelCase, model: nn.Module, step: int = 0, rank: int | None = None, micro: int = 0) -> Tensor:
     """The loss of this rank, or of ``rank``, in that step and microbatch."""
     return case.loss(model, case.batch(0, step, dist.get_rank() if rank is None else rank, micro))
+
+
+def step_names(model: Any, *, before: int = 2) -> list[str]:
+    """What one step of a sharded `TOWER` issues, between the marks of the layers, after ``before`` other steps."""
+    for _ in range(before):
+        loss_on(TOWER, model).backward()
+    with traced() as trace:
+        model.watch(trace)
+        loss_on(TOWER, model).backward()
+        model.watch(None)
+    return trace.named(SIZES)
 
 
 def is_sharded(parameter: Tensor) -> bool:
