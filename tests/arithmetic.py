@@ -18,7 +18,7 @@ WIDTHS = ("default", "avx2", "avx512")
 FILES = (
     "tests/unit/test_bits.py",
     "tests/unit/test_reference.py",
-    "tests/unit/test_scaling.py",
+    "tests/unit/core/test_reduce.py",
     "tests/unit/test_clip_grad.py",
     "tests/multi_rank/combinations/test_drawn_programs.py",
     "tests/multi_rank/optimizers/test_clip_grad.py",
