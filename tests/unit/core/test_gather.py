@@ -1,6 +1,6 @@
 """`Gather` by itself: copies in, an exchange as collectives do it, copies out; all parameters are what they were.
 
-No process group: all ranks live in this process, one `Gather` each.
+All ranks live in this process, one `Gather` each. At the end `GroupStorage`, on one of two simulated ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp2 import FSDPRuntimeError, fully_shard
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import BufferLayout, Partition
+from tests.harness import fake_world
+from tests.harness.internals import allocated_bytes, groups_of, shard_buffers, unsharded_bytes
 from tests.harness.shared.gathers import (
     CPU,
     FULL,
@@ -180,3 +183,101 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
         assert len(gather._copy_out_sources) == len(shapes)
         gather.copy_out()
         assert_gathered(sources, [params])
+
+
+# ---- worked by hand: two ranks, uneven rows, two dtypes ----------------------------------------------------
+
+A = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+B = torch.tensor([10.0, 11])
+C = torch.tensor([21.0, 22, 23], dtype=WIDE)
+SENT = {0: ([1.0, 2, 3, 4, 10], [21.0, 22]), 1: ([5.0, 6, 0, 0, 11], [23.0, 0])}
+"""By rank, what lies in the shard buffer of each dtype: ``A`` has two rows a rank, of which rank 1 has one."""
+
+
+def worked_example(rank: int) -> tuple[Gather, list[Source]]:
+    whole = [[A, B], [C]]
+    sources = sources_of(whole, cuts_of(whole), [(FULL, FULL), (WIDE, WIDE)], world_size=2, threshold=float("inf"))
+    return Gather(sources[rank], 2, rank, CPU, None), sources[rank]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_dtypes_are_sent_in_one_message_of_bytes_each_at_its_alignment(rank: int) -> None:
+    gather, sources = worked_example(rank)
+    assert [source.shard.tolist() for source in sources] == [*SENT[rank]]
+    gather.allocate()
+    gather.copy_in()
+    ((output, input),) = gather.members
+    assert input.dtype is torch.uint8 and input.shape == (48,), "20 bytes, 12 to the next multiple of 16, and 16"
+    assert output.shape == (96,)
+    assert input[:20].view(FULL).tolist() == SENT[rank][0]
+    assert input[32:].view(WIDE).tolist() == SENT[rank][1]
+
+
+def test_what_arrives_is_copied_to_whole_parameters_and_padding_behind_their_rows() -> None:
+    gather, sources = worked_example(rank=0)
+    gather.allocate()
+    ((output, _),) = gather.members
+    for rank, (of_full, of_wide) in SENT.items():
+        arrived = output[48 * rank : 48 * (rank + 1)]
+        arrived[:20].view(FULL).copy_(torch.tensor(of_full))
+        arrived[32:].view(WIDE).copy_(torch.tensor(of_wide, dtype=WIDE))
+    gather.copy_out()
+    full, wide = (source.unsharded for source in sources)
+    assert full.tolist() == [1, 2, 3, 4, 5, 6, 0, 0, 10, 11] and wide.tolist() == [21, 22, 23, 0]
+
+
+def test_a_direct_parameter_is_sent_from_where_it_lies_to_where_it_is_used() -> None:
+    whole = [[torch.arange(64.0).view(8, 8)]]
+    (first, _) = sources_of(whole, cuts_of(whole), [(FULL, FULL)], world_size=2, threshold=0)
+    gather = Gather(first, 2, 0, CPU, None)
+    ((output, input),) = gather.members
+    source = first[0]
+    assert input.data_ptr() == source.shard.data_ptr() and output.data_ptr() == source.unsharded.data_ptr()
+    assert gather.allocated_bytes == 0
+
+
+# ---- `GroupStorage` ----------------------------------------------------------------------------------------
+
+
+class TwoDtypes(nn.Module):
+    """Two parameters in fp32 and one in fp64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Parameter(A.clone()), nn.Parameter(B.clone()), nn.Parameter(C.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a.sum() + self.b.sum() + self.c.sum())
+
+
+def test_sharded_parameters_of_one_dtype_lie_on_one_buffer() -> None:
+    with fake_world(2, rank=1):
+        model = fully_shard(TwoDtypes())
+        a, b, c = (each.to_local() for each in model.parameters())
+        (group,) = groups_of(model)
+        assert [(buffer.dtype, buffer.numel()) for buffer in shard_buffers(group)] == [(FULL, 5), (WIDE, 2)]
+        assert b.data_ptr() - a.data_ptr() == 4 * 4, "after the room for two rows of a"
+        assert (a.tolist(), b.tolist(), c.tolist()) == ([[5, 6]], [11], [23])
+
+
+def test_unsharded_memory_comes_and_goes_under_the_same_parameters() -> None:
+    with fake_world(2):
+        model = fully_shard(TwoDtypes())
+        model(torch.ones(1))
+        (group,) = groups_of(model)
+        assert allocated_bytes(group) == unsharded_bytes(group) == (8 + 2) * 4 + 4 * 8
+        unsharded = list(model.parameters())
+        model.reshard()
+        assert allocated_bytes(group) == 0
+        model.unshard()
+        assert all(mine is yours for mine, yours in zip(model.parameters(), unsharded, strict=True))
+        assert allocated_bytes(group) == unsharded_bytes(group)
+
+
+def test_parameters_on_meta_and_elsewhere_are_named() -> None:
+    with fake_world(2):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(model)
+        with pytest.raises(FSDPRuntimeError, match=r"still on the meta device: 0\.weight, 0\.bias"):
+            model(torch.ones(2, 4))

@@ -1,16 +1,21 @@
-"""The ways of packing gradients: all of them give the same bytes."""
+"""The ways of packing gradients, which all give the same bytes; what a bucket sends, keeps and delivers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from fsdp2 import _torch
+from fsdp2 import FSDPNotImplementedError, _torch, fully_shard
 from fsdp2.core import gradients as packing
 from fsdp2.core.buffers import view_as_wider_dtype
-from fsdp2.core.gradients import packing_for
-from fsdp2.core.layout import GradientLayout
-from fsdp2.core.sharding import Partition
+from fsdp2.core.gradients import GradientBucket, PackedGradients, packing_for
+from fsdp2.core.layout import GradientLayout, Partition
+from tests.harness import fake_world
+from tests.harness.internals import groups_of
 
 HOST = torch.device("cpu")
 
@@ -154,3 +159,164 @@ def test_casts_are_the_same_before_and_after(dtype: torch.dtype, numel: int) -> 
     packing._cast_chunks(gradients, world_size, found)
     _torch.chunk_cat(gradients, world_size, expected)
     assert found.equal(expected)
+
+
+# ---- `GradientBucket`, worked by hand: two ranks, a parameter of three rows and one of two ------------------
+
+
+class Two(nn.Module):
+    """``a`` has three rows, of which rank 0 has two; ``b`` has one for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.a.sum() + self.b.sum())
+
+
+GRADIENT_A, GRADIENT_B = torch.tensor([[1.0, 2], [3, 4], [5, 6]]), torch.tensor([10.0, 20])
+
+
+@pytest.fixture(params=[0, 1], ids=["rank0", "rank1"])
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """This process is that rank of two."""
+    with fake_world(2, request.param):
+        yield request.param
+
+
+def prepared() -> tuple[nn.Module, GradientBucket]:
+    """A sharded `Two` after a forward, its sharded parameters registered, and its one bucket."""
+    model = fully_shard(Two())
+    model(torch.ones(1))
+    model.reshard()
+    (group,) = groups_of(model)
+    (bucket,) = group.reducer.buckets
+    return model, bucket
+
+
+def pack(bucket: GradientBucket, *gradients: Tensor | None, in_place: bool = True) -> PackedGradients:
+    return bucket.pack(list(gradients), in_place=in_place, allocate=None)
+
+
+def arrive(packed: PackedGradients, *parts: Sequence[float]) -> None:
+    """What the reduce-scatter writes on this rank: the sum of ``parts``, one for each rank that sent."""
+    packed.output.copy_(torch.tensor(parts).sum(0))
+
+
+def delivered(model: nn.Module) -> list[Any]:
+    return [None if each.grad is None else each.grad.to_local().tolist() for each in model.parameters()]
+
+
+def test_what_is_packed_has_a_row_for_each_rank_and_says_which_gradients_there_are(rank: int) -> None:
+    _, bucket = prepared()
+    packed = pack(bucket, GRADIENT_A, GRADIENT_B)
+    ((output, input),) = packed.members
+    assert input.view(2, 7).tolist() == [[1, 2, 3, 4, 10, 1, 1], [5, 6, 0, 0, 20, 1, 1]]
+    assert output.shape == (7,) and packed.missing == []
+
+
+def test_a_missing_gradient_is_sent_as_zeros_and_said_to_be_missing(rank: int) -> None:
+    _, bucket = prepared()
+    packed = pack(bucket, None, GRADIENT_B)
+    ((_, input),) = packed.members
+    assert input.view(2, 7).tolist() == [[0, 0, 0, 0, 10, 0, 1], [0, 0, 0, 0, 20, 0, 1]]
+    assert packed.missing == [0]
+
+
+def test_popping_takes_gradients_off_the_unsharded_parameters(rank: int) -> None:
+    _, bucket = prepared()
+    first, second = (param.unsharded for param in bucket.params)
+    assert first is not None and second is not None
+    first.grad = GRADIENT_A.clone()
+    assert [each is not None for each in bucket.pop_grads()] == [True, False]
+    assert first.grad is None and bucket.pop_grads() == [None, None]
+
+
+def test_a_sum_is_divided_and_each_parameter_gets_its_rows(rank: int) -> None:
+    model, bucket = prepared()
+    packed = pack(bucket, GRADIENT_A, GRADIENT_B)
+    row = ([1.0, 2, 3, 4, 10, 1, 1], [5.0, 6, 0, 0, 20, 1, 1])[rank]
+    arrive(packed, row, row)
+    bucket.finish(packed, 2.0, keeps=False)
+    bucket.set_grads(packed, zeros_for_unused=False)
+    assert delivered(model) == ([[[1, 2], [3, 4]], [10]], [[[5, 6]], [20]])[rank]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on the other rank"])
+def test_a_gradient_that_no_rank_has_is_left_alone_unless_zeros_are_asked_for(rank: int, elsewhere: bool) -> None:
+    for zeros in (False, True):
+        model, bucket = prepared()
+        packed = pack(bucket, None, GRADIENT_B)
+        arrive(packed, [0, 0, 0, 0, 10, 0, 1], [2, 2, 2, 2, 10, 1, 1] if elsewhere else [0, 0, 0, 0, 10, 0, 1])
+        bucket.finish(packed, None, keeps=False)
+        bucket.set_grads(packed, zeros_for_unused=zeros)
+        found, other = delivered(model)
+        rows = 2 - rank
+        assert found == ([[2.0, 2.0]] * rows if elsewhere else [[0.0, 0.0]] * rows if zeros else None)
+        assert other == [20]
+
+
+def test_a_gradient_that_is_kept_never_changes_and_a_second_one_is_added(rank: int) -> None:
+    model, bucket = prepared()
+    row = [1.0, 1, 1, 1, 1, 1, 1]
+
+    def reduced() -> None:
+        packed = pack(bucket, GRADIENT_A, GRADIENT_B)
+        arrive(packed, row, row)
+        bucket.finish(packed, None, keeps=False)
+        bucket.set_grads(packed, zeros_for_unused=False)
+
+    reduced()
+    kept = model.b.grad
+    reduced()
+    assert model.b.grad is kept and kept.to_local().tolist() == [4], "added in place, as autograd does"
+    model.zero_grad()
+    reduced()
+    assert model.b.grad is not kept and kept.to_local().tolist() == [4] and delivered(model)[1] == [2]
+
+
+def test_what_waits_for_replicas_is_added_to_the_next_and_missing_only_if_it_always_was(rank: int) -> None:
+    model, bucket = prepared()
+    first = pack(bucket, None, GRADIENT_B, in_place=False)
+    arrive(first, [0, 0, 0, 0, 1, 0, 1])
+    bucket.keep_reduce_scattered(first)
+    assert bucket.waits() and delivered(model) == [None, None]
+    second = pack(bucket, GRADIENT_A, None)
+    arrive(second, [3, 3, 3, 3, 0, 1, 0])
+    bucket.add_reduce_scattered(second)
+    assert not bucket.waits() and second.missing == []
+    bucket.finish(second, None, keeps=False)
+    bucket.set_grads(second, zeros_for_unused=False)
+    assert delivered(model) == [[[3, 3]] * (2 - rank), [1]]
+
+
+def test_what_waits_can_be_cleared_of_one_parameter_or_dropped(rank: int) -> None:
+    _, bucket = prepared()
+    packed = pack(bucket, GRADIENT_A, GRADIENT_B, in_place=False)
+    arrive(packed, [1, 1, 1, 1, 1, 1, 1])
+    bucket.keep_reduce_scattered(packed)
+    bucket.clear([0], set_to_none=True)
+    assert bucket.reduce_scattered is not None
+    assert bucket.reduce_scattered[4:].tolist() == [1, 0, 1], "b, and the presence of a and of b"
+    assert not bucket.reduce_scattered[: 2 * (2 - rank)].any()
+    bucket.drop()
+    assert not bucket.waits()
+
+
+def test_hooks_of_the_sharded_parameter_are_called_with_the_reduced_gradient(rank: int) -> None:
+    model, bucket = prepared()
+    seen: list[float] = []
+    model.b.register_hook(lambda gradient: gradient * 3)
+    model.b.register_post_accumulate_grad_hook(lambda parameter: seen.extend(parameter.grad.to_local().tolist()))
+    packed = pack(bucket, GRADIENT_A, GRADIENT_B)
+    arrive(packed, [1, 1, 1, 1, 5, 1, 1])
+    bucket.finish(packed, None, keeps=False)
+    bucket.set_grads(packed, zeros_for_unused=False)
+    assert delivered(model)[1] == [15] and seen == [15], "what the first returns is the gradient, the second sees it"
+
+
+def test_a_sparse_gradient_is_refused_by_name(rank: int) -> None:
+    _, bucket = prepared()
+    with pytest.raises(FSDPNotImplementedError, match=r"'a' has a sparse gradient"):
+        pack(bucket, GRADIENT_A.to_sparse(), GRADIENT_B)
