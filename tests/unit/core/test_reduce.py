@@ -1,19 +1,25 @@
 """`Scaling.choose`: however it is shared out, the mean comes out exactly; narrow dtypes neither overflow nor vanish.
 
-Ranks and collectives are simulated; every step rounds to the dtype, as on a device.
+Ranks and collectives are simulated; every step rounds to the dtype, as on a device. Then `GradientReducer` on one of
+two simulated ranks: the dtypes it reduces in, what it owes, and how settings scale.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp2.core.reduce import Scaling
+from fsdp2 import FSDPValueError, MixedPrecisionPolicy, _torch, fully_shard
+from fsdp2.core.reduce import GradientReducer, Scaling
+from tests.harness import fake_world
+from tests.harness.internals import groups_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIZES = [(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (3, 2), (8, 4), (64, 16)]
@@ -126,3 +132,166 @@ def test_for_backends_that_cannot_multiply_the_result_is_divided(factor: float |
     assert (plain is chosen) == (chosen.scatter_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG))
     assert (plain is chosen) == (factor != 5.0 and factor != 2.0)
     assert plain.of_any_backend() is plain
+
+
+# ---- the dtype of a reduction ------------------------------------------------------------------------------
+
+HALF, FULL, WIDE = torch.bfloat16, torch.float32, torch.float64
+
+
+class Several(nn.Module):
+    """Parameters ``p0``, ``p1``, ... of these dtypes, two rows each."""
+
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        for index, dtype in enumerate(dtypes):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.ones(2, dtype=dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(parameter.real.sum() for parameter in self.parameters())
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is the first of two ranks."""
+    with fake_world(2):
+        yield
+
+
+def prepared(*dtypes: torch.dtype, **options: Any) -> tuple[nn.Module, GradientReducer]:
+    """A sharded `Several` after a forward, and the reducer of its group."""
+    model = fully_shard(Several(*dtypes), **options)
+    model(torch.ones(1))
+    (group,) = groups_of(model)
+    return model, group.reducer
+
+
+def buckets_of(reducer: GradientReducer) -> dict[torch.dtype, list[str]]:
+    return {bucket.dtype: [param.fqn for param in bucket.params] for bucket in reducer.buckets}
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "policy", "expected"),
+    [
+        ((FULL, FULL), MixedPrecisionPolicy(), {FULL: ["p0", "p1"]}),
+        ((FULL, WIDE), MixedPrecisionPolicy(), {WIDE: ["p0", "p1"]}),
+        ((HALF, FULL), MixedPrecisionPolicy(), {FULL: ["p0", "p1"]}),
+        ((HALF, WIDE), MixedPrecisionPolicy(reduce_dtype=FULL), {FULL: ["p0", "p1"]}),
+        ((FULL, torch.complex64), MixedPrecisionPolicy(), {FULL: ["p0"], torch.complex64: ["p1"]}),
+        ((FULL, torch.complex64), MixedPrecisionPolicy(reduce_dtype=WIDE), {WIDE: ["p0"], torch.complex64: ["p1"]}),
+    ],
+    ids=["one", "promoted", "widest", "asked for", "complex apart", "complex is not cast"],
+)
+def test_gradients_are_reduced_in_one_dtype_unless_asked_or_complex(
+    dtypes: tuple[torch.dtype, ...], policy: Any, expected: dict[torch.dtype, list[str]], two_ranks: None
+) -> None:
+    _, reducer = prepared(*dtypes, mp_policy=policy)
+    assert buckets_of(reducer) == expected
+
+
+def test_each_policy_of_several_has_a_bucket(two_ranks: None) -> None:
+    def policy(fqn: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+        return MixedPrecisionPolicy(reduce_dtype=WIDE if fqn == "p1" else None)
+
+    _, reducer = prepared(FULL, FULL, FULL, mp_policy=policy)
+    assert buckets_of(reducer) == {FULL: ["p0", "p2"], WIDE: ["p1"]}
+
+
+def test_frozen_parameters_are_in_no_bucket(two_ranks: None) -> None:
+    model = Several(FULL, FULL)
+    model.p0.requires_grad_(False)
+    fully_shard(model)
+    model(torch.ones(1))
+    (group,) = groups_of(model)
+    assert buckets_of(group.reducer) == {FULL: ["p1"]} and group.reducer.is_trainable
+    model.p1.requires_grad_(False)
+    model(torch.ones(1))
+    assert not group.reducer.is_trainable
+
+
+def test_gradients_that_wait_keep_a_frozen_parameter_in_its_bucket(two_ranks: None) -> None:
+    model, reducer = prepared(FULL, FULL)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1)).sum().backward()
+    model.p0.requires_grad_(False)
+    model(torch.ones(1)).sum().backward()
+    assert buckets_of(reducer) == {FULL: ["p0", "p1"]}
+
+
+# ---- what is owed ------------------------------------------------------------------------------------------
+
+
+def test_accumulated_gradients_wait_in_the_dtype_of_their_reduction(two_ranks: None) -> None:
+    model, reducer = prepared(FULL, mp_policy=MixedPrecisionPolicy(HALF, FULL))
+    model.set_requires_gradient_sync(False)
+    assert not reducer.owes_gradients()
+    model(torch.ones(1)).sum().backward()
+    (param,) = reducer.buckets[0].params
+    assert param.unsharded is not None and param.unsharded.dtype is HALF and param.unsharded.grad.dtype is FULL
+    assert reducer.accumulated and reducer.owes_gradients() and reducer.is_due() and reducer in GradientReducer.owing
+    assert param.sharded.grad is None
+
+
+def test_a_reduction_delivers_all_that_was_owed(two_ranks: None) -> None:
+    model, reducer = prepared(FULL)
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        model(torch.ones(1)).sum().backward()
+    (param,) = reducer.buckets[0].params
+    assert param.sharded.grad is not None and param.unsharded is not None and param.unsharded.grad is None
+    assert not reducer.owes_gradients() and not reducer.is_reducing
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_clearing_all_leaves_nothing_owed_and_zeros_are_still_a_gradient(set_to_none: bool, two_ranks: None) -> None:
+    model, reducer = prepared(FULL, FULL)
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1)).sum().backward()
+    params = reducer.buckets[0].params
+    reducer.clear(params[:1], set_to_none)
+    assert reducer.owes_gradients(), "of the other parameter"
+    reducer.clear(params[1:], set_to_none)
+    assert reducer.owes_gradients() is not set_to_none
+    assert all(param.unsharded is not None for param in params)
+    left = [param.unsharded.grad for param in params if param.unsharded is not None]
+    assert left == [None, None] if set_to_none else not any(each.any() for each in left if each is not None)
+
+
+def test_abandoning_says_whether_earlier_gradients_were_lost(two_ranks: None) -> None:
+    model, reducer = prepared(FULL)
+    assert not reducer.abandon(), "there was nothing"
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1)).sum().backward()
+    assert reducer.abandon() and not reducer.owes_gradients() and not reducer.abandon()
+
+
+# ---- how it is scaled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "op", "after"),
+    [
+        (lambda model: None, dist.ReduceOp.AVG, 1.0),
+        (lambda model: model.set_force_sum_reduction_for_comms(True), dist.ReduceOp.SUM, 2.0),
+        (lambda model: model.set_gradient_divide_factor(8.0), dist.ReduceOp.SUM, 8.0),
+        (lambda model: model.set_gradient_divide_factor(2.0), dist.ReduceOp.AVG, 1.0),
+    ],
+    ids=["the mean", "sums only", "a factor", "the number of ranks"],
+)
+def test_settings_decide_the_operation_and_the_division(change: Any, op: Any, after: float, two_ranks: None) -> None:
+    model, reducer = prepared(FULL)
+    change(model)
+    ((_, scaling),) = reducer.scalings()
+    assert (scaling.scatter_op, scaling.before, scaling.after) == (op, 1.0, after)
+
+
+def test_zeros_are_refused_for_gradients_whose_dtype_nobody_knows(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "reduces_in_grad_dtype", True)  # as newer versions of torch do
+    model = Several(FULL)
+    model.p0.grad_dtype = None
+    fully_shard(model)
+    model(torch.ones(1))
+    with pytest.raises(FSDPValueError, match=r"'p0' has grad_dtype=None.*set MixedPrecisionPolicy.reduce_dtype"):
+        model.set_reduce_scatter_unused_params(True)
