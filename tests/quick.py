@@ -11,20 +11,24 @@ import sys
 from tests.__main__ import side_by_side
 
 ON_ONE = (
-    "tests/unit/test_architecture.py",
-    "tests/unit/test_errors.py",
-    "tests/unit/core/test_gather.py",
-    "tests/unit/core/test_hooks.py",
-    "tests/unit/core/test_layout.py",
-    "tests/unit/core/test_gradients.py",
-    "tests/unit/core/test_sharding.py",
-    "tests/unit/core/test_reduce.py",
-    "tests/unit/core/test_transport.py",
     "tests/fake_pg/test_backward_memory.py",
     "tests/fake_pg/test_batching.py",
     "tests/fake_pg/test_checkpointing.py",
     "tests/fake_pg/test_host_calls.py",
     "tests/fake_pg/test_streams.py",
+    "tests/unit/core/test_gather.py",
+    "tests/unit/core/test_gradients.py",
+    "tests/unit/core/test_hooks.py",
+    "tests/unit/core/test_layout.py",
+    "tests/unit/core/test_param.py",
+    "tests/unit/core/test_reduce.py",
+    "tests/unit/core/test_root.py",
+    "tests/unit/core/test_sharding.py",
+    "tests/unit/core/test_state.py",
+    "tests/unit/core/test_structure.py",
+    "tests/unit/core/test_transport.py",
+    "tests/unit/test_architecture.py",
+    "tests/unit/test_errors.py",
 )
 """Arithmetic, what is refused, the order of collectives, memory, streams, calls."""
 
