@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -84,7 +85,6 @@ class FSDPParamGroup:
         self.comm: FSDPCommContext | None = None
         self.is_prepared = False
         self._plan: GroupPlan | None = None
-        self._planned: tuple[object, object] = (None, None)  # what it was made of
         self.graph_inputs: Any = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
@@ -124,17 +124,19 @@ class FSDPParamGroup:
     @property
     def plan(self) -> GroupPlan:
         """How it communicates: the same object until parameters or gradients are laid out anew."""
-        buffers, buckets = made_of = self.storage.buffers, self.reducer.buckets
-        if self._plan is None or self._planned[0] is not buffers or self._planned[1] is not buckets:
+        gathers = tuple([buffers.plan for buffers in self.storage.buffers])
+        reduces = tuple([bucket.plan for bucket in self.reducer.buckets])
+        known = self._plan
+        if known is None or not _are_same(gathers + reduces, known.gathers + known.reduces):
             way = transport_of(self.mesh.shard_group, self.mesh.device).way
             self._plan = GroupPlan(
                 ", ".join(filter(None, (str(self.mesh), way))),
                 tuple(ParamPlan(param.fqn, param.shape, param.requires_grad) for param in self.params),
-                tuple(each.plan for each in buffers),
-                tuple(bucket.plan for bucket in buckets),
+                gathers,
+                reduces,
                 self.storage.extended,
             )
-            self._planned = made_of
+        assert self._plan is not None, "just made"
         return self._plan
 
     def _lay_out(self) -> None:
@@ -633,3 +635,7 @@ class FSDPParamGroup:
         lost = self.reducer.abandon()
         self.reshard()
         return lost
+
+
+def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
+    return len(ones) == len(others) and all(map(is_, ones, others))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.core.buffers import Resizable, in_memory_order
+from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
-from fsdp2.core.layout import BufferLayout, Partition
+from fsdp2.core.layout import BufferLayout
 from fsdp2.core.options import AllGather
+from fsdp2.core.sharding import Partition, in_memory_order
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from fsdp2 import FSDPRuntimeError, fully_shard
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
-from fsdp2.core.layout import BufferLayout, Partition
+from fsdp2.core.layout import BufferLayout
+from fsdp2.core.sharding import Partition
+from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness import fake_world
 from tests.harness.internals import allocated_bytes, groups_of, shard_buffers, unsharded_bytes
 from tests.harness.shared.gathers import (

@@ -13,7 +13,8 @@ from fsdp2 import FSDPNotImplementedError, _torch, fully_shard
 from fsdp2.core import gradients as packing
 from fsdp2.core.buffers import view_as_wider_dtype
 from fsdp2.core.gradients import GradientBucket, PackedGradients, packing_for
-from fsdp2.core.layout import GradientLayout, Partition
+from fsdp2.core.layout import GradientLayout
+from fsdp2.core.sharding import Partition
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
 

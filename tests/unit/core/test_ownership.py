@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from fsdp2.core.gather import Gather
-from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Partition, Region
+from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout, GradientLayout, Region
 from fsdp2.core.plan import GatherPlan, GroupPlan, ParamPlan
+from fsdp2.core.sharding import Partition
+from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness.shared.gathers import CPU, FULL, HALF, FreshMemory, exchange, sources_of
 
 

@@ -281,7 +281,8 @@ def test_abandoning_says_whether_earlier_gradients_were_lost(two_ranks: None) ->
 def test_settings_decide_the_operation_and_the_division(change: Any, op: Any, after: float, two_ranks: None) -> None:
     model, reducer = prepared(FULL)
     change(model)
-    ((_, scaling),) = reducer.scalings()
+    (bucket,) = reducer.buckets
+    scaling = bucket.plan.scaling
     assert (scaling.scatter_op, scaling.before, scaling.after) == (op, 1.0, after)
 
 

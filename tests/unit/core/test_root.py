@@ -190,6 +190,7 @@ class FakeRoot:
     """As much of a root as claims ask of it."""
 
     name: str
+    owner: Any = None
     runs: bool = False
     is_disturbed: bool = False
     recovered: int = 0
@@ -218,22 +219,22 @@ class FakeState:
 
 def test_a_claim_takes_states_and_disturbs_whoever_had_them() -> None:
     owners, shared = [FakeState(), FakeState()], FakeState()
-    first, second = FakeRoot("First"), FakeRoot("Second")
-    claim(first, [owners[0], shared], owners[0])  # type: ignore[arg-type]
+    first, second = FakeRoot("First", owners[0]), FakeRoot("Second", owners[1])
+    claim(first, [owners[0], shared])  # type: ignore[arg-type]
     assert owners[0].is_root and not shared.is_root and shared.root is first
-    claim(second, [owners[1], shared], owners[1])  # type: ignore[arg-type]
+    claim(second, [owners[1], shared])  # type: ignore[arg-type]
     assert shared.root is second and shared.roots == [first, second]
     assert first.is_disturbed and not second.is_disturbed and owners[0].root is first
     assert roots_of([*owners, shared]) == [first, second]
-    claim(first, [shared], owners[0])  # type: ignore[arg-type]
+    claim(first, [shared])  # type: ignore[arg-type]
     assert shared.root is first and shared.roots == [first, second] and second.is_disturbed and not first.is_disturbed
 
 
 def test_a_release_leaves_the_states_to_the_other_roots_which_notice() -> None:
     owner, shared = FakeState(), FakeState()
-    first, second = FakeRoot("First"), FakeRoot("Second")
-    claim(second, [shared], FakeState())  # type: ignore[arg-type]
-    claim(first, [owner, shared], owner)  # type: ignore[arg-type]
+    first, second = FakeRoot("First", owner), FakeRoot("Second", FakeState())
+    claim(second, [shared])  # type: ignore[arg-type]
+    claim(first, [owner, shared])  # type: ignore[arg-type]
     owner.own_root = first
     second.is_disturbed = False
     release(first, [owner, shared])  # type: ignore[arg-type]
