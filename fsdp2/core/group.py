@@ -92,8 +92,7 @@ class FSDPParamGroup:
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._left_to_do: bool | None = None  # see `leave_later`
         self._take_sharded()
-        self._gathered_version: int | None = 0
-        self._gathered_writes = 0
+        self._gathered: object = (0, 0)  # what `written` was; None: unknown
         self._registrations = Registrations(self.params)
         self._transport: Transport = Alone()
         self._transport_among_neighbours: Transport = self._transport
@@ -232,26 +231,20 @@ class FSDPParamGroup:
             self._free_unsharded()
 
     def written(self) -> tuple[int, int]:
-        """Changes with writes to the sharded parameters, as far as they can be seen."""
-        return self._write_counter.writes, self._version_of_shards()
+        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks."""
+        with _torch.plain_attributes():
+            return self._write_counter.writes, sum(map(_torch.version_of, self._sharded))
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""
-        if self._gathered_writes != self._write_counter.writes:
-            return True
-        return self._gathered_version != self._version_of_shards()
-
-    def _version_of_shards(self) -> int:
-        """Changes with every write to a sharded parameter that version counters see; alike on all ranks."""
-        with _torch.plain_attributes():
-            return sum(map(_torch.version_of, self._sharded))
+        return self._gathered != self.written()
 
     def _sent_version(self) -> object:
         """Changes with writes to this rank's shards; None if they may be written unseen."""
         if WriteCounter.unwatched:
             return None
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return self._version_of_shards(), of_locals, self._write_counter.writes, WriteCounter.steps
+        return self.written(), of_locals, WriteCounter.steps
 
     def quiesce(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
@@ -278,7 +271,7 @@ class FSDPParamGroup:
         if self.comm is not None:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
-        self._gathered_version = None
+        self._gathered = None
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None:
@@ -316,7 +309,7 @@ class FSDPParamGroup:
             self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
         was_stale = self.is_stale()
         self._take_over(replacements)
-        self._gathered_version = self._version_of_shards() if not was_stale else None
+        self._gathered = self.written() if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
         if self.is_prepared:
             self.reducer.lay_out(self.params)
@@ -405,8 +398,7 @@ class FSDPParamGroup:
         self._unsharding = Unsharding(gather, resumes=resumes, user_initiated=user_initiated)
         self._enter(ParamPhase.UNSHARDING)
         if not (resumes or for_backward):
-            self._gathered_writes = self._write_counter.writes
-            self._gathered_version = self._version_of_shards()
+            self._gathered = self.written()
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather ({self.name})"):
                 self._issue_all_gather(self._unsharding, for_backward)

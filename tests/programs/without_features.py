@@ -1,4 +1,4 @@
-"""Trains with the core alone: the package without one feature after the other, on two ranks, beside the plain model.
+"""Trains with the core alone: the package without each feature, and without all, on two ranks, beside the plain model.
 
     python -m tests.programs.without_features
 
@@ -121,27 +121,30 @@ def _in_process(action: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def _run(feature: str) -> None:
+def _run(*features: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "fsdp2"
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        gone = remove(feature, package)
+        gone = {name for feature in features for name in remove(feature, package)}
         sys.path.insert(0, folder)
         import fsdp2
 
         assert Path(fsdp2.__file__).parent == package, "the copy is what runs"
         ranks = [_in_process(lambda rank=rank: train_sharded(rank, f"{folder}/store")) for rank in range(RANKS)]  # type: ignore[misc]
-        assert [os.waitpid(each, 0)[1] for each in ranks] == [0] * RANKS, f"without {feature}"
-        print(f"without {feature}: trains" + (f" (nor {', '.join(sorted(gone))})" if len(gone) > 1 else ""))
+        name = features[0] if len(features) == 1 else "all of them"
+        assert [os.waitpid(each, 0)[1] for each in ranks] == [0] * RANKS, f"without {name}"
+        print(f"without {name}: trains" + (f" (nor {', '.join(sorted(gone))})" if len(gone) > 1 else ""))
 
 
 def main() -> int:
-    """All features in turn; 1 if one is needed."""
+    """All features in turn, and then all at once; 1 if one is needed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
-    failed = [each for each in feature_modules() if os.waitpid(_in_process(lambda each=each: _run(each)), 0)[1]]  # type: ignore[misc]
+    every = feature_modules()
+    cases = [*((each,) for each in every), tuple(every)]
+    failed = [each for each in cases if os.waitpid(_in_process(lambda each=each: _run(*each)), 0)[1]]  # type: ignore[misc]
     if failed:
-        print(f"needed: {', '.join(failed)}")
+        print(f"needed: {', '.join(each[0] if len(each) == 1 else 'some of all' for each in failed)}")
     return int(bool(failed))
 
 
