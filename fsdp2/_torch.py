@@ -32,6 +32,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
 # up at every call, so that a program which patches or wraps the function sees the traffic.
@@ -402,6 +403,19 @@ tensor_hooks = operator.attrgetter("_backward_hooks")
 post_accumulate_grad_hooks: Callable[[torch.Tensor], dict[int, Callable[[torch.Tensor], None]] | None]
 post_accumulate_grad_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
 """The hooks of `Tensor.register_post_accumulate_grad_hook`; autograd calls them only for its own leaves."""
+
+
+def prepend_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Let ``hook(module, args, kwargs)`` run before ``module``'s forward, and before the hooks that it has.
+
+    Dynamo of 2.11 guards hooks by the order in which they were put into their dict, where ``prepend`` moves them.
+    """
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    hooks = module._forward_pre_hooks
+    in_order = list(hooks.items())
+    hooks.clear()
+    hooks.update(in_order)
+    return handle
 
 
 COMPOSED = REGISTRY_KEY

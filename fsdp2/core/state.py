@@ -248,7 +248,7 @@ class FSDPState:
         for module in self.modules:
             module.__dict__[STATE] = self
             self.module_hooks.handles += [
-                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                _torch.prepend_forward_hook(module, self.pre_forward),
                 module.register_forward_hook(self.post_forward, prepend=False),
             ]
 
