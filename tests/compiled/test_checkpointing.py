@@ -166,7 +166,8 @@ def test_without_resharding_the_unsharded_parameters_are_saved(make: Any) -> Non
     with compiling() as graphs:
         assert_trains_alike(graphs, lambda: seeded(make), lambda model: shard(model, reshard_after_forward=False), step)
         units = len(seeded(make).blocks) + 1
-        again = units - 1 if make in (outside, nested) else 0
+        keeps_gathers = torch.__version__ < "2.12"  # also those inside of the region
+        again = units - 1 if make in (outside, nested) and not keeps_gathers else 0
         assert graphs.collectives() == [(units, 0), (again, units)]
         if make is plain:
             whole = [numel for numel in graphs.outputs[0] if numel == WIDTH * HIDDEN]
