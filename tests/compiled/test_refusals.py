@@ -194,7 +194,7 @@ def test_blocks_are_compiled_without_their_communication(way: Any, layer: Any, m
         else:
             assert_trains_alike(graphs, lambda: made(layer), way, step, compile=by_blocks)
             assert way in PARTLY_IN_GRAPHS or set(graphs.collectives()) <= {(0, 0)}
-        # Of an LSTM nothing is compiled; nor is an nn.Sequential by the Dynamo of 2.11, below torch's fully_shard neither.
+        # Of an LSTM nothing is compiled; nor is an nn.Sequential by Dynamo of 2.11, as below torch's fully_shard.
         may_be_eager = layer is Recurrent or torch.__version__ < "2.12"
         assert may_be_eager or graphs.forward != []
 
