@@ -33,12 +33,10 @@ from fsdp2.core.buffers import (
     Arena,
     Offloading,
     Resizable,
-    can_be_one,
     storage_alias,
-    view_as_wider_dtype,
 )
 from fsdp2.core.gather import Transfer
-from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
+from fsdp2.core.layout import GradientLayout
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan
 from fsdp2.core.ports import Port, missing
@@ -81,64 +79,16 @@ class GradientBuffer:
             self.resizable.free()
 
 
-# How gradients are put side by side for a reduce-scatter: one row for each rank, of what that rank reduces.
-#
-# Knows tensors and the layout; nothing of parameters, buffers or collectives. Which way is taken is decided when a
-# group is laid out; all give the same bytes.
-
-
 Pack = Callable[[Sequence[torch.Tensor], int, torch.Tensor], None]
 """Fills (world_size, n) with tensors of one dtype, in their order: dim 0 of each is cut into a chunk for each rank."""
 
-COLUMNS_FROM = 1024
-"""From so many ranks on, pieces of a few bytes take longer to pack as chunks than as columns."""
+
+def _as_chunks(layout: GradientLayout, world_size: int, device: torch.device, dtype: torch.dtype, casts: bool) -> Pack:
+    return _torch.chunk_cat
 
 
-def packing_for(
-    layout: GradientLayout, world_size: int, device: torch.device, dtype: torch.dtype, *, casts: bool
-) -> Pack:
-    """The way of packing that is fastest for what ``layout`` packs as ``dtype``. ``casts``: from another."""
-    if device.type != "cpu":
-        return _torch.chunk_cat  # one kernel, which casts
-    if world_size >= COLUMNS_FROM and _are_columns(layout, world_size, dtype, casts=casts):
-        return _columns
-    return _cast_chunks if casts else _torch.chunk_cat
-
-
-def _are_columns(layout: GradientLayout, world_size: int, dtype: torch.dtype, *, casts: bool) -> bool:
-    """Whether what is packed is alike, and a rank's piece of each one element, or (uncast) can be seen as one."""
-    packed = [slot for slot in layout.carried if slot.shard_numel and not slot.direct]
-    if not packed or len({slot.partition for slot in packed}) > 1:
-        return False
-    numel = packed[0].shard_numel
-    if any(slot.is_dealt_out or slot.pad_numel or slot.partition.size != slot.rows * world_size for slot in packed):
-        return False
-    if numel == 1:
-        return True
-    return not casts and can_be_one(numel * dtype.itemsize) and layout.packed_numel % numel == 0
-
-
-def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
-    """Cast, unless that takes much memory, after packing: the operator itself takes three to five times as long."""
-    dtype = tensors[-1].dtype
-    if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
-        _torch.chunk_cat(tensors, world_size, packed)
-        return
-    uncast = torch.empty(packed.shape, dtype=dtype)
-    _torch.chunk_cat(tensors, world_size, uncast)
-    packed.copy_(uncast)
-
-
-def _columns(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
-    """Of tensors of which each rank gets a few bytes, all alike, and a last one (world_size, ...)."""
-    *parts, last = tensors
-    width = packed.shape[1] - last.shape[1]
-    whole = torch.cat(parts).view(len(parts), world_size, width // len(parts)).transpose(0, 1)
-    columns = packed[:, :width].view(whole.shape)
-    if whole.dtype is packed.dtype:
-        whole, columns = view_as_wider_dtype((whole, columns))
-    columns.copy_(whole)
-    packed[:, width:].copy_(last)
+PACKING: Port[Callable[[GradientLayout, int, torch.device, torch.dtype, bool], Pack]] = Port(_as_chunks)
+"""The fastest way of packing what a layout packs on a device, in a dtype, and whether it is cast; all give the same."""
 
 
 _SHARDED: Callable[[FSDPParam], Any] = operator.attrgetter("sharded")
@@ -264,7 +214,7 @@ class GradientBucket:
             if hole is not None
         ]
         casts = any(param.param_dtype != dtype for param in self.params)
-        self._pack = packing_for(layout, world_size, device, dtype, casts=casts)
+        self._pack = PACKING.filling(layout, world_size, device, dtype, casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
         self._are_plain = all(param.sharding.unsharded_spec is None for param in self.params)
 

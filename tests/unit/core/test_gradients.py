@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPNotImplementedError, _torch, fully_shard
-from fsdp2.core import gradients as packing
 from fsdp2.core.buffers import view_as_wider_dtype
-from fsdp2.core.gradients import GradientBucket, PackedGradients, packing_for
+from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.layout import GradientLayout
 from fsdp2.core.sharding import Partition
+from fsdp2.features import host_packing as packing
+from fsdp2.features.host_packing import packing_for
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
 
