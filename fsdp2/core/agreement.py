@@ -47,9 +47,6 @@ def disagreement(description: str, group: dist.ProcessGroup | None, device: torc
     return "the fingerprints differ, the descriptions do not"
 
 
-# What is checked when a root forms: that every parameter is owned and ready, and that the ranks agree.
-
-
 def refuse_unowned_parameters(
     modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
 ) -> None:

@@ -285,7 +285,7 @@ def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:
 
 def _continues(run: Sequence[Slot], slot: Slot) -> bool:
     first, last = run[0], run[-1]
-    arrives_in_order = all(each.partition.dim is not None and each.partition.outer == 1 for each in (first, slot))
+    arrives_in_order = first.partition.arrives_in_order and slot.partition.arrives_in_order
     if not arrives_in_order or slot.shard_numel != first.shard_numel:
         return False
     return len(run) == 1 or _distances(last, slot) == _distances(first, run[1])

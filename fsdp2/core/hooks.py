@@ -1,5 +1,5 @@
-"""What a state hangs on the modules that it manages, beside the hooks around forward: so that all of it can be copied
-with them, and taken off again. Knows nothing of what the state does.
+"""Hooks into autograd, by which the beginning and the end of a module's backward are noticed; and what a state hangs on
+the modules that it manages beside those around forward: hooks for state dicts, marks. Knows nothing of what states do.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Used by the eager and the traced execution alike. Offsets and sizes count elemen
     unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
 
 Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
-rows, is the parameter: contiguous, without a copy. Parameters that one rank owns whole share a slot: see `ownership`.
+rows, is the parameter: contiguous, without a copy. Parameters that one rank owns whole share a slot: see `Region`.
 """
 
 from __future__ import annotations
@@ -200,18 +200,17 @@ class BufferLayout:
         slots: dict[int, Slot] = {}
         shard_offset = unsharded_offset = packed_numel = 0
         rows_of = [partition.rows(world_size) for partition in carried]
-        # Only where one piece of memory is cut is rank order the order of the parameter, and padding at its end.
-        in_order = [partition.dim is not None and partition.outer == 1 for partition in carried]
+        # Padding is at the end where rank order is the order of the parameter.
         rooms = [
-            world_size * rows * partition.row_numel if ordered else partition.numel
-            for partition, rows, ordered in zip(carried, rows_of, in_order, strict=True)
+            world_size * rows * partition.row_numel if partition.arrives_in_order else partition.numel
+            for partition, rows in zip(carried, rows_of, strict=True)
         ]
         lying = largest_first(carried, rows_of)
         for wanted in (False, True):
             alignment = alignment_numel(direct=wanted, itemsize=itemsize)
             for index in lying:
                 partition, rows, room = carried[index], rows_of[index], rooms[index]
-                if (in_order[index] and room * itemsize >= direct_threshold_bytes) is not wanted:
+                if (partition.arrives_in_order and room * itemsize >= direct_threshold_bytes) is not wanted:
                     continue
                 unsharded_offset = align(unsharded_offset, alignment)  # whole parameters, which kernels read, always
                 numel = partition.outer * rows * partition.row_numel
@@ -347,9 +346,7 @@ class GradientLayout:
                 partition, rows = carried[index], rows_of[index]
                 numel = partition.outer * rows * partition.row_numel
                 start = shard_start(offset, numel, direct=wanted, itemsize=itemsize)
-                is_dealt_out = (
-                    partition.dim is None or partition.memory_dim > 0 or rows != ceil_div(partition.size, world_size)
-                )
+                is_dealt_out = partition.dim is None or partition.memory_dim > 0 or not partition.is_chunked(world_size)
                 pad_numel = 0 if wanted else start - offset
                 placed[index] = GradientSlot(partition, rows, numel, start, wanted, is_dealt_out, pad_numel)
                 offset = start + numel

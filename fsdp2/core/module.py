@@ -111,7 +111,7 @@ def get_cls_to_fsdp_cls() -> Mapping[type, type]:
 
 
 ON_SHARDING: list[Callable[[], None]] = []
-"""A port: called whenever a module was sharded, or a sharded one copied."""
+"""A port: what is to be installed once in a process; called whenever a module was sharded, or a sharded one copied."""
 
 PREPARES_GRAPHS: Port[Callable[[], Callable[[Any], bool]]] = Port(lambda: lambda module: False)
 """Makes what prepares a compiled call of a sharded module, and says whether it is to be part of a graph."""
@@ -717,14 +717,14 @@ class FSDPModule:
 
 
 def new_sharded(original: type, *arguments: Any) -> NoReturn:
-    """What pickles of sharded modules begin with that were written before the package was rearranged.
+    """What pickles of sharded modules begin with that another version has written.
 
     Raises:
         FSDPRuntimeError: always.
     """
     raise FSDPRuntimeError(
-        f"this sharded {original.__name__} was pickled by an earlier fsdp2, whose parts had other names. Unpickle it "
-        "with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that here."
+        f"this sharded {original.__name__} was pickled by an earlier fsdp2, or a later one, whose parts are others. "
+        "Unpickle it with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that here."
     )
 
 

@@ -501,9 +501,9 @@ class RootSettings:
     """
 
     is_last_backward: bool = True
-    finalizes_manually: bool = False
-    prefetch_bytes: int | None = None
-    pools_memory: bool | None = None
+    finalizes_manually: bool = field(default=False, metadata={"setter": "set_manual_backward_finalization"})
+    prefetch_bytes: int | None = field(default=None, metadata={"setter": "set_prefetch_budget"})
+    pools_memory: bool | None = field(default=None, metadata={"setter": "set_communication_memory_pool"})
 
     def __post_init__(self) -> None:
         nbytes = self.prefetch_bytes
@@ -511,12 +511,11 @@ class RootSettings:
             raise FSDPValueError(f"the prefetch budget must be a number of bytes >= 0 or None, got {nbytes!r}.")
 
     def setter_called(self) -> str | None:
-        """The method, for roots only, that was called here, if any was."""
-        if self.finalizes_manually:
-            return "set_manual_backward_finalization"
-        if self.pools_memory is not None:
-            return "set_communication_memory_pool"
-        return None if self.prefetch_bytes is None else "set_prefetch_budget"
+        """The method that was called here, though it means nothing but on the root, if any was."""
+        for each in dataclasses.fields(self):
+            if "setter" in each.metadata and getattr(self, each.name) is not each.default:
+                return str(each.metadata["setter"])
+        return None
 
 
 def denominator_of(value: Any) -> float | torch.Tensor:

@@ -145,8 +145,7 @@ class GradientReducer:
             [
                 may_travel_alone
                 and (param.param_dtype == dtype or casts_alone)
-                and param.sharding.partition.dim is not None
-                and param.sharding.partition.outer == 1
+                and param.sharding.partition.arrives_in_order
                 and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
                 for param in params
             ],

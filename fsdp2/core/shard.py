@@ -207,9 +207,10 @@ def fully_shard(
             divisor of the ranks sharded over: reshard to that many neighbours after forward, so that the gather in
             backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
             after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
-        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, ``Owned(rank)`` to
-            leave the whole to one rank (see `balanced_owners`), a `ShardPlacementResult` to shard over another mesh as
-            well, or None for ``Shard(0)``. (A parameter of no dims is always replicated.)
+        shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, ``RowBlocks(n)`` to keep
+            blocks of n rows together, ``Owned(rank)`` to leave the whole to one rank (see `balanced_owners`), a
+            `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``. (A parameter of no dims
+            is always replicated.)
         mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is
             called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
             What its answers say about inputs, outputs and buffers must not contradict each other.

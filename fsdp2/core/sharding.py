@@ -22,8 +22,8 @@ from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
-# `Partition`: how one parameter is dealt out, and where its rows lie. This is the only code that knows; a new way of
-# dealing out is written here, and every gather, reduction and copy follows.
+# `Partition`: how one parameter is dealt out, and where its rows lie. A new way of dealing out is written here, and
+# gathers, reductions and graphs follow. Of what else looks at partitions, see docs/design.md, "Where to add what".
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -75,6 +75,7 @@ class Partition:
         row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
         numel: elements of the parameter.
         memory_dim: where ``dim`` is in memory order.
+        arrives_in_order: the ranks' parts, one after the other, are the parameter, but for padding at the end.
     """
 
     shape: tuple[int, ...]
@@ -87,6 +88,7 @@ class Partition:
     row_numel: int = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
     memory_dim: int = field(init=False, repr=False, compare=False)
+    arrives_in_order: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """What follows from the others."""
@@ -94,9 +96,11 @@ class Partition:
         in_memory = tuple(shape[each] for each in self.order) if self.order else shape
         where = 0 if dim is None else self.order.index(dim) if self.order else dim
         behind = in_memory if dim is None else in_memory[where + 1 :]
+        outer = math.prod(in_memory[:where])
         known = {
             "size": 1 if dim is None else shape[dim],
-            "outer": math.prod(in_memory[:where]),
+            "outer": outer,
+            "arrives_in_order": dim is not None and outer == 1,
             "row_numel": math.prod(behind),
             "numel": math.prod(shape),
             "memory_dim": where,
@@ -192,7 +196,7 @@ def place_rows(of_ranks: torch.Tensor, partition: Partition, rows: int) -> torch
     """The reverse: the parameter from (world_size, n) of all ranks. It may be a view of them."""
     if partition.dim is None:
         return in_shape(of_ranks[0], partition)
-    if partition.outer == 1:
+    if partition.arrives_in_order:
         return in_shape(of_ranks.reshape(-1)[: partition.numel], partition)
     full, rest = divmod(partition.size, rows)
     outer, width = partition.outer, rows * partition.row_numel
@@ -214,7 +218,7 @@ def rows_in_place(
     if partition.dim is None:  # all ranks have sent the same
         return [(of_ranks[0], flat[: partition.numel])]
     outer, row_numel = partition.outer, partition.row_numel
-    if outer == 1:
+    if partition.arrives_in_order:
         return [(of_ranks, flat[: world_size * rows * row_numel].view(world_size, -1))]
     full, rest = divmod(partition.size, rows)
     whole = flat[: partition.numel].view(outer, partition.size * row_numel)

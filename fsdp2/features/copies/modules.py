@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +13,14 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.functions import gather_around
-from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED, mix_in
-from fsdp2.core.state import FSDPState, state_of
+from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED, mix_in, new_sharded
+from fsdp2.core.options import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, RootSettings
+from fsdp2.core.plan import fingerprint
+from fsdp2.core.sharding import Partition
+from fsdp2.core.state import FSDPState, ShardArguments, state_of
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features.copies.predecessors import link_copies
-from fsdp2.features.copies.states import complete_copies, rest_for_copy
+from fsdp2.features.copies.states import PICKLED, GroupFacts, complete_copies, rest_for_copy
 
 
 def _state(module: Any) -> FSDPState:
@@ -60,11 +65,25 @@ def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol:
             f"{original.__name__} says itself how it is pickled, and knows nothing of sharding; save its state_dict() "
             "instead."
         )
-    return made_again, (original, *how[1][1:]), *how[2:]
+    return made_again, (original, _format(), *how[1][1:]), *how[2:]
 
 
-def made_again(original: type, *arguments: Any) -> nn.Module:
-    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it."""
+@functools.cache
+def _format() -> str:
+    """What pickles keep of a module's sharding: values by their place, so that other fields would be taken for them."""
+    kinds = (Partition, ShardArguments, GroupSettings, RootSettings, MixedPrecisionPolicy, CPUOffloadPolicy)
+    fields = [(kind.__name__, [each.name for each in dataclasses.fields(kind)]) for kind in kinds]
+    return str(fingerprint(str([*fields, *PICKLED, *GroupFacts._fields])))
+
+
+def made_again(original: type, written: str = "", *arguments: Any) -> nn.Module:
+    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it.
+
+    Raises:
+        FSDPRuntimeError: what it is unpickled from has another format than is ``written`` here.
+    """
+    if written != _format():
+        new_sharded(original)
     module: nn.Module = original.__new__(original, *arguments)
     mix_in(module)
     return module
