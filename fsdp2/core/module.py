@@ -724,7 +724,8 @@ def new_sharded(original: type, *arguments: Any) -> NoReturn:
     """
     raise FSDPRuntimeError(
         f"this sharded {original.__name__} was pickled by an earlier fsdp2, or a later one, whose parts are others. "
-        "Unpickle it with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that here."
+        "Unpickle it with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that "
+        "here."
     )
 
 
