@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.harness.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
-ONE_PROCESS = ("tests/unit", "tests/fake_pg")
-"""Folders whose tests start no ranks, but for few."""
+ONE_PROCESS = ("tests/unit", "tests/fake_pg", "tests/programs")
+"""Folders whose tests start no ranks, but for few, or programs of their own."""
 
 NOTHING_COLLECTED = 5
 
