@@ -373,7 +373,7 @@ class ExtensionGather(Protocol):
 
 
 GATHERS_ITSELF: Port[Callable[[torch.Tensor], bool]] = Port(is_subclass)
-"""Whether a tensor gathers itself, or lies in no flat buffer."""
+"""Whether a tensor gathers itself, or lies in no flat buffer. Not asked of a plain one that has no attributes."""
 
 EXTENSION_GATHER: Port[Callable[[Sequence[FSDPParam], DataParallelMesh, Allocate | None], ExtensionGather]] = Port(
     missing("tensor_extensions")

@@ -34,16 +34,17 @@ class Unsharding(CommHandle):
         user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
         is_issuing: collectives are being launched; after an exception there, one may run that nothing can wait for.
         awaits_copy_out: what is packed is still to be moved to the unsharded buffers.
+        is_copying_out: that has begun and not ended; after an exception there it cannot be done again.
     """
 
-    __slots__ = ("awaits_copy_out", "gather", "is_issuing", "resumes", "user_initiated")
+    __slots__ = ("awaits_copy_out", "gather", "is_copying_out", "is_issuing", "resumes", "user_initiated")
 
     def __init__(self, gather: Gather, *, resumes: bool, user_initiated: bool) -> None:
         self.works, self.event = [], None
         self.gather = gather
         self.resumes = resumes
         self.user_initiated = user_initiated
-        self.is_issuing = self.awaits_copy_out = False
+        self.is_issuing = self.awaits_copy_out = self.is_copying_out = False
 
 
 class FSDPParamGroup:
@@ -324,9 +325,11 @@ class FSDPParamGroup:
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception came while the all-gather was being issued."""
+        """Whether an exception came while the all-gather was being issued, or finished."""
         unsharding = self._unsharding
-        return unsharding is not None and (unsharding.is_issuing or not unsharding.user_initiated)
+        if unsharding is None:
+            return False
+        return unsharding.is_issuing or unsharding.is_copying_out or not unsharding.user_initiated
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
@@ -433,7 +436,7 @@ class FSDPParamGroup:
                 unsharding.event = device.record(stream)
 
     def _copy_out(self, unsharding: Unsharding) -> None:
-        unsharding.awaits_copy_out = False  # whatever exception comes: it is not tried twice
+        unsharding.awaits_copy_out, unsharding.is_copying_out = False, True
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather_copy_out ({self.name})"):
                 unsharding.gather.copy_out()
@@ -441,14 +444,23 @@ class FSDPParamGroup:
             unsharding.gather.copy_out()
         if self.storage.extensions is not None:
             self.storage.finish_extended(resumes=unsharding.resumes)
+        unsharding.is_copying_out = False
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Nothing to do if they are.
 
         Stream: the current stream waits; on CPU the host does.
+
+        Raises:
+            FSDPRuntimeError: an exception came when it was waited for before, so that the values are not there.
         """
         if self._phase is not ParamPhase.UNSHARDING or self._unsharding is None:
             return
+        if self._unsharding.is_copying_out:
+            raise FSDPRuntimeError(
+                f"the all-gather of '{self.name}' was interrupted by an exception when it was waited for; call "
+                "reshard() on the module, on all ranks, before it is unsharded again."
+            )
         self._finish_all_gather(self._unsharding)
         self._registrations.register_unsharded()
         if self.storage.post_forward is not None:

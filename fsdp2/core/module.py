@@ -33,16 +33,27 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueErr
 class UnshardHandle:
     """What `FSDPModule.unshard(async_op=True)` returns."""
 
-    def __init__(self, unit: Unit = ()) -> None:
+    def __init__(self, unit: Unit = (), root: FSDPRoot | None = None) -> None:
         self._unit = unit
+        self._root = root
 
     def wait(self) -> None:
         """Wait for the all-gather and register the unsharded parameters. Calling it again does nothing.
 
+        After an exception (out of memory) the next forward starts clean.
+
         Streams: the current stream waits; on CPU the host does.
+
+        Raises:
+            FSDPRuntimeError: it was waited for before, and an exception came.
         """
-        for group in self._unit:
-            group.wait_for_unshard()
+        try:
+            for group in self._unit:
+                group.wait_for_unshard()
+        except BaseException:
+            if self._root is not None:
+                self._root.iteration.failed = True  # the next forward cleans up
+            raise
         self._unit = ()
 
 
@@ -217,7 +228,7 @@ class FSDPModule:
         state = self._get_fsdp_state()
         root = state.ensure_root()
         root.recover_if_failed()
-        handle = UnshardHandle(state.unit)
+        handle = UnshardHandle(state.unit, root)
         try:
             if state.unit:
                 root.join()

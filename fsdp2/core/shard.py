@@ -49,7 +49,6 @@ Module = TypeVar("Module", bound=nn.Module)
 
 _MIXED_PRECISION = MixedPrecisionPolicy()
 _OFFLOAD = OffloadPolicy()
-_NONE_SMALL = 0
 
 
 INFO_FOR: Port[Callable[[Any, Any, Any, Callable[[], DataParallelMeshInfo]], DataParallelMeshInfo]] = Port(
@@ -170,7 +169,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
-    replicate_below: int = _NONE_SMALL,
+    replicate_below: int = 0,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -253,7 +252,9 @@ def fully_shard(
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = ignored_below(modules, ignored_params)
     below = ignored and ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    small = None if replicate_below is _NONE_SMALL else SMALL.filling.mesh_of(replicate_below, info)
+    small: DataParallelMesh | None = None
+    if replicate_below or type(replicate_below) is not int:
+        small = SMALL.filling.mesh_of(replicate_below, info)
     arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
     )

@@ -6,10 +6,11 @@ Knows nothing of optimizers. A span holds memory, which the group may give up: w
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp2.core.buffers import DtypeBuffers
 from fsdp2.core.gradients import GradientBucket, GradientBuffer
+from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.param import FSDPParam
 
 
@@ -73,8 +74,8 @@ class Span(NamedTuple):
         return distance - self.numel == gap
 
 
-def spans(group: Any) -> list[Span]:
-    """Where the parameters of ``group`` (an `FSDPParamGroup`) lie now, if in buffers: buffer by buffer, in their order.
+def spans(group: FSDPParamGroup) -> list[Span]:
+    """Where the parameters of ``group`` lie now, if in buffers: buffer by buffer, in their order.
 
     Before lazy initialization none has a gradient.
     """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp2 import _torch_compiler
+from fsdp2 import _torch, _torch_compiler
 
 
 @pytest.fixture(autouse=True)
@@ -242,3 +242,17 @@ def test_parameters_of_a_module_are_in_the_dict_that_is_swapped() -> None:
     module._parameters["weight"] = torch.full((2, 2), 3.0)  # type: ignore[assignment]
     found = torch.compile(module, backend="eager", fullgraph=True)(torch.ones(1, 2))
     assert torch.equal(found, torch.full((1, 2), 6.0))
+
+
+def test_a_hook_that_is_prepended_stands_first_in_the_dict_too() -> None:
+    """Dynamo of 2.11 counts hooks by the dict's own order, and found a function where a method was."""
+    module = torch.nn.Linear(2, 2)
+    calls: list[str] = []
+    first = module.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    handle = _torch.prepend_forward_hook(module, lambda module, args, kwargs: calls.append("prepended"))
+    module(torch.ones(2))
+    assert calls == ["prepended", "before"]
+    hooks = module._forward_pre_hooks
+    assert list(dict.keys(hooks)) == list(hooks) == [handle.id, first.id]
+    handle.remove()
+    assert list(hooks) == [first.id]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +13,12 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.core.functions import gather_around
 from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED, mix_in, new_sharded
-from fsdp2.core.options import CPUOffloadPolicy, GroupSettings, MixedPrecisionPolicy, RootSettings
+from fsdp2.core.options import GroupSettings, RootSettings
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.sharding import Partition
 from fsdp2.core.state import FSDPState, ShardArguments, state_of
 from fsdp2.errors import FSDPNotImplementedError
+from fsdp2.features.copies.meshes import MeshRecord
 from fsdp2.features.copies.predecessors import link_copies
 from fsdp2.features.copies.states import PICKLED, GroupFacts, complete_copies, rest_for_copy
 
@@ -68,12 +68,15 @@ def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol:
     return made_again, (original, _format(), *how[1][1:]), *how[2:]
 
 
+BY_PLACE = (Partition, ShardArguments, GroupSettings, RootSettings, MeshRecord, GroupFacts)
+"""Whose values pickles keep by their place, without names: other fields would be taken for them."""
+
+
 @functools.cache
 def _format() -> str:
-    """What pickles keep of a module's sharding: values by their place, so that other fields would be taken for them."""
-    kinds = (Partition, ShardArguments, GroupSettings, RootSettings, MixedPrecisionPolicy, CPUOffloadPolicy)
-    fields = [(kind.__name__, [each.name for each in dataclasses.fields(kind)]) for kind in kinds]
-    return str(fingerprint(str([*fields, *PICKLED, *GroupFacts._fields])))
+    """Stands for what pickles keep of a module's sharding, and how."""
+    fields = [(kind.__name__, list(kind.__annotations__)) for kind in BY_PLACE]
+    return str(fingerprint(str([*fields, *PICKLED])))
 
 
 def made_again(original: type, written: str = "", *arguments: Any) -> nn.Module:

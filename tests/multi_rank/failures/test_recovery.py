@@ -430,6 +430,23 @@ def test_a_manual_unshard_that_fails(world_size: int) -> None:
     assert_trains_on(model, world_size)
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("waits_again", [False, True])
+def test_a_manual_unshard_that_fails_when_it_is_waited_for(waits_again: bool, world_size: int) -> None:
+    """What has arrived was not moved to where parameters lie: nothing computes with what lies there instead."""
+    model = sharded()
+    assert isinstance(model, FSDPModule)
+    model.unshard()
+    model.reshard()
+    handle = model.blocks[0].unshard(async_op=True)
+    with failing_call("fsdp2.core.gather.Gather.copy_out", 0), pytest.raises(torch.OutOfMemoryError):
+        handle.wait()
+    if waits_again:
+        with pytest.raises(FSDPRuntimeError, match=r"'blocks.0' was interrupted.*call reshard\(\)"):
+            handle.wait()
+    assert_trains_on(model, world_size)
+
+
 def _multiply(model: nn.Module) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
