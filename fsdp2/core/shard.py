@@ -253,7 +253,7 @@ def fully_shard(
     ignored = ignored_below(modules, ignored_params)
     below = ignored and ignored.intersection(parameter for each in modules for parameter in each.parameters())
     small: DataParallelMesh | None = None
-    if replicate_below or type(replicate_below) is not int:
+    if type(replicate_below) is not int or replicate_below:
         small = SMALL.filling.mesh_of(replicate_below, info)
     arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
