@@ -28,9 +28,10 @@ from fsdp2.core.options import (
     ReduceScatter,
 )
 from fsdp2.core.shard import fully_shard
-from fsdp2.core.sharding import Owned, RowBlocks, ShardPlacementResult
+from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.owned import balanced_owners
+from fsdp2.features.owned import Owned, balanced_owners
+from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups

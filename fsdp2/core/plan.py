@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.core.layout import BufferLayout, GradientLayout, Slot
+from fsdp2.core.layout import BufferLayout, GradientLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,25 +151,13 @@ class GroupPlan:
             for index, slot in zip(gather.params, gather.layout.slots, strict=True):
                 param, way = self.params[index], "direct" if slot.direct else "packed"
                 training = "" if param.requires_grad else ", frozen"
-                each = "" if slot.partition.owner is not None else " per rank"
-                lines.append(f"    {param.fqn} {list(param.shape)}: {_part(slot)}{each}, {way}{training}")
+                lines.append(f"    {param.fqn} {list(param.shape)}: {slot.partition.text(slot.rows)}, {way}{training}")
         for param in [self.params[index] for index in self.extended]:
             lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
         for reduce in self.reduces:
             ways = ["direct" if slot.direct else "packed" for slot in reduce.layout.slots]
             lines.append(f"  gradients in {reduce.dtype}: {reduce.layout.numel} elements, {', '.join(ways)}")
         return "\n".join(lines)
-
-
-def _part(slot: Slot) -> str:
-    partition = slot.partition
-    memory = f" (in memory {list(partition.order)})" if partition.order else ""
-    if partition.owner is not None:
-        return f"the whole on rank {partition.owner}{memory}"
-    if partition.dim is None:
-        return f"the whole{memory}"
-    blocks = f" in blocks of {partition.block_rows}" if partition.block_rows > 1 else ""
-    return f"{slot.rows} rows{f' of dim {partition.dim}' if partition.dim else ''}{blocks}{memory}"
 
 
 def indices_of(params: Sequence[object], chosen: Sequence[object]) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ parallelism, whose placements are kept.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -148,6 +149,20 @@ class Partition:
         if self.owner is not None:
             return (0, self.size if rank == self.owner else 0)
         return (0, 1) if self.dim is None else row_range(self.size, rows, rank)
+
+    def over_fewer(self, world_size: int, fewer: int) -> Partition:
+        """The same dealt out to ``fewer`` ranks, a divisor of ``world_size``: what several own, one has then."""
+        return self if self.owner is None else replace(self, owner=self.owner * fewer // world_size)
+
+    def text(self, rows: int) -> str:
+        """What a rank has, which keeps room for ``rows``: ranks compare it, so it tells apart all that differs."""
+        memory = f" (in memory {list(self.order)})" if self.order else ""
+        if self.owner is not None:
+            return f"the whole on rank {self.owner}{memory}"
+        if self.dim is None:
+            return f"the whole{memory} per rank"
+        blocks = f" in blocks of {self.block_rows}" if self.block_rows > 1 else ""
+        return f"{rows} rows{f' of dim {self.dim}' if self.dim else ''}{blocks}{memory} per rank"
 
     def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
         """The shape of what ``rank`` keeps."""
@@ -380,52 +395,32 @@ def reduction_groups_of(mesh: DeviceMesh, placements: Sequence[Any], name: str) 
     )
 
 
-@checked_class(rows=ANYTHING)
-@dataclass(frozen=True, slots=True)
-class RowBlocks:
-    """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
-
-    Of n rows there are ``ceil(n / rows)`` blocks, the last one maybe short; each of W ranks has ``ceil(blocks / W)`` of
-    them, the last ranks fewer or none. Where ``torch.chunk`` deals out the rows alike the sharded parameter is the
-    DTensor with ``Shard(0)`` that it always is, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for
-    as many rows as rank 0 has, so there should be at least as many blocks as ranks.
+class RowPlacement(ABC):
+    """What a ``shard_placement_fn`` may return beside ``Shard(i)``: another way of dealing out rows. One file each.
 
     Attributes:
-        rows: of a block, at least 1.
-
-    Raises:
-        FSDPTypeError: ``rows`` is no int.
-        FSDPValueError: ``rows`` is less than 1.
+        form: how it is written, for messages.
     """
 
-    rows: int
+    __slots__ = ()
+    form: ClassVar[str]
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
-            raise FSDPTypeError(f"RowBlocks takes the rows of a block, an int, got {self.rows!r}.")
-        if self.rows < 1:
-            raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
+    @property
+    @abstractmethod
+    def partition_key(self) -> tuple[int | None, int, int | None]:
+        """What `Partition` is told: dim, block_rows and owner."""
 
+    @abstractmethod
+    def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
+        """What is to be done with ``parameter`` over ``mesh``: this, or to cut a dim where that is the same.
 
-@checked_class(rank=ANYTHING)
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
+        Raises:
+            FSDPValueError: it does not fit.
+        """
 
-    Its DTensor has all rows on that rank, 0 rows on the others; so have its gradient and its optimizer's state.
-
-    Attributes:
-        rank: in the mesh dim that is sharded over, from 0.
-
-    Raises:
-        FSDPValueError: not an int, or negative.
-    """
-
-    rank: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
-            raise FSDPValueError(f"Owned takes a rank in the mesh dim that is sharded over, from 0; got {self.rank!r}.")
+    @abstractmethod
+    def refuse_cut(self, parameter: DTensor, where: str) -> None:
+        """Raise FSDPValueError if ``parameter`` is cut by tensor parallelism in a way that this cannot go with."""
 
 
 @checked_class(placement=ANYTHING)  # checked where it is for a parameter, which the message names
@@ -438,13 +433,13 @@ class ShardPlacementResult:
         mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
     """
 
-    placement: Shard | RowBlocks | Owned | None
+    placement: Shard | RowPlacement | None
     mesh_info: Any
 
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | RowBlocks | Owned | ShardPlacementResult | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | RowPlacement | ShardPlacementResult | None]
 
-Wanted = int | RowBlocks | Owned | None
+Wanted = int | RowPlacement | None
 """The dim that is cut, or the blocks of dim 0, or the rank that has the whole; None: every rank has."""
 
 
@@ -473,29 +468,26 @@ def requested_placement(
     None for a parameter of no dims, of which every rank keeps the whole.
 
     Raises:
-        FSDPValueError: the answer is none of Shard, RowBlocks, Owned, ShardPlacementResult and None, or names a dim or
-            a rank that there is not.
+        FSDPValueError: the answer is none of Shard, `RowPlacement`, ShardPlacementResult and None, or names a dim or a
+            rank that there is not.
     """
     answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
     mesh = default
-    if answer is not None and not isinstance(answer, (Shard, RowBlocks, Owned)):
+    if answer is not None and not isinstance(answer, (Shard, RowPlacement)):
         if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
             raise FSDPValueError(
-                f"shard_placement_fn must return Shard(i), RowBlocks(rows), Owned(rank), a ShardPlacementResult or "
-                f"None, got {answer!r} for parameter '{fqn}'."
+                f"shard_placement_fn must return {', '.join(_placements())}, a ShardPlacementResult or None, got "
+                f"{answer!r} for parameter '{fqn}'."
             )
         mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
     if answer is None:
         return (0 if parameter.dim() else None), mesh
-    if isinstance(answer, RowBlocks):
-        if not parameter.dim():
-            raise FSDPValueError(f"parameter '{fqn}' has no dims, so no rows that {answer} could keep together.")
-        return answer, mesh
-    if isinstance(answer, Owned):
-        return _checked_owner(answer, parameter, fqn, mesh), mesh
+    if isinstance(answer, RowPlacement):
+        return answer.checked_for(parameter, fqn, mesh), mesh
     if not isinstance(answer, Shard):
+        *first, last = _placements()
         raise FSDPValueError(
-            f"the placement for parameter '{fqn}' must be Shard(i), RowBlocks(rows) or Owned(rank), got {answer!r}."
+            f"the placement for parameter '{fqn}' must be {', '.join(first)} or {last}, got {answer!r}."
         )
     dim = answer.dim + parameter.dim() if answer.dim < 0 else answer.dim
     if not 0 <= dim < parameter.dim():
@@ -505,19 +497,9 @@ def requested_placement(
     return dim, mesh
 
 
-def _checked_owner(owner: Owned, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
-    if parameter.dim() == 0:
-        raise FSDPValueError(
-            f"parameter '{fqn}' has no dims, and cannot be {owner}: every rank keeps the whole of it; return None."
-        )
-    if mesh.shard_group is None:  # nothing is sharded: every rank has the whole anyway
-        return 0
-    if owner.rank >= mesh.shard_size:
-        raise FSDPValueError(
-            f"parameter '{fqn}' is to be {owner}, but it is sharded over {mesh.shard_size} ranks: the rank counts in "
-            "that mesh dim, from 0."
-        )
-    return owner
+def _placements() -> list[str]:
+    """What may be asked for, for messages."""
+    return ["Shard(i)", *(each.form for each in RowPlacement.__subclasses__())]
 
 
 def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:
@@ -535,11 +517,9 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
     return mesh
 
 
-def dim_blocks_owner(wanted: Wanted) -> tuple[int | None, int, int | None]:
+def partition_key_of(wanted: Wanted) -> tuple[int | None, int, int | None]:
     """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Partition`."""
-    if isinstance(wanted, Owned):
-        return 0, 1, wanted.rank
-    return (0, wanted.rows, None) if isinstance(wanted, RowBlocks) else (wanted, 1, None)
+    return wanted.partition_key if isinstance(wanted, RowPlacement) else (wanted, 1, None)
 
 
 def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh, where: str) -> Sharding:
@@ -550,15 +530,10 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     """
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
-    dim, block_rows, owner = dim_blocks_owner(wanted)
+    dim, block_rows, owner = partition_key_of(wanted)
     partition = Partition(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
-    if isinstance(wanted, Owned) and unsharded_spec is not None and local.shape != parameter.shape:
-        raise FSDPValueError(
-            f"{where} is to be {wanted}, but is cut by tensor parallelism ({list(unsharded_spec.placements)} on "
-            f"{unsharded_spec.mesh}): no rank could have it whole. Return Shard(i) or None for it."
-        )
-    if isinstance(wanted, RowBlocks) and unsharded_spec is not None:
-        _refuse_cut_blocks(wanted, unsharded_spec, where)
+    if isinstance(wanted, RowPlacement) and isinstance(parameter, DTensor):
+        wanted.refuse_cut(parameter, where)
     if mesh.spmd_mesh is not None:
         spmd_mesh, placements = _spmd_placements(unsharded_spec, partition, mesh, where)
     elif unsharded_spec is None:
@@ -593,15 +568,6 @@ def placement_of(partition: Partition, world_size: int) -> Placement:
     return of_rows(partition.rows_of_ranks(world_size))
 
 
-def _refuse_cut_blocks(wanted: RowBlocks, spec: Any, where: str) -> None:
-    for axis, placement in enumerate(spec.placements):
-        if _cuts(placement, 0) and spec.mesh.size(axis) > 1:
-            raise FSDPValueError(
-                f"{where} has placement {placement} in mesh dim {axis} of {spec.mesh}: tensor parallelism has cut the "
-                f"rows that {wanted} is to keep together. Use RowBlocks for parameters that it cuts in another dim."
-            )
-
-
 def strided_placement(
     partition: Partition, world_size: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int = 0
 ) -> Placement:
@@ -612,11 +578,12 @@ def strided_placement(
     dim = partition.dim
     if dim is None or not partition.is_chunked(world_size):
         return placement_of(partition, world_size)
-    factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if _cuts(placements[index], dim))
+    factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
 
 
-def _cuts(placement: Placement, dim: int) -> bool:
+def cuts(placement: Placement, dim: int) -> bool:
+    """Whether ``placement`` cuts ``dim``."""
     return _torch.is_shard(placement) and placement.dim == dim  # type: ignore[attr-defined]
 
 

@@ -8,14 +8,68 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.sharding import Owned
+from fsdp2 import _torch
+from fsdp2.arguments import ANYTHING, checked, checked_class
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.sharding import RowPlacement, Wanted
 from fsdp2.errors import FSDPTypeError, FSDPValueError
+
+
+@checked_class(rank=ANYTHING)
+@dataclass(frozen=True, slots=True)
+class Owned(RowPlacement):
+    """What a ``shard_placement_fn`` returns for a parameter that is to live whole on one rank.
+
+    Its DTensor has all rows on that rank, 0 rows on the others; so have its gradient and its optimizer's state.
+
+    Attributes:
+        rank: in the mesh dim that is sharded over, from 0.
+
+    Raises:
+        FSDPValueError: not an int, or negative.
+    """
+
+    form = "Owned(rank)"
+    rank: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
+            raise FSDPValueError(f"Owned takes a rank in the mesh dim that is sharded over, from 0; got {self.rank!r}.")
+
+    @property
+    def partition_key(self) -> tuple[int | None, int, int | None]:
+        """One rank has all rows."""
+        return 0, 1, self.rank
+
+    def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
+        """This, if something is sharded at all."""
+        if parameter.dim() == 0:
+            raise FSDPValueError(
+                f"parameter '{fqn}' has no dims, and cannot be {self}: every rank keeps the whole of it; return None."
+            )
+        if mesh.shard_group is None:  # nothing is sharded: every rank has the whole anyway
+            return 0
+        if self.rank >= mesh.shard_size:
+            raise FSDPValueError(
+                f"parameter '{fqn}' is to be {self}, but it is sharded over {mesh.shard_size} ranks: the rank counts "
+                "in that mesh dim, from 0."
+            )
+        return self
+
+    def refuse_cut(self, parameter: DTensor, where: str) -> None:
+        """Whatever cuts it leaves no rank the whole."""
+        if _torch.local_of(parameter).shape != parameter.shape:
+            raise FSDPValueError(
+                f"{where} is to be {self}, but is cut by tensor parallelism ({list(parameter.placements)} on "
+                f"{parameter.device_mesh}): no rank could have it whole. Return Shard(i) or None for it."
+            )
+
 
 Cost = Callable[[nn.Parameter], float]
 Select = Callable[[str, nn.Parameter], bool]

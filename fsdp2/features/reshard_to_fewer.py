@@ -209,7 +209,7 @@ def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferL
     placed = []
     for slot in layout.slots:
         if region is not None and slot.partition.owner is not None:
-            partition = replace(slot.partition, owner=slot.partition.owner * world_size // layout.world_size)
+            partition = slot.partition.over_fewer(layout.world_size, world_size)
             placed.append(slot_in_region(partition, region, slot.unsharded_offset))
         else:
             placed.append(next(carried))

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.shard import TIES, Tied, Ties, Use
-from fsdp2.core.sharding import dim_blocks_owner, requested_placement
+from fsdp2.core.sharding import partition_key_of, requested_placement
 from fsdp2.core.state import ShardArguments
 from fsdp2.errors import FSDPValueError
 
@@ -79,7 +79,7 @@ class TiedWeights(Ties):
             differs = {
                 "strategy": communicates_otherwise and arguments.strategy != owner.group.sharers[0].arguments.strategy,
                 "mesh": communicates_otherwise,
-                "shard_placement_fn": dim_blocks_owner(wanted) != owner.sharding.partition.partition_key,
+                "shard_placement_fn": partition_key_of(wanted) != owner.sharding.partition.partition_key,
                 "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
                 "offload_policy": arguments.offloading != owner.group.storage.offloading,
             }

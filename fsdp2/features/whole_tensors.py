@@ -1,13 +1,10 @@
 """Whole tensors from this rank's shards, of many tensors at once: for what happens rarely, outside any plan.
 
-Knows that the ranks hold, in their order, the rows (or blocks of rows) of the dim that is cut, the last ones fewer; or
-that one rank has the whole. One all-gather brings them. Unlike the engine's gathers it keeps no buffer and copies
-everything.
+One all-gather brings them. Unlike the engine's gathers it keeps no buffer and copies everything.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +15,7 @@ from fsdp2 import _torch
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import Link
-from fsdp2.core.sharding import Partition, Sharding
+from fsdp2.core.sharding import Partition, Sharding, place_rows
 from fsdp2.core.transport import transport_of
 
 
@@ -33,9 +30,10 @@ class Part(NamedTuple):
     local: torch.Tensor
     partition: Partition
 
-    def padded_shape(self, world_size: int) -> tuple[int, ...]:
-        """The shape of what every rank sends: the first has most. Of an owned one, what its owner sends."""
-        return self.partition.local_shape(self.partition.rows(world_size), self.partition.owner or 0)
+    def room(self, world_size: int) -> int:
+        """Elements of what every rank sends: the first has most. Of an owned one, what its owner sends."""
+        partition = self.partition
+        return partition.outer * partition.rows(world_size) * partition.row_numel
 
 
 def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.Tensor]:
@@ -45,33 +43,36 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
     """
     if mesh.shard_size == 1:
         return [part.local.clone() for part in parts]
-    shapes = [part.padded_shape(mesh.shard_size) for part in parts]
-    offsets, end = _offsets(parts, shapes, mesh.shard_size)
+    rooms = [part.room(mesh.shard_size) for part in parts]
+    offsets, end = _offsets(parts, rooms, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
-    for part, shape, offset in zip(parts, shapes, offsets, strict=True):
-        dim, owner = part.partition.dim, part.partition.owner
-        if owner is None or owner == mesh.shard_rank:
-            slot = _slot(sent, offset, shape, part.local.dtype)
-            (slot if dim is None else slot.narrow(dim, 0, part.local.shape[dim])).copy_(part.local)
+    for part, offset in zip(parts, offsets, strict=True):
+        local = part.local
+        lies = _slots(sent, offset, local.numel(), local.dtype)
+        lies.as_strided(local.shape, part.partition.stride(local.shape), lies.storage_offset()).copy_(local)
     received = sent.new_empty(mesh.shard_size * end)
     transport_of(mesh.shard_group, mesh.device).all_gather([(received, sent)], None)
-    of_ranks = received.view(mesh.shard_size, end).unbind()
-    wholes = []
-    for part, shape, offset in zip(parts, shapes, offsets, strict=True):
-        partition = part.partition
-        senders = of_ranks if partition.owner is None else [of_ranks[partition.owner]]
-        pieces = [_slot(of_rank, offset, shape, part.local.dtype) for of_rank in senders]
-        padded = pieces[0] if partition.dim is None else torch.cat(pieces, partition.dim)
-        whole = torch.empty_strided(
-            partition.shape, partition.stride(partition.shape), dtype=part.local.dtype, device=part.local.device
-        )
-        wholes.append(whole.copy_(padded if partition.dim is None else padded.narrow(partition.dim, 0, partition.size)))
-    return wholes
+    of_ranks = received.view(mesh.shard_size, end)
+    return [
+        _placed(part, _slots(of_ranks, offset, room, part.local.dtype), mesh.shard_size)
+        for part, room, offset in zip(parts, rooms, offsets, strict=True)
+    ]
 
 
-def _offsets(parts: Sequence[Part], shapes: Sequence[tuple[int, ...]], world_size: int) -> tuple[list[int], int]:
+def _placed(part: Part, of_ranks: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The whole, in memory of its own, from (world_size, n) of all ranks."""
+    partition, local = part.partition, part.local
+    stride = partition.stride(partition.shape)
+    whole = torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=local.device)
+    if whole.numel():
+        senders = of_ranks if partition.owner is None else of_ranks[partition.owner : partition.owner + 1]
+        whole.copy_(place_rows(senders, partition, partition.rows(world_size)))
+    return whole
+
+
+def _offsets(parts: Sequence[Part], rooms: Sequence[int], world_size: int) -> tuple[list[int], int]:
     """Where each part begins in what its rank sends, and the length of that, in bytes; owned ones are at the end."""
-    sizes = [math.prod(shape) * part.local.element_size() for part, shape in zip(parts, shapes, strict=True)]
+    sizes = [room * part.local.element_size() for part, room in zip(parts, rooms, strict=True)]
     owners = [part.partition.owner for part in parts]
     region = Region.build(owners, sizes, world_size=world_size, alignment=PACKED_ALIGNMENT_BYTES)
     offsets, end = [0] * len(parts), 0
@@ -86,8 +87,9 @@ def _offsets(parts: Sequence[Part], shapes: Sequence[tuple[int, ...]], world_siz
     return offsets, end + region.capacity
 
 
-def _slot(flat: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return flat[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _slots(flat: torch.Tensor, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """``numel`` elements from byte ``offset`` on, of each row of ``flat``."""
+    return flat[..., offset : offset + numel * dtype.itemsize].view(dtype)
 
 
 def unsharded_like(whole: torch.Tensor, sharding: Sharding) -> torch.Tensor:

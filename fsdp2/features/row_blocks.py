@@ -1,0 +1,62 @@
+"""Rows that stay together: `RowBlocks`, for matrices that are stacks of heads, of experts, or of quantized blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.arguments import ANYTHING, checked_class
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.sharding import RowPlacement, Wanted, cuts
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+
+
+@checked_class(rows=ANYTHING)
+@dataclass(frozen=True, slots=True)
+class RowBlocks(RowPlacement):
+    """What a ``shard_placement_fn`` may return: shard dim 0 so that no block of ``rows`` rows is cut.
+
+    Of n rows there are ``ceil(n / rows)`` blocks, the last one maybe short; each of W ranks has ``ceil(blocks / W)`` of
+    them, the last ranks fewer or none. Where ``torch.chunk`` deals out the rows alike the sharded parameter is the
+    DTensor with ``Shard(0)`` that it always is, else a `RaggedDTensor` with a `RaggedShard`. Every rank keeps room for
+    as many rows as rank 0 has, so there should be at least as many blocks as ranks.
+
+    Attributes:
+        rows: of a block, at least 1.
+
+    Raises:
+        FSDPTypeError: ``rows`` is no int.
+        FSDPValueError: ``rows`` is less than 1.
+    """
+
+    form = "RowBlocks(rows)"
+    rows: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
+            raise FSDPTypeError(f"RowBlocks takes the rows of a block, an int, got {self.rows!r}.")
+        if self.rows < 1:
+            raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
+
+    @property
+    def partition_key(self) -> tuple[int | None, int, int | None]:
+        """Dim 0, in blocks."""
+        return 0, self.rows, None
+
+    def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
+        """This, of any parameter that has rows."""
+        if not parameter.dim():
+            raise FSDPValueError(f"parameter '{fqn}' has no dims, so no rows that {self} could keep together.")
+        return self
+
+    def refuse_cut(self, parameter: DTensor, where: str) -> None:
+        """What cuts dim 0 may cut a block."""
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if cuts(placement, 0) and mesh.size(axis) > 1:
+                raise FSDPValueError(
+                    f"{where} has placement {placement} in mesh dim {axis} of {mesh}: tensor parallelism has cut the "
+                    f"rows that {self} is to keep together. Use RowBlocks for parameters that it cuts in another dim."
+                )
