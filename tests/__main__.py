@@ -1,7 +1,6 @@
-"""`python -m tests`: the suite in two pytest processes side by side, for what runs in one process leaves cores idle.
+"""`python -m tests`: the suite in two pytest processes side by side, for ranks wait for each other a quarter of the time.
 
-The tests on ranks wait for each other a third of the time; meanwhile those of one process run. Arguments go to both.
-With a path among them there is one process, as with pytest itself.
+Arguments go to both. With a path among them there is one process, as with pytest itself.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from pathlib import Path
 
 from tests.harness.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
-ONE_PROCESS = ("tests/unit", "tests/fake_pg", "tests/programs")
-"""Folders whose tests start no ranks, but for few, or programs of their own."""
+BESIDE = ("tests/unit", "tests/fake_pg", "tests/programs", "tests/parity", "tests/compiled")
+"""Folders that take as long together as all others."""
 
 NOTHING_COLLECTED = 5
 
 
 def lanes() -> tuple[list[str], list[str]]:
-    """The folders that hold tests, dealt out to processes: those on ranks, and the others."""
+    """The folders that hold tests, dealt out to the two processes."""
     folders = sorted({f"tests/{path.relative_to('tests').parts[0]}" for path in Path("tests").rglob("test_*.py")})
-    return [folder for folder in folders if folder not in ONE_PROCESS], list(ONE_PROCESS)
+    return [folder for folder in folders if folder not in BESIDE], list(BESIDE)
 
 
 def side_by_side(first: Sequence[str], second: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
@@ -53,10 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     pytest = [sys.executable, "-m", "pytest", *arguments]
     if any(Path(each.split("::")[0]).exists() for each in arguments):
         return subprocess.call(pytest)
-    ranks, one_process = lanes()
+    first, beside = lanes()
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record"
-        status = side_by_side([*pytest, *ranks], [*pytest, *one_process], os.environ | {RECORD: str(record)})
+        status = side_by_side([*pytest, *first], [*pytest, *beside], os.environ | {RECORD: str(record)})
         missing = what_the_record_has_not_shown(record)
     if missing:
         print(f"----- {NOT_SHOWN}", *missing, sep="\n", flush=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it: once, before processes are forked
 import torch.distributed as dist
 from torch import nn
 

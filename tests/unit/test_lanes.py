@@ -11,10 +11,10 @@ from tests.harness.parity_table import TESTS
 
 
 def test_together_they_have_every_folder_of_tests() -> None:
-    ranks, one_process = lanes()
+    first, beside = lanes()
     folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
-    assert not {*ranks} & {*one_process}
-    assert {*ranks, *one_process} == {f"tests/{folder}" for folder in folders}
+    assert not {*first} & {*beside}
+    assert {*first, *beside} == {f"tests/{folder}" for folder in folders}
 
 
 @pytest.mark.parametrize(
