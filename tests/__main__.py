@@ -1,4 +1,4 @@
-"""`python -m tests`: the suite in two pytest processes side by side, for ranks wait for each other a quarter of the time.
+"""`python -m tests`: the suite in two processes of pytest side by side, as ranks wait for each other a quarter of it.
 
 Arguments go to both. With a path among them there is one process, as with pytest itself.
 """
@@ -14,7 +14,14 @@ from pathlib import Path
 
 from tests.harness.parity_table import NOT_SHOWN, RECORD, what_the_record_has_not_shown
 
-BESIDE = ("tests/unit", "tests/fake_pg", "tests/programs", "tests/parity", "tests/compiled")
+BESIDE = (
+    "tests/unit",
+    "tests/fake_pg",
+    "tests/programs",
+    "tests/parity",
+    "tests/compiled",
+    "tests/multi_rank/combinations",
+)
 """Folders that take as long together as all others."""
 
 NOTHING_COLLECTED = 5
@@ -22,7 +29,8 @@ NOTHING_COLLECTED = 5
 
 def lanes() -> tuple[list[str], list[str]]:
     """The folders that hold tests, dealt out to the two processes."""
-    folders = sorted({f"tests/{path.relative_to('tests').parts[0]}" for path in Path("tests").rglob("test_*.py")})
+    found = [path.relative_to("tests").parts for path in Path("tests").rglob("test_*.py")]
+    folders = sorted({"/".join(("tests", *parts[: 2 if parts[0] == "multi_rank" else 1])) for parts in found})
     return [folder for folder in folders if folder not in BESIDE], list(BESIDE)
 
 

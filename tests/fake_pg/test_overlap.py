@@ -11,7 +11,7 @@ import pytest
 
 import fsdp2.core.root
 from fsdp2.core.group import FSDPParamGroup
-from tests.harness import fake_world
+from tests.harness import fake_world, others_full
 from tests.harness.happens_before import Allocation, Operation, Order
 from tests.harness.recording.passes import gathers_ahead, reduces_overlap
 from tests.harness.recording.recorder import recording
@@ -83,7 +83,10 @@ UNBOUNDED = {
 """In these, the user, the policy or the structure of the model keeps more groups unsharded."""
 
 
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in UNBOUNDED])
+BOUNDED = [name for name in SCENARIOS if name not in UNBOUNDED]
+
+
+@pytest.mark.parametrize("scenario", others_full(BOUNDED, BOUNDED[::3]))  # 25 s
 def test_two_groups_are_unsharded_at_a_time_on_the_device(scenario: str) -> None:
     recorded = record(scenario)
     order = Order(recorded.trace)

@@ -22,7 +22,8 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -98,6 +99,7 @@ class WorkerPool:
         self.output: list[str] = []
         self._workers: list[Worker] = []
         self._jobs = 0
+        self._ran: deque[str] = deque(maxlen=8)
         self._store: dist.TCPStore | None = None
         self._scratch: Path | None = None
 
@@ -164,10 +166,11 @@ class WorkerPool:
         self.output = [
             read_from(worker.setup.output_path, offset) for worker, offset in zip(self._workers, offsets, strict=True)
         ]
-        _require_passed(outcomes, f"in {job.qualname}")
+        _require_passed(outcomes, f"in {job.qualname}", self._ran)
         self._send(Command.TEAR_DOWN)
         torn_down = self._collect(timeout=timeout, grace=grace)
-        _require_passed(torn_down, f"destroying process groups after {job.qualname}")
+        _require_passed(torn_down, f"destroying process groups after {job.qualname}", self._ran)
+        self._ran.append(f"{job.module}.{job.qualname}")
         return [pickle.loads(outcomes[rank].value) for rank in range(self.world_size)]
 
     def _send(self, message: Job | Command) -> None:
@@ -205,6 +208,7 @@ class WorkerPool:
             worker.process.close()
             worker.connection.close()
         self._workers, self._store = [], None
+        self._ran.clear()
         if self._scratch is not None:
             shutil.rmtree(self._scratch)
             self._scratch = None
@@ -278,7 +282,9 @@ def _wait_until_written(paths: list[Path], *, timeout: float = 3.0) -> None:
         before = sizes
 
 
-def _require_passed(outcomes: dict[int, Outcome], doing: str) -> None:
+def _require_passed(outcomes: dict[int, Outcome], doing: str, before: Collection[str]) -> None:
+    if any(outcome.status is Status.DIED for outcome in outcomes.values()) and before:
+        doing += f"; its process has run before: {', '.join(before)}"  # which may be what it died of
     if any(outcome.status is not Status.PASSED for outcome in outcomes.values()):
         raise RanksFailed(doing, outcomes)
 

@@ -146,6 +146,9 @@ def test_hang_is_killed_with_all_stacks(pools: WorkerPools) -> None:
 def test_death_is_reported(pools: WorkerPools) -> None:
     with pytest.raises(RanksFailed, match=r"rank 0 died.*: exit code 3"):
         pools[2].run(exit_on_rank_0, grace=0.3)
+    pools[2].run(sum_of_ranks)
+    with pytest.raises(RanksFailed, match=r"its process has run before: [\w.]*\.sum_of_ranks\]"):
+        pools[2].run(exit_on_rank_0, grace=0.3)
 
 
 def test_warnings_are_errors_on_the_ranks(pools: WorkerPools) -> None:
