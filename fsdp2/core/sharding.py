@@ -24,7 +24,7 @@ from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 # `Partition`: how one parameter is dealt out, and where its rows lie. A new way of dealing out is written here, and
-# gathers, reductions and graphs follow. Of what else looks at partitions, see docs/design.md, "Where to add what".
+# gathers, reductions and graphs follow; see docs/design.md, "Where to add what".
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -499,7 +499,8 @@ def requested_placement(
 
 def _placements() -> list[str]:
     """What may be asked for, for messages."""
-    return ["Shard(i)", *(each.form for each in RowPlacement.__subclasses__())]
+    # Each once: a dataclass with slots is made twice, and the first is a subclass still.
+    return ["Shard(i)", *dict.fromkeys(each.form for each in RowPlacement.__subclasses__())]
 
 
 def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh:

@@ -231,8 +231,11 @@ def test_the_requested_dim_is_counted_from_either_end() -> None:
     ],
 )
 def test_other_answers_are_refused(answer: Any, message: str) -> None:
-    with world(shard=4) as mesh, pytest.raises(FSDPValueError, match=message):
+    with world(shard=4) as mesh, pytest.raises(FSDPValueError, match=message) as refused:
         requested_placement(lambda p: answer, nn.Parameter(torch.zeros(4)), "x", data_parallel(mesh))
+    if "must return" in message:
+        for form in ("Shard(i)", "Owned(rank)", "RowBlocks(rows)"):
+            assert str(refused.value).count(form) == 1
 
 
 def test_an_answer_may_name_a_mesh_of_either_kind_and_of_torchs_classes() -> None:
