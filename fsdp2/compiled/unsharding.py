@@ -146,6 +146,8 @@ def _reduce(
         packed.append(like.new_zeros((world_size, layout.presence_offset - end), dtype=dtype))
     for is_missing, run in itertools.groupby(gradient is None for gradient in gradients):
         packed.append(like.new_full((world_size, len(list(run))), 0.0 if is_missing else reduce.presence, dtype=dtype))
+    if pad_numel := layout.packed_numel - layout.presence_offset - len(gradients):
+        packed.append(like.new_zeros((world_size, pad_numel), dtype=dtype))
     head = torch.cat(packed, 1).to(reduce.dtype).view(-1)
     parts, end = [_reduce_scatter(head, spec, reduce)], layout.packed_numel
     for offset, part in direct:

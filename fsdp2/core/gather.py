@@ -30,7 +30,7 @@ from fsdp2.core.buffers import (
     on_the_wire,
     view_as_wider_dtype,
 )
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align, padded_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
@@ -122,7 +122,7 @@ class Gather:
             offsets.append(offset)
             itemsize = source.unsharded.element_size()
             offset += source.layout.shard_numel * itemsize - source.packed_bytes if tail else source.packed_bytes
-        return offsets, align(offset, PACKED_ALIGNMENT_BYTES) if len(sources) > 1 else offset
+        return offsets, padded_row(offset, 1)
 
     def _bind(self, staging: torch.Tensor, head: torch.Tensor) -> None:
         """Build every view, given the staging buffer (world_size * n,) and this rank's packed input (n,), in bytes."""

@@ -229,8 +229,12 @@ class GradientBucket:
                 if slot.pad_numel:
                     template.append(zeros[slot.pad_numel])
                 template.append(zeros[0])
-            shape = (self._world_size, len(self.params))
-            template.append(torch.full(shape, self.plan.presence, dtype=dtype, device=self._device))
+            layout = self.layout
+            presence = torch.zeros(
+                self._world_size, layout.packed_numel - layout.presence_offset, dtype=dtype, device=self._device
+            )
+            presence[:, : len(self.params)] = self.plan.presence
+            template.append(presence)
             self._templates[dtype] = template
         return self._templates[dtype]
 

@@ -4,9 +4,9 @@ Used by the eager and the traced execution alike. Offsets and sizes count elemen
 (``_rows``). For two ranks, parameters ``a`` (3, 2) and ``b`` (2,), both packed::
 
     rows(a) = ceil(3/2) = 2       rows(b) = 1
-    shard buffer, rank 0      | a0 a0 a1 a1 | b0 |      a later slot of 128 bytes would start at a multiple of 16 bytes
-    shard buffer, rank 1      | a2 a2 0  0  | b1 |      a has one row here, the second is padding
-    staging buffer (gathered) | a0 a0 a1 a1 | b0 | a2 a2 0  0  | b1 |
+    shard buffer, rank 0      | a0 a0 a1 a1 | b0 | 0 0 0 |      every rank's row is padded, to 32 bytes in fp32
+    shard buffer, rank 1      | a2 a2 0  0  | b1 | 0 0 0 |      a has one row here, the second is padding
+    staging buffer (gathered) | a0 a0 a1 a1 | b0 | 0 0 0 | a2 a2 0  0  | b1 | 0 0 0 |
     unsharded buffer          | a0 a0 a1 a1   a2 a2 0  0 | b0 b1 |
 
 Rank order is row order and padding lies only at the tail, so a slot of the unsharded buffer, cut after ``size0``
@@ -85,6 +85,9 @@ PACKED_ALIGNMENT_BYTES = 16
 SMALLEST_ALIGNED_BYTES = 8 * PACKED_ALIGNMENT_BYTES
 """What a rank has of a smaller packed slot follows the one before directly: alignment adds less than an eighth."""
 
+ALIGNED_ROW_BYTES = 8 * DIRECT_ALIGNMENT_BYTES
+"""A packed row, which one rank sends or receives, is padded to `DIRECT_ALIGNMENT_BYTES` from this size on."""
+
 DIRECT_THRESHOLD_BYTES = 1 << 20
 """Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
 
@@ -92,6 +95,16 @@ DIRECT_THRESHOLD_BYTES = 1 << 20
 def align(numel: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``numel``."""
     return ceil_div(numel, alignment) * alignment
+
+
+def padded_row(numel: int, itemsize: int) -> int:
+    """What ``numel`` elements, one rank's in a packed buffer, are padded to, so that every rank's row is aligned.
+
+    NCCL reads and writes 16 bytes at a time only if all of its pointers are multiples of 16; else single elements. At
+    most 15 bytes are added, or an eighth.
+    """
+    alignment_bytes = DIRECT_ALIGNMENT_BYTES if numel * itemsize >= ALIGNED_ROW_BYTES else PACKED_ALIGNMENT_BYTES
+    return align(numel, max(alignment_bytes // itemsize, 1))
 
 
 def alignment_numel(*, direct: bool, itemsize: int) -> int:
@@ -165,7 +178,8 @@ class BufferLayout:
     and of the direct ones.
 
     Attributes:
-        packed_numel: length of the packed head of the shard buffer: what one rank sends to the staging buffer.
+        packed_numel: length of the packed head of the shard buffer, a `padded_row`: what one rank sends to the
+            staging buffer.
         shard_numel: length of the shard buffer, the same on every rank.
         unsharded_numel: length of the unsharded buffer.
         region: the slot that owned parameters share, as of one flat parameter that is dealt out evenly.
@@ -219,14 +233,14 @@ class BufferLayout:
                 shard_offset += numel
                 unsharded_offset += room
             if not wanted:
-                packed_numel = shard_offset
+                packed_numel = shard_offset = padded_row(shard_offset, itemsize)
         shared = slots[len(partitions)] if region else None
         if region and shared:
             for index, place in enumerate(region.offsets):
                 if place is not None:
                     slots[index] = slot_in_region(partitions[index], shared, shared.unsharded_offset + place)
         placed = tuple([slots[index] for index in range(len(partitions))])
-        return cls(world_size, placed, packed_numel, shard_offset, unsharded_offset, shared)
+        return cls(world_size, placed, packed_numel, padded_row(shard_offset, itemsize), unsharded_offset, shared)
 
     def all_packed(self) -> BufferLayout:
         """The same buffers, every slot gathered through the staging buffer."""
@@ -285,7 +299,7 @@ class GradientLayout:
 
     Two trainable parameters, one packed, one direct::
 
-        output, per rank  | pad | packed slot | presence (one element per parameter) | pad | direct slot |
+        output, per rank  | pad | packed slot | presence (one element per parameter) | pad of the row | direct slot |
         packed input      | the same head for rank 0 | for rank 1 | ...                  direct input: the gradient
 
     What travels is fixed by the plan: a parameter without gradient on this rank contributes zeros, and its element of
@@ -352,7 +366,7 @@ class GradientLayout:
                 offset = start + numel
             if not wanted:
                 presence_offset = offset
-                offset = packed_numel = presence_offset + len(partitions)
+                offset = packed_numel = padded_row(presence_offset + len(partitions), itemsize)
         shared = placed.get(len(partitions))
         for index, place in enumerate(region.offsets if region else ()):
             if place is not None and region and shared:

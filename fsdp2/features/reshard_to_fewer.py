@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement, Replicate
 from fsdp2 import _torch
 from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, storage_alias
 from fsdp2.core.gather import RESTS, Gather, Source
-from fsdp2.core.layout import BufferLayout, Slot, shard_start, slot_in_region
+from fsdp2.core.layout import BufferLayout, Slot, padded_row, shard_start, slot_in_region
 from fsdp2.core.mesh import DataParallelMesh, HSDPMeshInfo
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.sharding import (
@@ -203,7 +203,7 @@ def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferL
                 moved[index] = replace(shard, shard_offset=offset)
                 offset += shard.shard_numel
         if not wanted:
-            packed_numel = offset
+            packed_numel = offset = padded_row(offset, itemsize)
     carried = iter([moved[index] for index in range(len(moved))])
     region = None if layout.region is None else moved[len(moved) - 1]
     placed = []
@@ -213,7 +213,9 @@ def layout_over(layout: BufferLayout, world_size: int, itemsize: int) -> BufferL
             placed.append(slot_in_region(partition, region, slot.unsharded_offset))
         else:
             placed.append(next(carried))
-    return BufferLayout(world_size, tuple(placed), packed_numel, offset, layout.unsharded_numel, region)
+    return BufferLayout(
+        world_size, tuple(placed), packed_numel, padded_row(offset, itemsize), layout.unsharded_numel, region
+    )
 
 
 RESTS.fill(PostForwardShards)

@@ -30,7 +30,7 @@ import torch
 from fsdp2 import _torch
 from fsdp2.core.buffers import Allocate, Resizable, on_the_wire, storage_alias
 from fsdp2.core.gather import EXTENSION_GATHER, GATHERS_ITSELF, Transfer
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align, byte_start
+from fsdp2.core.layout import byte_start, padded_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.shard import CHECK_EXTENSION
@@ -134,7 +134,7 @@ class _Staged:
             offset += nbytes
         dtypes = {tensor.dtype for tensor in tensors}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        world_size, numel = mesh.shard_size, align(offset, PACKED_ALIGNMENT_BYTES) // dtype.itemsize
+        world_size, numel = mesh.shard_size, padded_row(offset, 1) // dtype.itemsize
         if allocate is not None:
             staging = allocate((world_size * numel,), dtype=dtype, device=mesh.device)
             send = staging[mesh.shard_rank * numel : (mesh.shard_rank + 1) * numel]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdp2 import FSDPRuntimeError, fully_shard
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
-from fsdp2.core.layout import BufferLayout
+from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout
 from fsdp2.core.sharding import Partition
 from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness import fake_world
@@ -109,7 +109,7 @@ def test_what_was_copied_in_is_sent_again_while_the_version_is_the_same(threshol
         for gather, sources in zip(gathers, ranks, strict=True):
             gather.copy_out()
             assert (gather.allocated_bytes == 0) == (version is None or all(lies))
-            assert gather.allocated_bytes <= copies + len(dtypes) * 32
+            assert gather.allocated_bytes <= copies + len(dtypes) * 32 + DIRECT_ALIGNMENT_BYTES
             for index, source in enumerate(sources):
                 slot = source.layout.slots[0]
                 found = source.unsharded[slot.unsharded_offset :][: slot.shard_numel]
@@ -192,8 +192,8 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
 A = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
 B = torch.tensor([10.0, 11])
 C = torch.tensor([21.0, 22, 23], dtype=WIDE)
-SENT = {0: ([1.0, 2, 3, 4, 10], [21.0, 22]), 1: ([5.0, 6, 0, 0, 11], [23.0, 0])}
-"""By rank, what lies in the shard buffer of each dtype: ``A`` has two rows a rank, of which rank 1 has one."""
+SENT = {0: ([1.0, 2, 3, 4, 10, 0, 0, 0], [21.0, 22]), 1: ([5.0, 6, 0, 0, 11, 0, 0, 0], [23.0, 0])}
+"""By rank, what lies in the shard buffer of each dtype: ``A`` has two rows a rank, of which rank 1 has one; padding."""
 
 
 def worked_example(rank: int) -> tuple[Gather, list[Source]]:
@@ -209,9 +209,9 @@ def test_two_dtypes_are_sent_in_one_message_of_bytes_each_at_its_alignment(rank:
     gather.allocate()
     gather.copy_in()
     ((output, input),) = gather.members
-    assert input.dtype is torch.uint8 and input.shape == (48,), "20 bytes, 12 to the next multiple of 16, and 16"
+    assert input.dtype is torch.uint8 and input.shape == (48,), "20 bytes, padded to 32, and 16 in the other dtype"
     assert output.shape == (96,)
-    assert input[:20].view(FULL).tolist() == SENT[rank][0]
+    assert input[:32].view(FULL).tolist() == SENT[rank][0]
     assert input[32:].view(WIDE).tolist() == SENT[rank][1]
 
 
@@ -221,7 +221,7 @@ def test_what_arrives_is_copied_to_whole_parameters_and_padding_behind_their_row
     ((output, _),) = gather.members
     for rank, (of_full, of_wide) in SENT.items():
         arrived = output[48 * rank : 48 * (rank + 1)]
-        arrived[:20].view(FULL).copy_(torch.tensor(of_full))
+        arrived[:32].view(FULL).copy_(torch.tensor(of_full))
         arrived[32:].view(WIDE).copy_(torch.tensor(of_wide, dtype=WIDE))
     gather.copy_out()
     full, wide = (source.unsharded for source in sources)
@@ -257,7 +257,9 @@ def test_sharded_parameters_of_one_dtype_lie_on_one_buffer() -> None:
         model = fully_shard(TwoDtypes())
         a, b, c = (each.to_local() for each in model.parameters())
         (group,) = groups_of(model)
-        assert [(buffer.dtype, buffer.numel()) for buffer in shard_buffers(group)] == [(FULL, 5), (WIDE, 2)]
+        assert [(buffer.dtype, buffer.numel()) for buffer in shard_buffers(group)] == [(FULL, 8), (WIDE, 2)], (
+            "padded to a multiple of 16 bytes"
+        )
         assert b.data_ptr() - a.data_ptr() == 4 * 4, "after the room for two rows of a"
         assert (a.tolist(), b.tolist(), c.tolist()) == ([[5, 6]], [11], [23])
 

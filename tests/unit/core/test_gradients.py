@@ -60,7 +60,7 @@ def test_columns_are_for_single_elements_of_many_ranks(
         (torch.bfloat16, 2, 6, True),
         (torch.bfloat16, 8, 8, True),
         (torch.float64, 2, 2, True),
-        (torch.float32, 2, 3, False),  # a row of 9 elements is no whole number of pairs
+        (torch.float32, 2, 3, True),  # a row of 9 elements, padded to 12
         (torch.float32, 3, 3, False),  # no dtype has 12 bytes
         (torch.float32, 8, 8, False),
         (torch.float64, 4, 4, False),
@@ -202,8 +202,8 @@ def pack(bucket: GradientBucket, *gradients: Tensor | None, in_place: bool = Tru
 
 
 def arrive(packed: PackedGradients, *parts: Sequence[float]) -> None:
-    """What the reduce-scatter writes on this rank: the sum of ``parts``, one for each rank that sent."""
-    packed.output.copy_(torch.tensor(parts).sum(0))
+    """What the reduce-scatter writes on this rank: the sum of ``parts``, one for each rank that sent, and padding."""
+    packed.output.copy_(torch.tensor([[*part, 0] for part in parts]).sum(0))
 
 
 def delivered(model: nn.Module) -> list[Any]:
@@ -214,15 +214,15 @@ def test_what_is_packed_has_a_row_for_each_rank_and_says_which_gradients_there_a
     _, bucket = prepared()
     packed = pack(bucket, GRADIENT_A, GRADIENT_B)
     ((output, input),) = packed.members
-    assert input.view(2, 7).tolist() == [[1, 2, 3, 4, 10, 1, 1], [5, 6, 0, 0, 20, 1, 1]]
-    assert output.shape == (7,) and packed.missing == []
+    assert input.view(2, 8).tolist() == [[1, 2, 3, 4, 10, 1, 1, 0], [5, 6, 0, 0, 20, 1, 1, 0]], "padded to 16 bytes"
+    assert output.shape == (8,) and packed.missing == []
 
 
 def test_a_missing_gradient_is_sent_as_zeros_and_said_to_be_missing(rank: int) -> None:
     _, bucket = prepared()
     packed = pack(bucket, None, GRADIENT_B)
     ((_, input),) = packed.members
-    assert input.view(2, 7).tolist() == [[0, 0, 0, 0, 10, 0, 1], [0, 0, 0, 0, 20, 0, 1]]
+    assert input.view(2, 8).tolist() == [[0, 0, 0, 0, 10, 0, 1, 0], [0, 0, 0, 0, 20, 0, 1, 0]]
     assert packed.missing == [0]
 
 
@@ -300,7 +300,7 @@ def test_what_waits_can_be_cleared_of_one_parameter_or_dropped(rank: int) -> Non
     bucket.keep_reduce_scattered(packed)
     bucket.clear([0], set_to_none=True)
     assert bucket.reduce_scattered is not None
-    assert bucket.reduce_scattered[4:].tolist() == [1, 0, 1], "b, and the presence of a and of b"
+    assert bucket.reduce_scattered[4:].tolist() == [1, 0, 1, 0], "b, the presence of a and of b, padding"
     assert not bucket.reduce_scattered[: 2 * (2 - rank)].any()
     bucket.drop()
     assert not bucket.waits()

@@ -10,11 +10,13 @@ import torch
 
 from fsdp2.core.layout import (
     DIRECT_ALIGNMENT_BYTES,
+    DIRECT_THRESHOLD_BYTES,
     PACKED_ALIGNMENT_BYTES,
     SMALLEST_ALIGNED_BYTES,
     BufferLayout,
     GradientLayout,
     align,
+    padded_row,
 )
 from fsdp2.core.sharding import Partition, ceil_div, memory_order, scatter_rows
 from fsdp2.features.reshard_to_fewer import layout_over
@@ -112,9 +114,11 @@ def test_slots_are_aligned_disjoint_and_packed_first(seed: int) -> None:
         assert slot.direct == (arrives_in_order and world_size * slot.shard_numel * itemsize >= threshold)
         assert slot.direct == (slot.shard_offset >= layout.packed_numel) or slot.shard_numel == 0
     packed = sum(slot.shard_numel for slot in layout.slots if not slot.direct)
-    assert packed <= layout.packed_numel <= packed * 9 / 8
+    ends = [slot.shard_offset + slot.shard_numel for slot in layout.slots if not slot.direct and slot.shard_numel]
+    assert packed <= max(ends, default=0) <= packed * 9 / 8
+    assert layout.packed_numel == padded_row(max(ends, default=0), itemsize)
     waste = layout.shard_numel - sum(slot.shard_numel for slot in layout.slots)
-    assert waste * itemsize <= len(layout.slots) * DIRECT_ALIGNMENT_BYTES
+    assert waste * itemsize <= (len(layout.slots) + 2) * DIRECT_ALIGNMENT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -134,7 +138,7 @@ def test_gradient_slots_are_disjoint_and_carry_presence(seed: int) -> None:
     packed = [slot for slot in layout.slots if not slot.direct]
     assert sum(slot.shard_numel + slot.pad_numel for slot in packed) == layout.presence_offset
     assert layout.presence_offset <= sum(slot.shard_numel for slot in packed) * 9 / 8
-    assert layout.packed_numel == layout.presence_offset + len(layout.slots)
+    assert layout.packed_numel == padded_row(layout.presence_offset + len(layout.slots), 4)
     end = 0
     for slot in sorted(layout.slots, key=lambda slot: slot.offset):
         assert slot.offset >= end
@@ -205,6 +209,7 @@ def test_gradients_of_any_dim_are_reduced_to_their_chunks(seed: int) -> None:
                 output[slot.offset : slot.offset + slot.shard_numel] = parts.sum(0)
         presence = output[layout.presence_offset : layout.presence_offset + len(cuts)]
         assert torch.equal(presence, torch.full_like(presence, world_size))
+        assert not output[layout.presence_offset + len(cuts) : layout.packed_numel].any()
         for index, slot in enumerate(layout.slots):
             chunks = [chunk_of(of_rank[index], slot.partition, world_size, rank) for of_rank in gradients]
             expected = torch.stack(chunks).sum(0)
@@ -233,7 +238,8 @@ def sent_by(
             part[: chunk.numel()] = chunk
             if slot.is_dealt_out and slot.shard_numel:
                 assert torch.equal(pieces[rank], part)
-    packed[:, layout.presence_offset :] = 1
+    packed[:, layout.presence_offset :] = 0
+    packed[:, layout.presence_offset : layout.presence_offset + len(gradients)] = 1
     assert not packed.isnan().any(), "alignment is padding of some slot, so that one kernel fills everything"
     return packed, alone
 
@@ -273,7 +279,7 @@ def test_the_worked_example() -> None:
     a, b = layout.slots
     assert (a.rows, a.shard_offset, b.rows, b.shard_offset) == (2, 0, 1, 4)
     assert (a.unsharded_offset, b.unsharded_offset) == (0, 8)
-    assert (layout.packed_numel, layout.unsharded_numel) == (5, 10)
+    assert (layout.packed_numel, layout.unsharded_numel) == (8, 10), "a row of 5 elements is padded to 32 bytes"
     assert [a.partition.part(a.rows, rank) for rank in range(2)] == [(0, 2), (2, 3)]
 
 
@@ -284,9 +290,40 @@ def test_arithmetic() -> None:
 
 @pytest.mark.parametrize("world_size", [8, 512, 4096])
 def test_a_row_for_each_of_many_ranks_is_not_mostly_alignment(world_size: int) -> None:
-    """What is gathered is the parameters; what is reduced, them and one element of presence for each."""
+    """What is gathered is the parameters; what is reduced, them, one element of presence for each, and padding."""
     cuts = [Partition((4096,))] * 12
     layout = BufferLayout.build(cuts, world_size=world_size, itemsize=4)
     assert layout.packed_numel * world_size == 12 * 4096
     gradients = GradientLayout.build(cuts, [False] * 12, world_size=world_size, itemsize=4)
-    assert (gradients.packed_numel - 12) * world_size == 12 * 4096
+    assert gradients.presence_offset * world_size == 12 * 4096
+    assert gradients.packed_numel == padded_row(gradients.presence_offset + 12, 4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64, 512, 4096])
+@pytest.mark.parametrize("seed", range(25))
+def test_rows_of_what_is_packed_are_aligned(seed: int, world_size: int) -> None:
+    """NCCL moves words of 16 bytes only where every rank's row starts at a multiple of 16; 128 suits it better."""
+    generator = random.Random(seed)
+    itemsize = generator.choice([1, 2, 4, 8, 16])
+    cuts, threshold = random_cuts(generator), generator.choice([512, DIRECT_THRESHOLD_BYTES])
+    if generator.random() < 0.5:  # blocks of a transformer
+        width = generator.choice([64, 768, 1000])
+        shapes = generator.choices([(width, width), (3 * width, width), (width,), (width, 4 * width)], k=9)
+        cuts = [Partition(shape) for shape in shapes]
+    layout = BufferLayout.build(cuts, world_size=world_size, itemsize=itemsize, direct_threshold_bytes=threshold)
+    direct = [generator.random() < 0.5 for _ in cuts]
+    gradients = GradientLayout.build(cuts, direct, world_size=world_size, itemsize=itemsize)
+    carried = gradients.presence_offset + len(cuts)
+    ends = [slot.shard_offset + slot.shard_numel for slot in layout.slots if not slot.direct]
+    for fewer in {1, world_size} | {size for size in (2, 8) if world_size % size == 0}:
+        parts = layout_over(layout, fewer, itemsize)
+        for row in (parts.packed_numel, parts.shard_numel, parts.all_packed().packed_numel):
+            assert_row_is_aligned(row * itemsize)
+    for row, numel in ((layout.packed_numel, max(ends, default=0)), (gradients.packed_numel, carried)):
+        assert_row_is_aligned(row * itemsize)
+        added = (row - numel) * itemsize
+        assert added <= max(15, min(DIRECT_ALIGNMENT_BYTES, numel * itemsize // 8)), "the price"
+
+
+def assert_row_is_aligned(nbytes: int) -> None:
+    assert nbytes % (PACKED_ALIGNMENT_BYTES if nbytes < 1024 else DIRECT_ALIGNMENT_BYTES) == 0
