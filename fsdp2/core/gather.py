@@ -30,7 +30,7 @@ from fsdp2.core.buffers import (
     on_the_wire,
     view_as_wider_dtype,
 )
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align, padded_row
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align, direct_threshold_bytes, padded_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
@@ -439,6 +439,7 @@ class GroupStorage:
             [param.sharding.partition for param in params],
             world_size=self._mesh.shard_size,
             itemsize=min(dtype.itemsize, param_dtype.itemsize),
+            direct_threshold_bytes=direct_threshold_bytes(fuses=self._mesh.fuses),
         )
         return GatherPlan(dtype, param_dtype, indices_of(self._params, params), layout)
 

@@ -92,6 +92,15 @@ DIRECT_THRESHOLD_BYTES = 1 << 20
 """Parameters of at least this unsharded size travel alone, straight into place; smaller ones are packed."""
 
 
+UNFUSED_THRESHOLD_BYTES = 32 << 20
+"""The same where each collective is a launch of its own, 10 to 20 us: as long as it takes to copy this much."""
+
+
+def direct_threshold_bytes(*, fuses: bool) -> int:
+    """The unsharded size from which a parameter travels alone. ``fuses``: several that do are one launch."""
+    return DIRECT_THRESHOLD_BYTES if fuses else UNFUSED_THRESHOLD_BYTES
+
+
 def align(numel: int, alignment: int) -> int:
     """The smallest multiple of ``alignment`` that is at least ``numel``."""
     return ceil_div(numel, alignment) * alignment

@@ -82,6 +82,11 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one dim and replicated over the other."""
 
 
+UNFUSED = frozenset({"nccl2"})
+"""Backends that launch each of several collectives by itself: torch 2.15's new one for NCCL, in its
+`allgather_into_tensor_coalesced` and `reduce_scatter_tensor_coalesced`. (Earlier ones launch one group of NCCL's.)"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DataParallelMesh:
     """Over which ranks a group of parameters is sharded and replicated.
@@ -134,6 +139,11 @@ class DataParallelMesh:
             getattr(info, "dp_mesh_dims", None),  # torch 2.11's own have neither
             getattr(info, "spmd_mesh", None),
         )
+
+    @property
+    def fuses(self) -> bool:
+        """Whether several collectives over the shards, issued together, are one launch: how packing is decided."""
+        return self.shard_group is None or _torch.backend_name(self.shard_group, self.device) not in UNFUSED
 
     @property
     def shard_mesh(self) -> DeviceMesh:

@@ -20,7 +20,7 @@ from fsdp2.core import transport
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
 from fsdp2.core.gradients import GradientBucket, PackedGradients
-from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout
+from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_threshold_bytes
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
@@ -140,18 +140,19 @@ class GradientReducer:
         may_travel_alone = not allocates and scaling.before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
+        threshold = direct_threshold_bytes(fuses=mesh.fuses)
         layout = GradientLayout.build(
             [param.sharding.partition for param in params],
             [
                 may_travel_alone
                 and (param.param_dtype == dtype or casts_alone)
                 and param.sharding.partition.arrives_in_order
-                and param.local_numel * dtype.itemsize >= DIRECT_THRESHOLD_BYTES
+                and param.local_numel * dtype.itemsize >= threshold
                 for param in params
             ],
             world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
-            region_threshold_bytes=math.inf if allocates else DIRECT_THRESHOLD_BYTES,
+            region_threshold_bytes=math.inf if allocates else threshold,
         )
         divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
         # So that a division by the divisor does not make it vanish.
@@ -199,7 +200,7 @@ class GradientReducer:
             only_sums=settings.only_sums or settings.denominator is not None or has_sums_only,
             premultiplies=group is not None
             and settings.divide_factor is not None
-            and _torch.backend_name(group, mesh.device) == "nccl",
+            and _torch.backend_name(group, mesh.device).startswith("nccl"),
         )
 
     @property

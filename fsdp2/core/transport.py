@@ -136,8 +136,8 @@ class Custom(Transport):
             _add(works, self._comm(output_tensor=output, input_tensor=input, group=self._group, op=op))
 
 
-OF_BACKENDS: dict[str, Callable[[dist.ProcessGroup], Transport]] = {}
-"""What takes the place of `Native`, by the name of the backend on the device that the group computes on."""
+OF_BACKENDS: dict[tuple[str, str], Callable[[dist.ProcessGroup], Transport]] = {}
+"""What takes the place of `Native`, by the type of the device that the group computes on, and its backend there."""
 
 
 def is_native_chosen() -> bool:
@@ -166,7 +166,7 @@ def transport_of(
         return Custom(custom, group)
     if is_native_chosen():
         return Native(group)
-    return OF_BACKENDS.get(_torch.backend_name(group, device), Native)(group)
+    return OF_BACKENDS.get((device.type, _torch.backend_name(group, device)), Native)(group)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, works: Works) -> None:

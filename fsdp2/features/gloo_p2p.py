@@ -218,4 +218,4 @@ def _for_few(few: type[Native]) -> Callable[[dist.ProcessGroup], Native]:
     return lambda group: (few if group.size() <= MAX_PEERS else Native)(group)
 
 
-OF_BACKENDS["gloo"], OF_BACKENDS["fake"] = _for_few(PeerToPeer), _for_few(_OfFakeGroups)
+OF_BACKENDS["cpu", "gloo"], OF_BACKENDS["cpu", "fake"] = _for_few(PeerToPeer), _for_few(_OfFakeGroups)

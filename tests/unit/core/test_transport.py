@@ -36,6 +36,8 @@ def of(size: int, device: torch.device = CPU, custom: Any = None) -> Transport:
 def test_the_transport_follows_the_device_and_not_the_host() -> None:
     assert type(of(4)) is PeerToPeer
     assert type(of(4, CUDA)) is Native
+    with mock.patch.dict(BACKENDS, cuda="gloo"):
+        assert type(of(4, CUDA)) is Native, "gloo sends and receives host memory only"
 
 
 def test_many_ranks_and_the_environment_have_the_backends_own(monkeypatch: pytest.MonkeyPatch) -> None:
