@@ -83,6 +83,12 @@ def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` in host memory, once its device has come that far: whoever reads it waits for an event after this."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    return copy.copy_(tensor, non_blocking=True)
+
+
 class Arena:
     """Where buffers have their memory from: here the allocator of their device, each time they need some."""
 

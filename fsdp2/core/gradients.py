@@ -33,6 +33,7 @@ from fsdp2.core.buffers import (
     Arena,
     Offloading,
     Resizable,
+    host_copy,
     storage_alias,
 )
 from fsdp2.core.gather import Transfer
@@ -145,6 +146,7 @@ class PackedGradients:
         inputs: the gradients themselves.
         is_borrowed: ``output`` is a custom collective's, which may use it again.
         taken: buffers, of those sent and arrived in, that go back to their arena once the gradients are delivered.
+        presence: (params,) on the host, on its way there: which of them has a gradient on some rank. None: not asked.
     """
 
     members: list[Transfer]
@@ -154,6 +156,7 @@ class PackedGradients:
     inputs: list[torch.Tensor | None]
     is_borrowed: bool
     taken: list[Resizable] = field(default_factory=list)
+    presence: torch.Tensor | None = None
 
     def give_back(self) -> None:
         """Everything was sent, has arrived and been delivered."""
@@ -207,6 +210,7 @@ class GradientBucket:
             )
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
+        self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
         self._holes = self._make_holes()
         self._carriages = [
             (index, hole, slot)
@@ -384,7 +388,10 @@ class GradientBucket:
     @staticmethod
     def _without(presence: torch.Tensor, missing: list[int]) -> torch.Tensor:
         presence = presence.clone()
-        presence[:, missing] = 0
+        starts = [index for index in missing if index - 1 not in missing]
+        ends = [index + 1 for index in missing if index + 1 not in missing]
+        # (Not by a list of indices, which would be copied to the device while the host waits.)
+        _torch.foreach_zero([presence[:, start:end] for start, end in zip(starts, ends, strict=True)])
         return presence
 
     def keep_reduce_scattered(self, packed: PackedGradients) -> None:
@@ -532,7 +539,29 @@ class GradientBucket:
         A parameter that had no gradient on any rank is left as it is, unless ``zeros_for_unused``. The users' hooks on
         parameters are called here, with the reduced gradient: autograd never sees the sharded parameters.
         """
-        absent = set() if zeros_for_unused else self._absent(packed)
+        if zeros_for_unused or not packed.missing:
+            self._set(packed, set())
+        elif packed.presence is not None:
+            self._set(packed, set(packed.missing))  # the others when the host knows: see `set_late_grads`
+        else:
+            self._set(packed, self._absent(packed, packed.output[self._presences]))
+
+    def copy_presence(self, packed: PackedGradients) -> None:
+        """Let the host know later which parameters have a gradient on some rank, if that is open.
+
+        On the stream that reduced last, where there are streams. `set_late_grads` follows, once this has arrived.
+        """
+        if packed.missing:
+            packed.presence = host_copy(packed.output[self._presences])
+
+    def set_late_grads(self, packed: PackedGradients) -> None:
+        """As `set_grads`, of the parameters that had no gradient on this rank. `copy_presence` has arrived."""
+        assert packed.presence is not None, "asked for"
+        late = set(packed.missing) - self._absent(packed, packed.presence)
+        if late:
+            self._set(packed, set(range(len(self.params))) - late)
+
+    def _set(self, packed: PackedGradients, absent: set[int]) -> None:
         buffer, delivered = self._buffer, packed.delivered
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
@@ -553,13 +582,11 @@ class GradientBucket:
             self._accumulate_each(delivered, absent)
         self._call_hooks(absent)
 
-    def _absent(self, packed: PackedGradients) -> set[int]:
-        """Parameters without a gradient on any rank. Reads the device only if one is missing on this rank."""
-        if not packed.missing:
-            return set()
-        start = self.layout.presence_offset
-        presence = packed.output[start : start + len(self.params)].tolist()
-        return {index for index in packed.missing if presence[index] == 0}
+    @staticmethod
+    def _absent(packed: PackedGradients, presence: torch.Tensor) -> set[int]:
+        """Parameters without a gradient on any rank; where ``presence`` is the device's, the host waits for it."""
+        is_absent = (presence == 0).tolist()
+        return {index for index in packed.missing if is_absent[index]}
 
     def _accumulates_in(self, buffer: GradientBuffer) -> bool:
         return all(

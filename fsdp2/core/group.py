@@ -194,7 +194,7 @@ class FSDPParamGroup:
         if self.comm is not None and (
             settings.changes_layout(before) or settings.denominator is not before.denominator
         ):
-            self.comm.retire_reduces(0)
+            self.comm.finish_reduces()
         if settings.gathers_on_compute is not before.gathers_on_compute:
             self.quiesce()  # what is kept lies in memory of the other stream
         if settings.custom_all_gather is not before.custom_all_gather and self._phase is ParamPhase.UNSHARDING:
@@ -211,7 +211,7 @@ class FSDPParamGroup:
 
     def _refuse_rescaling(self) -> None:
         if self.comm is not None:
-            self.comm.retire_reduces(0)
+            self.comm.finish_reduces()
         if self.reducer.awaits_all_reduce():
             raise FSDPRuntimeError(
                 f"gradients of '{self.name}' were reduced over shards, with one scaling, and wait for their all-reduce "
@@ -270,7 +270,7 @@ class FSDPParamGroup:
         if self._phase is not ParamPhase.SHARDED or self._registrations.hold_sharded() or self._adopt_in_place():
             return
         if self.comm is not None:
-            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
         self._gathered = None
         with torch.inference_mode(False):
@@ -307,7 +307,7 @@ class FSDPParamGroup:
         if not all(param.lies_under(found) for param, found in replacements):
             return False
         if self.comm is not None:
-            self.comm.retire_reduces(0)  # what is in flight was packed by the old plan
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
         was_stale = self.is_stale()
         self._take_over(replacements)
         self._gathered = self.written() if not was_stale else None
@@ -583,7 +583,7 @@ class FSDPParamGroup:
     def clear_waiting(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
         """Drop gradients of ``params`` that are not in ``.grad`` yet, or make them zeros."""
         if self.comm is not None and self.reducer.is_reducing:
-            self.comm.retire_reduces(0)
+            self.comm.finish_reduces()
         self.reducer.clear(params, set_to_none)
 
     def refuse_set_data(self) -> None:

@@ -25,7 +25,7 @@ from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
-from fsdp2.core.streams import FSDPCommContext, PendingReduce, Stage
+from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
 from fsdp2.core.transport import Alone, Transport, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
@@ -277,7 +277,7 @@ class GradientReducer:
             return
         comm.retire_reduces(comm.max_pending_reduces - 1)
         if self.is_reducing:
-            comm.retire_reduces(0)
+            comm.finish_reduces()
         if self._follow_arrivals:
             self._follow()
         taken = [bucket.pop_grads() for bucket in self.buckets]
@@ -367,17 +367,37 @@ class GradientReducer:
             if device.has_streams:
                 with device.use(stream):
                     self._finish(sent, keeps)
+                    if not (keeps or self.settings.zeros_for_unused):
+                        self._copy_presence(sent, device)
             else:
                 self.is_reducing = False  # nothing is under way any more, whatever the user's hook raises
                 self._finish(sent, keeps, arena)
         pending.event = device.record(stream)
         yield Stage.DONE
-        self.is_reducing = False
+        late = [each for each in sent if each.packed.presence is not None]
+        self.is_reducing = bool(late)
         for each in sent:
             if not (ends_here or keeps):
                 each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
             if each.packed.taken:
                 each.packed.give_back()
+        if late:
+            comm.call_when_on_host(pending.event, functools.partial(self._set_late_grads, late))
+
+    def _copy_presence(self, sent: list[_Sent], device: Device) -> None:
+        for each in sent:
+            if each.packed.missing and device.is_capturing():
+                raise FSDPRuntimeError(
+                    f"parameter '{each.gradients.params[each.packed.missing[0]].path}' has no gradient on this rank. "
+                    "Whether its .grad is set depends on other ranks, which the host cannot ask while a graph is "
+                    "captured: call set_reduce_scatter_unused_params(True), which sets zeros."
+                )
+            each.gradients.copy_presence(each.packed)
+
+    def _set_late_grads(self, sent: list[_Sent]) -> None:
+        self.is_reducing = False
+        for each in sent:
+            each.gradients.set_late_grads(each.packed)
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
         """Whether delivery reads what was copied to the host."""

@@ -363,7 +363,7 @@ class FSDPRoot:
         postponed, self.iteration.postponed = self.iteration.postponed, None
         if postponed is not None:
             postponed.cancel()
-            self.comm.retire_reduces(0)
+            self.comm.finish_reduces()
             self._gather_ahead(postponed.upcoming, for_backward=True)
 
     def gather_for_recompute(self, unit: Unit) -> None:
@@ -433,7 +433,7 @@ class FSDPRoot:
         self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         self.finalize()
         if self.settings.is_last_backward:
-            self.comm.retire_reduces(0)
+            self.comm.finish_reduces()
         self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -494,7 +494,7 @@ class FSDPRoot:
 
     def wait_for_finalization(self) -> None:
         """Wait for the reductions of a finalized backward, and end the iteration."""
-        self.comm.retire_reduces(0)
+        self.comm.finish_reduces()
         self._end_iteration()
 
     # -- between iterations
@@ -508,7 +508,7 @@ class FSDPRoot:
     def finish(self) -> None:
         """Recover from a failure, and wait for the reductions in flight."""
         self.recover_if_failed()
-        self.comm.retire_reduces(0)
+        self.comm.finish_reduces()
 
     def dissolve(self) -> None:
         """Let the modules below find a root anew, in their next forward."""
@@ -644,7 +644,7 @@ def share_context(shared: SharedComm, roots: Iterable[FSDPRoot]) -> None:
             shared.comm = root.comm
         root.shared_comm = shared
         if root.comm is not shared.comm:
-            root.comm.retire_reduces(0)
+            root.comm.finish_reduces()
             for group in root.groups:
                 group.quiesce()  # its memory belongs to a stream of the context that it leaves
                 group.comm = shared.comm

@@ -8,8 +8,8 @@ Compute runs on the caller's current stream, all-gathers on one stream of their 
 all-reduces over replicas on a third. A
 buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
 once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream``. The host waits
-for memory of its own only: offloaded gradients that it reads, and offloaded shards before the user's code may write
-them.
+for memory of its own only: offloaded gradients that it reads, offloaded shards before the user's code may write them,
+and at the end of a backward in which parameters had no gradient on this rank, which of them has one on another.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
   Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
@@ -266,6 +266,7 @@ class FSDPCommContext:
         self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
+        self._late: deque[tuple[Any, Callable[[], None]]] = deque()
         self._unfinished: object = None
 
     def pool_memory(self, enable: bool) -> None:
@@ -422,8 +423,20 @@ class FSDPCommContext:
                 self._pending.popleft().deliver()
         if keep == 0:
             self._finish_all_reduces()
-            if self._to_host:
-                self._wait_on_host(self._to_host)
+
+    def finish_reduces(self) -> None:
+        """Wait for all reductions and deliver their gradients; the host waits for what it must have of them."""
+        self.retire_reduces(0)
+        if self._to_host:
+            self._wait_on_host(self._to_host)
+        while self._late:
+            event, then = self._late.popleft()
+            self.device.block_host(event)
+            then()
+
+    def call_when_on_host(self, event: Any, then: Callable[[], None]) -> None:
+        """Let `finish_reduces` wait on the host for ``event``, and call ``then``."""
+        self._late.append((event, then))
 
     def _wait_on_host(self, events: list[Any]) -> None:
         for event in events:
@@ -450,6 +463,7 @@ class FSDPCommContext:
             while queue:
                 self._wait(queue[0])
                 queue.popleft().abandon()
+        self._late.clear()
         self.was_interrupted = False
 
     def _wait(self, pending: PendingReduce) -> None:

@@ -47,7 +47,7 @@ def test_overlap_is_seen_to_be_lost() -> None:
 
     def impatient(self: FSDPParamGroup) -> None:
         reduce(self)
-        self.comm.retire_reduces(0)  # type: ignore[union-attr]
+        self.comm.finish_reduces()  # type: ignore[union-attr]
 
     with (
         mock.patch.object(fsdp2.core.root, "PREFETCH_DEPTH", 0),

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
-from fsdp2 import MixedPrecisionPolicy
+from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
 from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.group import FSDPParamGroup, Unsharding
@@ -25,6 +28,7 @@ from tests.harness.happens_before import (
     Allocation,
     EventRecord,
     Kind,
+    Mark,
     Operation,
     StreamWait,
     Violation,
@@ -85,6 +89,53 @@ def test_forward_and_backward_never_make_the_host_wait(scenario: str) -> None:
     assert not [wait for _, wait in waits(recorded) if wait.stream == HOST]
 
 
+RANKS = ("mesh.", "meshes.", "_torch.concatenate_meshes", "reshard_to_fewer._neighbours")
+"""Who reads the ranks of a mesh, which torch keeps on the host."""
+
+SAID = {
+    "agreement.disagreement",  # ranks compare their plans, once for each way of laying out
+    "tensor_extensions._refuse_disagreement",  # the same
+    "param.lie_on",  # shards move to the host, once
+    "options.denominator_of",  # a check of what the user gave
+}
+"""Who else makes the host wait for the device, as docs/design.md says: never in a step."""
+
+
+@pytest.mark.parametrize("scenario", list(SCENARIOS))
+def test_nothing_else_makes_the_host_wait(scenario: str) -> None:
+    """No value is read from the device, no index or memory of the host's copied there while the host waits for it."""
+    sites = {innermost.split(":")[0] for _, (innermost, *_) in record(scenario).synchronizing}
+    assert {site for site in sites if not site.startswith(RANKS)} <= SAID
+
+
+@pytest.mark.parametrize("scenario", ["plain", "zeros_for_unused", "unused", "unused_on_this_rank"])
+def test_where_a_gradient_is_missing_the_host_asks_at_the_end_of_backward(scenario: str) -> None:
+    """Whether another rank has one: when nothing is left to issue. Not if those without one get zeros anyway."""
+    recorded = record(scenario)
+    asked = [index for index, wait in waits(recorded) if wait.stream == HOST]
+    assert bool(asked) == (scenario == "unused_on_this_rank")
+    for begin, end in pairwise([index for index, event in enumerate(recorded.trace) if isinstance(event, Mark)]):
+        events = recorded.trace[min([index for index in asked if begin < index < end], default=end) : end]
+        assert not [event for event in events if isinstance(event, Operation) and event.name.startswith("c10d")]
+
+
+def test_a_missing_gradient_is_refused_by_name_while_a_graph_is_captured() -> None:
+    """There the host can ask nothing; with zeros it need not."""
+    for zeros in (False, True):
+        with fake_world(4, 1), recording() as recorder:
+            training = Training.of_stack(recorder)
+            training.model.set_reduce_scatter_unused_params(zeros)
+            training.steps(1)
+            training.model.outputs.bias.requires_grad_(True)
+            training.model.outputs.register_forward_hook(
+                lambda module, args, output: nn.functional.linear(args[0], module.weight)
+            )
+            recorder.captures = True
+            loss = training.loss()
+            with nullcontext() if zeros else pytest.raises(FSDPRuntimeError, match=r"'outputs\.bias' has no gradient"):
+                loss.backward()
+
+
 # ---- every wait is needed --------------------------------------------------------------------------------------
 
 
@@ -131,7 +182,7 @@ def test_every_reason_that_is_given_is_one(scenario: str) -> None:
 
 
 NO_RACE = {
-    ("root", "gather_postponed", "retire_reduces"),  # never where there are streams; see test_backward_memory
+    ("root", "gather_postponed", "finish_reduces"),  # never where there are streams; see test_backward_memory
     ("root", "_end_iteration", "end_step"),  # ends the capture of a graph; see test_memory_pool
 }
 """Calls that wait for another reason than a race between streams: file, function and method."""

@@ -120,7 +120,7 @@ def test_gradients_before_the_last_backward_are_in_host_memory(world_of_one: Non
         model.set_is_last_backward(micro in (2, 5))
         batch = TRANSFORMER.batch(0, 0, 0, micro).to(None, torch.device("cuda"))
         TRANSFORMER.loss(model, batch).backward()
-        groups_of(model)[0].comm.retire_reduces(0)
+        groups_of(model)[0].comm.finish_reduces()
         torch.cuda.synchronize()
         allocated.append(torch.cuda.memory_allocated())
         if micro == 2:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2._torch
+import fsdp2.core.gradients
 import fsdp2.core.state
 import fsdp2.core.streams
 from tests.harness.happens_before import (
@@ -64,6 +65,8 @@ _OUTPUT_THEN_INPUT = {
     "reduce_scatter_tensor_coalesced_",
 }
 _ALLOCATES_ONLY = ("empty", "new_empty")
+_SYNCHRONIZING = {"_local_scalar_dense", "nonzero", "index", "index_put_", "masked_select", "equal"}
+"""What makes the host wait for a device, or may: an index that is a list of Python's is copied there meanwhile."""
 _COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -145,6 +148,8 @@ class Recorder(TorchDispatchMode):
     Attributes:
         names: what `name` has called storages.
         captures: pretend that a graph is being captured.
+        synchronizing: operations of the engine that make the host wait for the device: name, and functions that led
+            there, innermost first. (Where the engine says that the host waits, there is a `StreamWait` of `HOST`.)
     """
 
     def __init__(self) -> None:
@@ -152,6 +157,7 @@ class Recorder(TorchDispatchMode):
         self.trace: list[TraceEvent] = []
         self.names: dict[int, str] = {}
         self.captures = False
+        self.synchronizing: list[tuple[str, tuple[str, ...]]] = []
         self.stream = COMPUTE
         self.new_streams = count(COMPUTE + 1)
         self.new_events = count()
@@ -243,6 +249,8 @@ class Recorder(TorchDispatchMode):
         places = list(map(self.is_on_host, inputs))
         on_host = all(places) if places else self._allocates_on_host
         assert len(set(places)) < 2 or func._opname in _COPIES, f"{func} on tensors of the host and of the device"
+        if func._opname in _SYNCHRONIZING and not on_host:
+            self.synchronizes(func._opname)
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             _exchange(func, args)
@@ -254,7 +262,14 @@ class Recorder(TorchDispatchMode):
             self._launched(HOST if on_host else self.stream, func, reads, writes + outputs)
         if len(set(places)) == 2 and not _is_asynchronous(func, args, kwargs):
             self.wait(HOST, self.stream, COPIED)
+            self.synchronizes(COPIED)
         return result
+
+    def synchronizes(self, name: str) -> None:
+        """The host waits for the device, in an operation ``name``."""
+        sites = tuple(_sites())
+        if sites:
+            self.synchronizing.append((name, sites))
 
     def wait(self, stream: int, other: int, why: object) -> None:
         """Let ``stream`` wait for the present end of ``other``."""
@@ -361,10 +376,25 @@ def recording() -> Iterator[Recorder]:
         swap(one, other)
         recorder.swapped(one, other)
 
+    host_copy = fsdp2.core.gradients.host_copy
+
+    def copied_to_host(tensor: Tensor) -> Tensor:
+        with recorder.on_host():
+            return host_copy(tensor)
+
+    tolist = Tensor.tolist
+
+    def listed(tensor: Tensor) -> Any:
+        if _has_memory(tensor) and not recorder.is_on_host(tensor):
+            recorder.synchronizes("tolist")  # which no dispatch mode sees
+        return tolist(tensor)
+
     gather, scatter = fsdp2._torch.all_gather_single, fsdp2._torch.reduce_scatter_single
     with (
         mock.patch.object(fsdp2.core.state, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
+        mock.patch.object(fsdp2.core.gradients, "host_copy", copied_to_host),
+        mock.patch.object(Tensor, "tolist", listed),
         mock.patch.object(fsdp2._torch, "swap_memory", swap_memory),
         mock.patch.object(fsdp2._torch, "all_gather_single", with_recorded_works(recorder, gather)),
         mock.patch.object(fsdp2._torch, "reduce_scatter_single", with_recorded_works(recorder, scatter)),

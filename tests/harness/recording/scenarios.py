@@ -289,10 +289,15 @@ if not _torch.can_swap_memory:  # there is no pool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """What is kept of a scenario: its trace, and the names of the blocks that have one. Compares by identity."""
+    """What is kept of a scenario: its trace, and the names of the blocks that have one. Compares by identity.
+
+    Attributes:
+        synchronizing: see `Recorder`.
+    """
 
     trace: tuple[TraceEvent, ...]
     names: dict[int, str]
+    synchronizing: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @cache
@@ -300,4 +305,4 @@ def record(scenario: str, *, world_size: int = 4, rank: int = 1) -> Recording:
     """Run ``scenario`` as rank ``rank`` of ``world_size``."""
     with fake_world(world_size, rank), recording() as recorder:
         SCENARIOS[scenario](recorder)
-    return Recording(tuple(recorder.trace), recorder.blocks_named())
+    return Recording(tuple(recorder.trace), recorder.blocks_named(), tuple(recorder.synchronizing))

@@ -9,12 +9,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from fsdp2.core.gradients import GradientBucket
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import COMPUTE, Recorder, RecordingDevice
 from tests.harness.recording.training import STEPS, Expected, Stack, Training
@@ -172,6 +174,31 @@ def zeros_for_unused(recorder: Recorder) -> None:
     training.model.set_reduce_scatter_unused_params(True)
     training.model.order = [0, 2]
     training.steps()
+
+
+def unused(recorder: Recorder) -> None:
+    """A block that is never called, and one of which a part is not: `.grad` depends on what other ranks have."""
+    training = train(recorder)
+    training.model.order = [0, 2]
+    training.steps()
+
+
+def unused_on_this_rank(recorder: Recorder) -> None:
+    """A parameter has no gradient here for a time, and one on other ranks; in another dtype, added up too."""
+    training = train(recorder, mp_policy=HALF)
+    block = training.model.blocks[1]
+
+    def without_bias(module: nn.Linear, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return nn.functional.linear(args[0], module.weight)
+
+    everywhere = mock.patch.object(GradientBucket, "_without", staticmethod(lambda presence, missing: presence))
+    for is_used in (False, True, False):
+        handle = None if is_used else block.up.register_forward_hook(without_bias)
+        with everywhere:
+            training.loss().backward()
+            training.steps(2)
+        if handle is not None:
+            handle.remove()
 
 
 def settings_in_flight(recorder: Recorder) -> None:
@@ -452,7 +479,8 @@ SETTINGS = {
     for function in (
         half, half_reduced_in_full, half_in_part, half_accumulated, half_cached, half_cached_in_two_contexts,
         settings_in_flight, hooked, hook_fails,
-        hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, summed, storage_kept, gathered_on_compute,
+        hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, unused, unused_on_this_rank, summed,
+        storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
         post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
         pooled,

@@ -204,7 +204,7 @@ def test_between_backwards_there_are_no_gradients_on_the_device(policy: OffloadP
             model.set_is_last_backward(is_last)
             loss_on(CASE, model, 0, dist.get_rank(), micro).backward()
             for group in groups_of(model):
-                group.comm.retire_reduces(0)
+                group.comm.finish_reduces()
             return sum(size for storage, size in memory().items() if storage not in on_host)
 
         on_device(0, is_last=False)

@@ -259,6 +259,32 @@ def test_a_gradient_that_no_rank_has_is_left_alone_unless_zeros_are_asked_for(ra
         assert other == [20]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["on no rank", "on the other rank"])
+def test_where_the_host_learns_later_who_has_a_gradient_it_is_set_then(rank: int, elsewhere: bool) -> None:
+    model, bucket = prepared()
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))  # type: ignore[misc]
+    for times in (1, 2):  # the second is added
+        packed = pack(bucket, None, GRADIENT_B)
+        arrive(packed, [0, 0, 0, 0, 10, 0, 1], [2, 2, 2, 2, 10, 1, 1] if elsewhere else [0, 0, 0, 0, 10, 0, 1])
+        bucket.finish(packed, None, keeps=False)
+        bucket.copy_presence(packed)
+        bucket.set_grads(packed, zeros_for_unused=False)
+        assert called.pop() == "b" and not called
+        bucket.set_late_grads(packed)
+        assert called == ["a"] * elsewhere
+        called.clear()
+        assert delivered(model) == [[[2.0 * times] * 2] * (2 - rank) if elsewhere else None, [20 * times]]
+
+
+def test_nothing_is_asked_where_all_have_gradients(rank: int) -> None:
+    _, bucket = prepared()
+    packed = pack(bucket, GRADIENT_A, GRADIENT_B)
+    bucket.copy_presence(packed)
+    assert packed.presence is None
+
+
 def test_a_gradient_that_is_kept_never_changes_and_a_second_one_is_added(rank: int) -> None:
     model, bucket = prepared()
     row = [1.0, 1, 1, 1, 1, 1, 1]
