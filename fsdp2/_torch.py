@@ -273,7 +273,14 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
 
 foreach_copy: Callable[..., None] = torch._foreach_copy_
-"""``(destinations, sources, non_blocking=False)``: copy each source into its destination, in one kernel on a device."""
+"""``(destinations, sources, non_blocking=False)``: copy each source into its destination. On a device in one kernel if
+each is dense and lies as its destination does, and all of these are of one dtype; else in one for each."""
+
+
+def copy_columns(matrix: torch.Tensor, widths: Sequence[int], columns: list[torch.Tensor]) -> None:
+    """Copy ``widths`` columns of ``matrix`` (rows, n), which they make up, into each of ``columns``: one kernel for
+    all on a device, if all are dense."""
+    torch.split_with_sizes_copy(matrix, list(widths), dim=1, out=columns)
 
 
 def foreach_zero(tensors: list[torch.Tensor]) -> None:

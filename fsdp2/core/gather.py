@@ -72,6 +72,28 @@ class Source:
         return self.layout.packed_numel * self.unsharded.element_size()
 
 
+def copies_columns(device: torch.device) -> bool:
+    """Whether one kernel copies all columns of a matrix to where they belong. (On CPU, a few copies are faster.)"""
+    return device.type != "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Of each of ``sources`` into its destination."""
+
+    destinations: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """What lies in ``staged`` (world_size, bytes), ``widths`` bytes of every rank each, and where it is copied."""
+
+    staged: torch.Tensor
+    widths: list[int]
+    destinations: list[torch.Tensor]
+
+
 class Gather:
     """One way of filling a group's unsharded buffers: all buffers, views and copies of it, built once.
 
@@ -106,10 +128,9 @@ class Gather:
         self._arena = ALLOCATOR
         self._sent_version: object = None
         self._has_direct = any(_has_direct(source) for source in self._sources)
-        self._copy_in_sources: list[torch.Tensor] = []
-        self._copy_in_destinations: list[torch.Tensor] = []
-        self._copy_out_sources: list[torch.Tensor] = []
-        self._copy_out_destinations: list[torch.Tensor] = []
+        self._copies_in: dict[torch.dtype, _Copies] = {}
+        self._copies_out = _Copies([], [])
+        self._columns: _Columns | None = None
         self.members: tuple[Transfer, ...] = ()
         if allocate is None:
             self._bind(self._staging.flat, self._send.flat[:own_head])
@@ -126,13 +147,14 @@ class Gather:
 
     def _bind(self, staging: torch.Tensor, head: torch.Tensor) -> None:
         """Build every view, given the staging buffer (world_size * n,) and this rank's packed input (n,), in bytes."""
-        self._copy_in_sources, self._copy_in_destinations = [], []
-        self._copy_out_sources, self._copy_out_destinations = [], []
+        self._let_go()
         members: list[Transfer] = []
         if self._packed:
             members.append(self._packed_member(staging, head))
         staged = staging.view(self._world_size, self._head_bytes)
-        for source, offset in zip(self._packed, self._heads, strict=True):
+        if copies_columns(self._device):
+            self._columns = self._as_columns(staged)
+        for source, offset in zip(self._packed if self._columns is None else (), self._heads, strict=False):
             part = staged[:, offset : offset + source.packed_bytes].view(source.unsharded.dtype)
             for slots in _moved_as_one(source.layout):
                 if len(slots) > 1:
@@ -153,8 +175,8 @@ class Gather:
             shard = source.shard[: source.layout.packed_numel]
             return on_the_wire(staging.view(shard.dtype)), on_the_wire(shard)
         for source, offset in zip(self._packed, self._heads, strict=True):
-            self._copy_in_sources.append(source.shard[: source.layout.packed_numel])
-            self._copy_in_destinations.append(head[offset : offset + source.packed_bytes].view(source.unsharded.dtype))
+            sent = head[offset : offset + source.packed_bytes].view(source.unsharded.dtype)
+            self._add_copy_in(source.shard[: source.layout.packed_numel], sent)
         if self._joins:
             return staging, head
         dtype = self._packed[0].unsharded.dtype
@@ -169,8 +191,7 @@ class Gather:
             start = self._send_head_bytes + tail_offset
             nbytes = (source.layout.shard_numel - first) * source.unsharded.element_size()
             shard = self._send.flat[start : start + nbytes].view(source.unsharded.dtype)
-            self._copy_in_sources.append(source.shard[first:])
-            self._copy_in_destinations.append(shard)
+            self._add_copy_in(source.shard[first:], shard)
         members = []
         for slot in source.layout.carried:
             if slot.direct and slot.shard_numel:
@@ -178,6 +199,37 @@ class Gather:
                 part = shard.narrow(0, slot.shard_offset - first, slot.shard_numel)
                 members.append((on_the_wire(whole), on_the_wire(part)))
         return members
+
+    def _add_copy_in(self, shard: torch.Tensor, sent: torch.Tensor) -> None:
+        """(Apart by dtype: up to torch 2.12, one kernel for several of them writes wrong values on CUDA.)"""
+        copies = self._copies_in.setdefault(sent.dtype, _Copies([], []))
+        copies.sources.append(shard)
+        copies.destinations.append(sent)
+
+    def _as_columns(self, staged: torch.Tensor) -> _Columns | None:
+        """What is staged, (world_size, bytes), as columns of slots and of gaps; None if some must be rearranged."""
+        places: list[tuple[int, torch.Tensor]] = []
+        for source, head in zip(self._packed, self._heads, strict=True):
+            itemsize, whole = source.unsharded.element_size(), source.unsharded.view(torch.uint8)
+            for slot in source.layout.carried:
+                if slot.direct or not slot.shard_numel:
+                    continue
+                if not slot.partition.arrives_in_order:
+                    return None
+                start, nbytes = slot.unsharded_offset * itemsize, self._world_size * slot.shard_numel * itemsize
+                column = whole[start : start + nbytes].view(self._world_size, -1)
+                places.append((head + slot.shard_offset * itemsize, column))
+        places.sort(key=lambda place: place[0])
+        starts = [*(start for start, _ in places), self._head_bytes]
+        ends = [0, *(start + column.shape[1] for start, column in places)]
+        gaps = [start - end for start, end in zip(starts, ends, strict=True)]
+        nowhere = torch.empty(self._world_size * max(gaps), dtype=torch.uint8, device=self._device)
+        columns: list[torch.Tensor] = []
+        for index, gap in enumerate(gaps):
+            if gap:
+                columns.append(nowhere[: self._world_size * gap].view(self._world_size, gap))
+            columns += [column for _, column in places[index : index + 1]]
+        return _Columns(staged, [column.shape[1] for column in columns], columns)
 
     def _add_copy_out(self, unsharded: torch.Tensor, staged: torch.Tensor, slot: Slot) -> None:
         """From (world_size, ...) rank-major to the slot."""
@@ -197,8 +249,8 @@ class Gather:
     def _add_copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         if self._device.type == "cpu":
             source, destination = view_as_wider_dtype((source, destination))
-        self._copy_out_sources.append(source)
-        self._copy_out_destinations.append(destination)
+        self._copies_out.sources.append(source)
+        self._copies_out.destinations.append(destination)
 
     @property
     def allocated_bytes(self) -> int:
@@ -233,10 +285,11 @@ class Gather:
         ``version``: of the shards. What is copied then stays, and is sent again as long as the version is the same.
         None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing.)
         """
-        if not self._copy_in_sources or (version is not None and version == self._sent_version):
+        if not self._copies_in or (version is not None and version == self._sent_version):
             return
         self._sent_version = None
-        _torch.foreach_copy(self._copy_in_destinations, self._copy_in_sources, non_blocking=True)
+        for copies in self._copies_in.values():
+            _torch.foreach_copy(copies.destinations, copies.sources, non_blocking=True)
         if self._allocate is None:
             self._sent_version = version
 
@@ -253,8 +306,10 @@ class Gather:
         """
         if not self._has_direct and self._allocate is None:
             self._allocate_unsharded()  # not before: while it is in flight, a gather holds its staging buffer only
-        if self._copy_out_sources:
-            _torch.foreach_copy(self._copy_out_destinations, self._copy_out_sources)
+        if self._columns is not None:
+            _torch.copy_columns(self._columns.staged, self._columns.widths, self._columns.destinations)
+        elif self._copies_out.sources:
+            _torch.foreach_copy(self._copies_out.destinations, self._copies_out.sources)
         self.free()
 
     def free(self) -> None:
@@ -266,9 +321,11 @@ class Gather:
             if buffer is not self._send or self._sent_version is None:
                 buffer.free()
         if self._allocate is not None:  # what was borrowed goes back with the last view of it
-            self.members = ()
-            self._copy_in_sources, self._copy_in_destinations = [], []
-            self._copy_out_sources, self._copy_out_destinations = [], []
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.members = ()
+        self._copies_in, self._copies_out, self._columns = {}, _Copies([], []), None
 
 
 def _moved_as_one(layout: BufferLayout) -> list[list[Slot]]:

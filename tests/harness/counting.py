@@ -24,6 +24,19 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Kernels(TorchDispatchMode):
+    """Counts operators that read or write memory, by name: not those that make views, nor those that allocate only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func._opname.startswith(("empty", "new_empty")):
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def python_calls(function: Callable[[], object]) -> int:
     """Calls of Python and C functions while ``function`` runs."""
     count = 0

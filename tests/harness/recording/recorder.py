@@ -34,9 +34,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2._torch
+import fsdp2.core.gather
 import fsdp2.core.gradients
 import fsdp2.core.state
 import fsdp2.core.streams
+from fsdp2.core.gradients import PACKING
+from fsdp2.features.packing import chunks_on_device
 from tests.harness.happens_before import (
     HOST,
     Access,
@@ -395,6 +398,8 @@ def recording() -> Iterator[Recorder]:
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         mock.patch.object(fsdp2.core.gradients, "host_copy", copied_to_host),
         mock.patch.object(Tensor, "tolist", listed),
+        mock.patch.object(fsdp2.core.gather, "copies_columns", lambda device: True),
+        mock.patch.object(PACKING, "filling", lambda *layout: chunks_on_device),
         mock.patch.object(fsdp2._torch, "swap_memory", swap_memory),
         mock.patch.object(fsdp2._torch, "all_gather_single", with_recorded_works(recorder, gather)),
         mock.patch.object(fsdp2._torch, "reduce_scatter_single", with_recorded_works(recorder, scatter)),

@@ -6,12 +6,15 @@ All ranks live in this process, one `Gather` each. At the end `GroupStorage`, on
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fsdp2.core.gather
 from fsdp2 import FSDPRuntimeError, fully_shard
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
@@ -19,6 +22,7 @@ from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout
 from fsdp2.core.sharding import Partition
 from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness import fake_world
+from tests.harness.counting import Kernels
 from tests.harness.internals import allocated_bytes, groups_of, shard_buffers, unsharded_bytes
 from tests.harness.shared.gathers import (
     CPU,
@@ -42,10 +46,17 @@ DTYPES: dict[str, list[Dtypes]] = {
 }
 
 
+@pytest.fixture(params=[False, True], ids=["on CPU", "on a device"])
+def columns(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether slots are copied out as on devices, in one kernel."""
+    with mock.patch.object(fsdp2.core.gather, "copies_columns", lambda device: request.param):
+        yield request.param
+
+
 @pytest.mark.parametrize("custom", [False, True], ids=["ours", "custom"])
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("seed", range(12))
-def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom: bool) -> None:
+def test_every_rank_gets_every_parameter(seed: int, dtypes: list[Dtypes], custom: bool, columns: bool) -> None:
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
     whole, cuts = [], []
@@ -159,8 +170,11 @@ def test_what_needs_no_copy_is_not_copied() -> None:
 
 @pytest.mark.parametrize("fewer", [False, True], ids=["all ranks", "neighbours"])
 @pytest.mark.parametrize("seed", range(12))
-def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> None:
-    """As many copies as there are sizes, whatever the order of the parameters; also from fewer ranks than laid out."""
+def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool, columns: bool) -> None:
+    """As many copies as there are sizes, whatever the order of the parameters; also from fewer ranks than laid out.
+
+    On a device one kernel copies all.
+    """
     generator = random.Random(seed)
     world_size = generator.choice([1, 2, 3, 4])
     shapes = generator.sample([(1,), (5,), (6, 7), (40, 3), (64, 16)], 3)
@@ -182,8 +196,12 @@ def test_equal_parameters_are_copied_out_together(seed: int, fewer: bool) -> Non
         gathers.append(Gather(ranks[-1], world_size, rank, CPU, None))
     exchange(gathers)
     for gather, sources in zip(gathers, ranks, strict=True):
-        assert len(gather._copy_out_sources) == len(shapes)
-        gather.copy_out()
+        with Kernels() as kernels:
+            gather.copy_out()
+        if columns:
+            assert kernels.counts == {"split_with_sizes_copy": 1}
+        else:
+            assert kernels.counts == {"_foreach_copy_": 1} and len(gather._copies_out.sources) == len(shapes)
         assert_gathered(sources, [params])
 
 

@@ -14,9 +14,10 @@ from fsdp2.core.buffers import view_as_wider_dtype
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.layout import GradientLayout
 from fsdp2.core.sharding import Partition
-from fsdp2.features import host_packing as packing
-from fsdp2.features.host_packing import packing_for
+from fsdp2.features import packing
+from fsdp2.features.packing import packing_for
 from tests.harness import fake_world
+from tests.harness.counting import Kernels
 from tests.harness.internals import groups_of
 
 HOST = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_columns_are_for_single_elements_of_many_ranks(
     assert packing_for(layout, world_size, HOST, torch.float32, casts=False) is expected
     casting = packing._columns if expected is packing._columns else packing._cast_chunks
     assert packing_for(layout, world_size, HOST, torch.float32, casts=True) is casting
-    assert packing_for(layout, world_size, torch.device("cuda"), torch.float32, casts=True) is _torch.chunk_cat
+    assert packing_for(layout, world_size, torch.device("cuda"), torch.float32, casts=True) is packing.chunks_on_device
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,34 @@ def test_casts_are_the_same_before_and_after(dtype: torch.dtype, numel: int) -> 
     packing._cast_chunks(gradients, world_size, found)
     _torch.chunk_cat(gradients, world_size, expected)
     assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "kernels"),
+    [
+        (torch.float32, torch.float32, {"_chunk_cat": 1}),
+        (torch.bfloat16, torch.float32, {"_chunk_cat": 1}),
+        (torch.float16, torch.float32, {"_chunk_cat": 1, "copy_": 1}),
+        (torch.float32, torch.bfloat16, {"_chunk_cat": 1, "copy_": 1}),
+    ],
+)
+def test_on_a_device_one_kernel_packs_all_and_one_more_casts(
+    dtype: torch.dtype, to: torch.dtype, kernels: dict[str, int]
+) -> None:
+    """CUDA's `_chunk_cat` is one kernel of what is contiguous, and of the dtype that is packed, or bf16 in fp32."""
+    world_size = 4
+    gradients = [torch.randn(shape).to(dtype) for shape in ((8, 3), (5,), (1, 7))]
+    packed = torch.empty(world_size, 6 + 2 + 7 + 1, dtype=to)
+    expected = torch.empty_like(packed)
+    last = torch.ones(world_size, 1, dtype=dtype)
+    _torch.chunk_cat([*gradients, last], world_size, expected)
+    with Kernels() as counted:
+        packing.chunks_on_device([*gradients, last], world_size, packed)
+    assert counted.counts == kernels and packed.equal(expected)
+    strided = [gradients[0].t().contiguous().t(), gradients[1], gradients[2]]
+    with Kernels() as counted:
+        packing.chunks_on_device([*strided, last], world_size, packed)
+    assert counted.counts == {**kernels, "clone": 1} and packed.equal(expected)
 
 
 # ---- `GradientBucket`, worked by hand: two ranks, a parameter of three rows and one of two ------------------

@@ -1,4 +1,4 @@
-"""How gradients are put side by side for a reduce-scatter on CPU, where one operator for all is slow for some.
+"""How gradients are put side by side for a reduce-scatter, where one operator for all is slow for some.
 
 One row for each rank, of what that rank reduces. Which way is taken is decided when a group is laid out.
 """
@@ -21,7 +21,7 @@ COLUMNS_FROM = 1024
 def packing_for(layout: GradientLayout, world_size: int, device: torch.device, dtype: torch.dtype, casts: bool) -> Pack:
     """The way of packing that is fastest for what ``layout`` packs as ``dtype``. ``casts``: from another."""
     if device.type != "cpu":
-        return _torch.chunk_cat  # one kernel, which casts
+        return chunks_on_device
     if world_size >= COLUMNS_FROM and _are_columns(layout, world_size, dtype, casts=casts):
         return _columns
     return _cast_chunks if casts else _torch.chunk_cat
@@ -48,6 +48,22 @@ def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch
         return
     uncast = torch.empty(packed.shape, dtype=dtype)
     _torch.chunk_cat(tensors, world_size, uncast)
+    packed.copy_(uncast)
+
+
+def chunks_on_device(tensors: Sequence[torch.Tensor], world_size: int, packed: torch.Tensor) -> None:
+    """One kernel, and another for other casts than from bf16 to fp32; one more for each tensor that is not contiguous.
+
+    What CUDA's `_chunk_cat` does in one kernel: all contiguous, and of the dtype that is packed or these two. Otherwise
+    it pads, concatenates and copies everything.
+    """
+    dtype = tensors[-1].dtype
+    dense = [each if each.is_contiguous() else each.contiguous() for each in tensors]
+    if dtype is packed.dtype or (dtype, packed.dtype) == (torch.bfloat16, torch.float32):
+        _torch.chunk_cat(dense, world_size, packed)
+        return
+    uncast = torch.empty(packed.shape, dtype=dtype, device=packed.device)
+    _torch.chunk_cat(dense, world_size, uncast)
     packed.copy_(uncast)
 
 
