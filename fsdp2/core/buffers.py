@@ -78,9 +78,13 @@ def storage_alias(flat: torch.Tensor, offset: int, shape: Sequence[int], stride:
     return empty.set_(storage, offset, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]
 
 
+_CARRIED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128})
+"""What every backend gathers. (NCCL's know some integers and 8-bit floats; no narrower float, no unsigned integer.)"""
+
+
 def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
-    """``flat`` as collectives carry it: bytes, unless it is floating point (integers and packed data stay exact)."""
-    return flat if flat.is_floating_point() or flat.is_complex() else flat.view(torch.uint8)
+    """``flat`` as gathers carry it: bytes, unless it is of a usual float (integers and packed data stay exact)."""
+    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

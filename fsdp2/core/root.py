@@ -292,7 +292,8 @@ class FSDPRoot:
         self._evaluation_order.end()
         self._evaluation_order.commit()
         self._drop_ahead()
-        self.comm.let_host_write_shards()
+        if not torch.is_grad_enabled():  # else the end of backward does, or whatever writes before that
+            self.comm.let_host_write_shards()
 
     def _end_rounds(self) -> None:
         for state in self.states:

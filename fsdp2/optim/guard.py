@@ -39,11 +39,13 @@ class _Seen:
     """What an optimizer looked like when it was looked through, and whose parameters it writes.
 
     Attributes:
+        on_host: groups whose shards are in host memory, where copies may still read them.
         summing: groups whose gradients may add up on the host.
     """
 
     signature: tuple[int, ...]
     write_counters: tuple[WriteCounter, ...]
+    on_host: tuple[weakref.ref[FSDPParamGroup], ...]
     summing: tuple[weakref.ref[FSDPParamGroup], ...]
 
 
@@ -93,6 +95,10 @@ class OptimizerGuard:
             offload_as_policies_ask(optimizer)
         for summing in seen.summing:
             _refuse_to_skip(summing())
+        for reference in seen.on_host:
+            group = reference()
+            if group is not None and group.comm is not None:
+                group.comm.let_host_write_shards()
 
     @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -120,6 +126,7 @@ def _seen(optimizer: Optimizer) -> _Seen:
     return _Seen(
         _signature(optimizer),
         tuple(dict.fromkeys(owner.write_counter for owner in owners)),
+        tuple(weakref.ref(group) for group in groups if group.storage.offloading.is_host),
         tuple(weakref.ref(group) for group in groups if group.storage.offloading.sums_on_host),
     )
 

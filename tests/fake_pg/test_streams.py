@@ -38,7 +38,7 @@ from tests.harness.recording.passes import Passes
 from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
-from tests.harness.recording.training import FORWARD, ROOT, UPDATE, Training, gradients_of
+from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Training, gradients_of
 
 
 def report(recorded: Recording, violations: Sequence[Violation]) -> str:
@@ -117,6 +117,18 @@ def test_where_a_gradient_is_missing_the_host_asks_at_the_end_of_backward(scenar
     for begin, end in pairwise([index for index, event in enumerate(recorded.trace) if isinstance(event, Mark)]):
         events = recorded.trace[min([index for index in asked if begin < index < end], default=end) : end]
         assert not [event for event in events if isinstance(event, Operation) and event.name.startswith("c10d")]
+
+
+@pytest.mark.parametrize("scenario", ["offloaded", "offloaded_direct", "offloaded_replicas", "offloaded_cached"])
+def test_a_training_forward_leaves_the_host_alone_where_shards_are_in_its_memory(scenario: str) -> None:
+    """It waits for copies that read the shards at the end of backward, or before a step."""
+    recorded = record(scenario)
+    for begin, mark in enumerate(recorded.trace):
+        if mark == Mark(FORWARD):
+            end = recorded.trace.index(Mark(BACKWARD), begin)
+            assert not [
+                event for event in recorded.trace[begin:end] if isinstance(event, StreamWait) and event.stream == HOST
+            ]
 
 
 def test_a_missing_gradient_is_refused_by_name_while_a_graph_is_captured() -> None:

@@ -123,7 +123,7 @@ def _write(training: Training) -> None:
 
 
 def offloaded_and_written(recorder: Recorder) -> None:
-    """The host writes the shards: after an evaluation, and where gathers, which may still read them, were in vain."""
+    """The host writes the shards: after an evaluation, and after `reshard` where gathers, which read, were in vain."""
     with _host_is_another_place(recorder):
         training = train(recorder, offload_policy=CPUOffloadPolicy())
         for order in ([0, 1], [0, 2]):
@@ -134,6 +134,7 @@ def offloaded_and_written(recorder: Recorder) -> None:
             _write(training)
             training.model.order = order  # what was gathered for another is dropped
             training.loss()
+            training.model.reshard()
             _write(training)
             training.steps(1)
 
@@ -175,13 +176,14 @@ def offloaded_without_communication(recorder: Recorder) -> None:
 
 
 def offloaded_and_written_between(recorder: Recorder) -> None:
-    """The host writes the shards after a forward that no backward follows, after `reset_iter_state` and `reshard`."""
+    """The host writes the shards after a forward that no backward follows: in a step, or after one has said so."""
     with _host_is_another_place(recorder):
         training = train(recorder, offload_policy=CPUOffloadPolicy())
         for _ in range(STEPS):
             training.steps(1)
+            training.loss().backward()
             training.loss()
-            _write(training)
+            training.update()
             training.loss()
             training.model.reset_iter_state()
             _write(training)

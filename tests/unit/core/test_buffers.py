@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.buffers import Resizable
+from fsdp2.core.buffers import Resizable, on_the_wire
 
 
 def test_a_resizable_has_memory_between_allocate_and_free() -> None:
@@ -35,3 +35,16 @@ def test_out_of_memory_once_is_not_taken_for_memory() -> None:
     buffer.storage = storage
     buffer.allocate()
     assert storage.nbytes() == 12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "carried"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.complex64, True), (torch.int16, False), (torch.bool, False)]
+    + [(dtype, False) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)],
+)
+def test_what_backends_may_not_know_travels_as_bytes(dtype: torch.dtype, carried: bool) -> None:
+    flat = torch.zeros(16, dtype=dtype)
+    wire = on_the_wire(flat)
+    assert (wire is flat) == carried
+    assert wire.data_ptr() == flat.data_ptr() and wire.nbytes == flat.nbytes
+    assert carried or wire.dtype is torch.uint8
