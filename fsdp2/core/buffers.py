@@ -87,6 +87,15 @@ def on_the_wire(flat: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
 
 
+def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """An input on ``device``. What it came in may be written again at once, as a loader's pinned batch is.
+
+    So the host waits for a copy out of pinned memory. (Other host memory is copied to the driver's before the call
+    returns.)
+    """
+    return tensor.to(device, non_blocking=not tensor.is_pinned())
+
+
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in host memory, once its device has come that far: whoever reads it waits for an event after this."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")

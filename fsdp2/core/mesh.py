@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import _torch
 from fsdp2.arguments import checked_class
 from fsdp2.core.options import DataParallelMeshDims
-from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 
 @checked_class()
@@ -277,6 +277,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
     Raises:
         FSDPValueError: there is no such device here.
+        FSDPNotImplementedError: it is neither a CPU nor a device with streams.
     """
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -285,6 +286,11 @@ def device_of(mesh: DeviceMesh) -> torch.device:
         raise FSDPValueError(
             f"the mesh is of device type '{mesh.device_type}', which is not available in this process; "
             "build the mesh with the device type of the processes' own devices, e.g. init_device_mesh('cpu', ...)."
+        )
+    if not all(hasattr(module, name) for name in ("Stream", "stream", "current_stream")):
+        raise FSDPNotImplementedError(
+            f"fsdp2 runs on CPUs and on devices with streams, as CUDA's and XPU's; torch.{mesh.device_type} has none. "
+            f"Build the mesh on the CPU: fully_shard(module, mesh=init_device_mesh('cpu', ({mesh.size()},)))."
         )
     return torch.device(mesh.device_type, module.current_device())
 

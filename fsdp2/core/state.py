@@ -19,7 +19,7 @@ from fsdp2.core.agreement import (
     refuse_unowned_parameters,
     settings_of,
 )
-from fsdp2.core.buffers import Offloading
+from fsdp2.core.buffers import Offloading, moved_to
 from fsdp2.core.hooks import (
     STATE,
     ForwardCall,
@@ -492,7 +492,7 @@ class FSDPState:
             self._on_real_parameters(self._gather_for_forward, root)
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
-                inputs = map_inputs(lambda tensor: tensor.to(device, non_blocking=True), args, kwargs, self._replaced)
+                inputs = map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, self._replaced)
         if self.policy.inputs is not None:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)

@@ -121,15 +121,16 @@ class StreamDevice:
     has_streams = True
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._module = torch.get_device_module(device)
 
     def new_stream(self) -> Any:
-        """A high-priority stream."""
-        return self._module.Stream(priority=-1)
+        """A high-priority stream of the device, which need not be the current one."""
+        return self._module.Stream(device=self._device, priority=-1)
 
     def current_stream(self) -> Any:
-        """The current stream of the current device."""
-        return self._module.current_stream()
+        """The current stream of the device."""
+        return self._module.current_stream(self._device)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         """Switch to ``stream``."""
@@ -148,7 +149,7 @@ class StreamDevice:
         event.synchronize()
 
     def is_capturing(self) -> bool:
-        """As CUDA's streams do. (Never run on a device.)"""
+        """Whether the current stream of the current device records a graph, if it is of a kind that can."""
         asks = getattr(self._module, "is_current_stream_capturing", None)
         return bool(asks()) if asks is not None else False
 
