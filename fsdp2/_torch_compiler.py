@@ -152,6 +152,14 @@ def keep_static(tensors: Iterable[torch.Tensor]) -> None:
         torch._dynamo.mark_static(tensor)  # type: ignore[no-untyped-call]
 
 
+def keep_in_place(tensors: Iterable[torch.Tensor]) -> None:
+    """Let CUDA graphs of Inductor read ``tensors`` where they lie, and not copy them before every replay."""
+    import torch._dynamo
+
+    for tensor in tensors:
+        torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[no-untyped-call]
+
+
 def recompile_from(module: nn.Module) -> None:
     """Let ``module``, which was compiled before its class changed, be called by the methods of its new class."""
     compiled = module._compiled_call_impl

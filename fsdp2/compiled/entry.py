@@ -152,6 +152,7 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     )
     sharded = [param.sharded for param in group.params]
     _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
+    _torch_compiler.keep_in_place(shards)  # they lie there for as long as the plan is this
     prepared = TracedGroup(text_of(spec), shards, grad_sinks, uses)
     group.graph_inputs = Prepared((plan, again, budget), version, prepared)
     return prepared

@@ -101,6 +101,23 @@ def test_the_next_gather_is_issued_before_the_wait_for_this_one(simulate: FakeWo
     assert all(after), "inductor is told to keep it"
 
 
+def test_shards_are_read_where_they_lie(simulate: FakeWorlds) -> None:
+    """CUDA graphs (``mode="reduce-overhead"``) keep a second copy of all inputs that may move, and fill it each time."""
+    simulate(8)
+    model = build()
+    shard(model)
+    static: list[set[tuple[int, ...]]] = []
+
+    def compile(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        metadata = torch._guards.TracingContext.get().fw_metadata
+        static.append({tuple(inputs[index].shape) for index in metadata.static_input_indices})
+        return make_boxed_func(graph.forward)
+
+    with compiling():
+        torch.compile(model, backend=aot_autograd(fw_compiler=compile), fullgraph=True)(torch.ones(2, WIDTH))
+    assert static == [{(WIDTH * WIDTH // 8,)}]
+
+
 @pytest.mark.parametrize(("budget", "ahead"), [(0, 0), (4 * WIDTH * WIDTH, 1), (1 << 20, 3)])
 def test_a_budget_bounds_what_is_gathered_ahead(simulate: FakeWorlds, budget: int, ahead: int) -> None:
     simulate(8)
