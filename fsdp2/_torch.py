@@ -272,7 +272,7 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
     torch._chunk_cat(tensors, 0, num_chunks, out=out)  # type: ignore[arg-type]
 
 
-foreach_copy: Callable[..., None] = torch._foreach_copy_
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
 """``(destinations, sources, non_blocking=False)``: copy each source into its destination. On a device in one kernel if
 each is dense and lies as its destination does, and all of these are of one dtype; else in one for each."""
 

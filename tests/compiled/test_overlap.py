@@ -102,7 +102,7 @@ def test_the_next_gather_is_issued_before_the_wait_for_this_one(simulate: FakeWo
 
 
 def test_shards_are_read_where_they_lie(simulate: FakeWorlds) -> None:
-    """CUDA graphs (``mode="reduce-overhead"``) keep a second copy of all inputs that may move, and fill it each time."""
+    """CUDA graphs (``mode="reduce-overhead"``) have a second copy of inputs that may move, and fill it each time."""
     simulate(8)
     model = build()
     shard(model)

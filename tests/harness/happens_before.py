@@ -117,11 +117,12 @@ class Kind(enum.Enum):
     RACE = "race"
     REUSE = "memory reused before its last use"
     UNWRITTEN = "read before written"
+    UNMAPPED = "memory given back to the device before its last use"
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Operation ``later`` (an index in the trace) does not follow operation ``earlier`` as it should."""
+    """``later`` (an index in the trace) does not follow operation ``earlier`` as it should."""
 
     kind: Kind
     block: int
@@ -136,7 +137,9 @@ class Violation:
 
 def _describe(trace: Sequence[TraceEvent], index: int) -> str:
     operation = trace[index]
-    assert isinstance(operation, Operation), "violations are between operations"
+    if isinstance(operation, Release):
+        return f"#{index} release"
+    assert isinstance(operation, Operation), "violations are between operations, or a release and one before"
     return f"#{index} {operation.name} on stream {operation.stream}"
 
 
@@ -194,13 +197,17 @@ class _Block:
     last: _Last = field(default_factory=dict)
 
 
-def find_violations(trace: Sequence[TraceEvent], keep: WaitFilter | None = None) -> Iterator[Violation]:
+def find_violations(
+    trace: Sequence[TraceEvent], keep: WaitFilter | None = None, *, unmaps: bool = False
+) -> Iterator[Violation]:
     """Yield what is wrong with ``trace``, in the order of the later operation.
 
     Args:
         trace: events in the order in which the host issued them.
         keep: the waits to take into account; default all. Leaving some out is how mutations are tested: what the host
             does depends on no wait, so the trace is that of a program without them.
+        unmaps: the allocator may give freed memory back to the device as soon as the stream that it belongs to is done
+            with what was issued so far, as CUDA's does with expandable segments.
     """
     clocks = _Clocks(trace)
     blocks: dict[int, _Block] = {}
@@ -218,6 +225,11 @@ def find_violations(trace: Sequence[TraceEvent], keep: WaitFilter | None = None)
         elif isinstance(event, Release):
             block = blocks.pop(event.block)
             if block.stream != HOST:
+                if unmaps:
+                    now = clocks.now[block.stream]
+                    for other, (epoch, at) in block.last.items():
+                        if other != block.stream and now[other] < epoch:
+                            yield Violation(Kind.UNMAPPED, event.block, at, index)
                 _advance(freed.setdefault(block.stream, {}), block.last)
 
 
