@@ -126,6 +126,9 @@ class Arena:
     def close(self) -> None:
         """Nothing is filled from here any more."""
 
+    def hold(self) -> None:
+        """A graph was captured that uses the memory: give nothing back from now on."""
+
     def idle_storages(self) -> list[torch.UntypedStorage]:
         """What holds memory that nothing uses at the moment."""
         return []

@@ -147,6 +147,7 @@ class PackedGradients:
         is_borrowed: ``output`` is a custom collective's, which may use it again.
         taken: buffers, of those sent and arrived in, that go back to their arena once the gradients are delivered.
         presence: (params,) on the host, on its way there: which of them has a gradient on some rank. None: not asked.
+        is_read: on the current stream, by the delivery.
     """
 
     members: list[Transfer]
@@ -157,6 +158,7 @@ class PackedGradients:
     is_borrowed: bool
     taken: list[Resizable] = field(default_factory=list)
     presence: torch.Tensor | None = None
+    is_read: bool = False
 
     def give_back(self) -> None:
         """Everything was sent, has arrived and been delivered."""
@@ -562,7 +564,9 @@ class GradientBucket:
             self._set(packed, set(range(len(self.params))) - late)
 
     def _set(self, packed: PackedGradients, absent: set[int]) -> None:
+        """Of all but ``absent``; notes whether what arrived is copied from, or added, on the current stream."""
         buffer, delivered = self._buffer, packed.delivered
+        packed.is_read = True
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
@@ -574,6 +578,7 @@ class GradientBucket:
                             param.sharded.grad = gradient
                         else:
                             met.append((param, gradient))
+            packed.is_read = bool(met)
             for param, gradient in met:
                 self._add(param, gradient)
         elif buffer is not None and not absent and self._accumulates_in(buffer):

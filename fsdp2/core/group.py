@@ -170,11 +170,18 @@ class FSDPParamGroup:
         """Refuse what this group cannot do, or not now.
 
         Raises:
-            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce.
+            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce; a captured graph uses
+                memory that would be freed.
             FSDPValueError: it could not work.
         """
         if not settings.scales_like(self.settings):
             self._refuse_rescaling()
+        frees = self.settings.keeps_unsharded_storage and not settings.keeps_unsharded_storage
+        if frees and self.comm is not None and self.comm.was_captured:
+            raise FSDPRuntimeError(
+                f"set_keep_unsharded_storage(False) on '{self.name}': a graph was captured that writes and reads the "
+                "storage, which would be given to others. Leave it as it is for as long as that graph is replayed."
+            )
         if settings.all_reduce_hook_stream is not None and self.mesh.replicate_group is not None:
             raise FSDPValueError(
                 "set_all_reduce_hook: stream cannot be set when using native HSDP, a (replicate, shard) mesh, "

@@ -356,7 +356,9 @@ class GradientReducer:
             if self._home.is_host:
                 pending.needs_host = functools.partial(self._needs_values, sent)
             if replicas is not None or self.settings.all_reduce_hook is not None:
-                stream = self._follow_reduce_scatter(comm)
+                stream = self.last_stream(comm)
+                if device.has_streams:
+                    comm.all_reduces_follow(stream)
             if replicas is not None:
                 if not device.has_streams:
                     for each in sent:
@@ -373,6 +375,7 @@ class GradientReducer:
                 self.is_reducing = False  # nothing is under way any more, whatever the user's hook raises
                 self._finish(sent, keeps, arena)
         pending.event = device.record(stream)
+        pending.ends_elsewhere = device.has_streams and stream is not comm.reduce_scatter_stream
         yield Stage.DONE
         late = [each for each in sent if each.packed.presence is not None]
         self.is_reducing = bool(late)
@@ -382,7 +385,13 @@ class GradientReducer:
             if each.packed.taken:
                 each.packed.give_back()
         if late:
-            comm.call_when_on_host(pending.event, functools.partial(self._set_late_grads, late))
+            comm.call_when_on_host(pending.event, functools.partial(self._set_late_grads, late, comm))
+        self._are_read(sent, comm)
+
+    def _are_read(self, sent: list[_Sent], comm: FSDPCommContext) -> None:
+        """What has arrived may be let go of, though deliveries have just been told to read it."""
+        if comm.device.has_streams and any([each.packed.is_read for each in sent]):
+            comm.reduces_follow_readers((comm.reduce_scatter_stream, self.last_stream(comm)))
 
     def _copy_presence(self, sent: list[_Sent], device: Device) -> None:
         for each in sent:
@@ -394,10 +403,11 @@ class GradientReducer:
                 )
             each.gradients.copy_presence(each.packed)
 
-    def _set_late_grads(self, sent: list[_Sent]) -> None:
+    def _set_late_grads(self, sent: list[_Sent], comm: FSDPCommContext) -> None:
         self.is_reducing = False
         for each in sent:
             each.gradients.set_late_grads(each.packed)
+        self._are_read(sent, comm)
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
         """Whether delivery reads what was copied to the host."""
@@ -410,14 +420,14 @@ class GradientReducer:
             else:
                 each.gradients.add_reduce_scattered(each.packed)
 
-    def _follow_reduce_scatter(self, comm: FSDPCommContext) -> Any:
-        """The stream of what comes after the reduce-scatter, which it now follows."""
-        stream, settings = comm.all_reduce_stream, self.settings
-        if settings.all_reduce_hook_stream is not None and self._mesh.replicate_group is None:
-            stream = settings.all_reduce_hook_stream
-        if comm.device.has_streams:
-            comm.all_reduces_follow(stream)
-        return stream
+    def last_stream(self, comm: FSDPCommContext) -> Any:
+        """Where a reduction ends."""
+        if self._mesh.replicate_group is not None:
+            return comm.all_reduce_stream
+        if self.settings.all_reduce_hook is None:
+            return comm.reduce_scatter_stream
+        hook_stream = self.settings.all_reduce_hook_stream
+        return comm.all_reduce_stream if hook_stream is None else hook_stream
 
     @staticmethod
     def _all_reduce(sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:

@@ -222,6 +222,9 @@ class FSDPRoot:
         self.comm.refuse_unfinished_handle("a forward")
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
+        if self.comm.device.has_streams and not self.comm.note_capture():  # a captured stream must come back
+            last = [group.reducer.last_stream(self.comm) for group in self.groups]
+            self.comm.reduces_follow_readers((self.comm.reduce_scatter_stream, *last))
         for group in self.groups:
             group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
         if self.groups:
@@ -235,6 +238,8 @@ class FSDPRoot:
     def join(self) -> None:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")
+        if self.comm.device.has_streams:
+            self.comm.note_capture()
         self.comm.gathers_follow_compute()
         self.gather_postponed()
 

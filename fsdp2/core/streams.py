@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,6 +53,10 @@ class Wait(enum.Enum):
     )
     REDUCE_SCATTERED = "the all-reduce stream reads gradients after the reduce-scatter stream has written them"
     REDUCED = "compute reads reduced gradients, and frees unsharded ones, after the reduce-scatter stream is done"
+    GRADIENTS_READ = (
+        "the allocator may take memory of a stream of reductions from the device, for which it waits for that stream "
+        "only (expandable segments), after the streams that read it are done"
+    )
 
 
 class Device(Protocol):
@@ -207,9 +211,10 @@ class PendingReduce(CommHandle):
         needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
+        ends_elsewhere: ``event`` is not of the reduce-scatter stream, which what is held belongs to.
     """
 
-    __slots__ = ("_has_streams", "held", "is_launching", "needs_host", "stage", "steps")
+    __slots__ = ("_has_streams", "ends_elsewhere", "held", "is_launching", "needs_host", "stage", "steps")
     steps: Iterator[Stage]
     stage: Stage
 
@@ -218,6 +223,7 @@ class PendingReduce(CommHandle):
         self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
+        self.ends_elsewhere = False
         self._has_streams = has_streams
 
     def launch(self) -> None:
@@ -252,6 +258,7 @@ class FSDPCommContext:
         gather_arena: of what belongs to the all-gather stream.
         reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
         was_interrupted: an exception came while a reduction was being launched.
+        was_captured: a forward was captured in a graph.
     """
 
     def __init__(self, device: Device) -> None:
@@ -263,7 +270,7 @@ class FSDPCommContext:
         self.gather_arena = self.reduce_arena = ALLOCATOR
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
-        self.was_interrupted = False
+        self.was_interrupted = self.was_captured = self._holds_pools = False
         self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
@@ -274,16 +281,32 @@ class FSDPCommContext:
         """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
         if enable is (self.gather_arena is not ALLOCATOR):
             return
+        if self._holds_pools:
+            raise FSDPRuntimeError(
+                "set_communication_memory_pool(False): a graph was captured that reads and writes memory of the pool, "
+                "which would be given to others. Leave the pool on for as long as that graph is replayed; the model "
+                "takes it along when it is deleted."
+            )
         for arena in self._arenas():
             arena.close()
         self.gather_arena = POOL.filling() if enable else ALLOCATOR
         self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
 
+    def note_capture(self) -> bool:
+        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph."""
+        is_capturing = self.device.is_capturing()
+        if is_capturing:
+            self.was_captured = True
+            self._holds_pools = self._holds_pools or self.gather_arena is not ALLOCATOR
+            for arena in self._arenas():
+                arena.hold()
+        return is_capturing
+
     def end_step(self) -> None:
         """A step that reduced gradients is over: keep of the pools what such steps need.
 
-        While a graph is captured everything stays, and the all-gather stream, the only one that nothing waits for at
-        the end of a backward, leaves the capture.
+        While a graph is captured everything stays, for ever; and the all-gather stream, the only one that nothing waits
+        for at the end of a backward, leaves the capture.
         """
         if self.gather_arena is ALLOCATOR:
             return
@@ -364,6 +387,12 @@ class FSDPCommContext:
         """Let the reduce-scatter stream see the gradients that compute has written so far."""
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
+
+    def reduces_follow_readers(self, streams: Iterable[Any]) -> None:
+        """Let ``streams``, of reductions, give memory back that compute has read. Before that memory is freed."""
+        event = self.device.record(self.device.current_stream())
+        for stream in dict.fromkeys(streams):
+            self.device.wait(stream, event, Wait.GRADIENTS_READ)
 
     def compute_follows_reduces(self, hook_stream: Any = None) -> None:
         """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""
@@ -475,6 +504,8 @@ class FSDPCommContext:
                 each.leave()
             self._interrupted.append(pending)
         self._wait_for(pending, Wait.REDUCED)
+        if pending.ends_elsewhere:
+            self.device.wait(self.reduce_scatter_stream, pending.event, Wait.GRADIENTS_READ)
         if pending.needs_host is not None and pending.event is not None:
             if pending.needs_host():
                 self.device.block_host(pending.event)

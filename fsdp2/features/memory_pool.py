@@ -64,6 +64,7 @@ class MemoryPool(Arena):
         self._sizes: dict[int, _Size] = {}
         self._empty: list[torch.UntypedStorage] = []
         self._is_open = True
+        self._is_held = False
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device, taken: list[Resizable]) -> torch.Tensor:
         """On memory of the pool, that goes back when what is ``taken`` is freed."""
@@ -118,8 +119,14 @@ class MemoryPool(Arena):
         self.used_bytes -= nbytes
         self._sizes[nbytes].used -= 1
 
+    def hold(self) -> None:
+        """Neither trim nor shrink any more: what is idle may be where a captured graph writes."""
+        self._is_held = True
+
     def trim(self) -> None:
         """Keep as much as this step, or the one before, needed."""
+        if self._is_held:
+            return
         for nbytes, size in list(self._sizes.items()):
             needed = max(size.most, size.before)
             while size.idle and size.used + len(size.idle) > needed:
@@ -144,6 +151,8 @@ class MemoryPool(Arena):
 
     def _shrink(self, limit_bytes: float) -> None:
         """Free idle memory, the largest first, until the pool holds ``limit_bytes`` or has none idle."""
+        if self._is_held:
+            return
         while (idle_bytes := self.idle_bytes) and self.used_bytes + idle_bytes > limit_bytes:
             self._drop(max(nbytes for nbytes, size in self._sizes.items() if size.idle))
 

@@ -317,6 +317,49 @@ def test_figures_count_what_is_kept() -> None:
 
 
 @needs_pool
+def test_memory_whose_addresses_a_captured_graph_holds_is_never_given_back() -> None:
+    """Steps after that need less of it, or something else; a replay would write where others read."""
+    with fake_world(4), recording() as recorder:
+        training = Training.of_stack(recorder)
+        training.model.set_communication_memory_pool(True)
+        training.steps(4)
+        recorder.captures = True
+        training.loss().backward()
+        recorder.captures = False
+        training.optimizer.zero_grad()
+        comm = groups_of(training.model)[0].comm
+        assert comm is not None
+        held = {storage.data_ptr() for storage in comm.pooled_storages()}
+        training.model.order = [0]
+        training.steps(4)
+        training.model(
+            torch.ones(2, 8),
+        )
+        with torch.no_grad():
+            training.model(torch.ones(2, 8))
+        training.model.reshard()
+        assert held and held <= {storage.data_ptr() for storage in comm.pooled_storages()}
+        with pytest.raises(FSDPRuntimeError, match=r"set_communication_memory_pool\(False\): a graph was captured"):
+            training.model.set_communication_memory_pool(False)
+
+
+def test_kept_storages_whose_addresses_a_captured_graph_holds_stay() -> None:
+    with fake_world(4), recording() as recorder:
+        training = Training.of_stack(recorder)
+        training.model.set_keep_unsharded_storage(True)
+        training.steps(2)
+        training.model.set_keep_unsharded_storage(False)
+        training.model.set_keep_unsharded_storage(True)
+        recorder.captures = True
+        training.loss().backward()
+        recorder.captures = False
+        with pytest.raises(
+            FSDPRuntimeError, match=r"set_keep_unsharded_storage\(False\) on '.*': a graph was captured"
+        ):
+            training.model.set_keep_unsharded_storage(False)
+
+
+@needs_pool
 def test_in_a_captured_step_every_stream_comes_back_to_compute() -> None:
     """As capturing a graph asks for; and nothing is allocated or freed."""
     with fake_world(4), recording() as recorder:
