@@ -118,9 +118,18 @@ def receive(tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: in
     return work
 
 
-def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
-    """Batch the all-gathers, or the reduce-scatters, issued inside into one launch (there is no public form)."""
-    return dist.distributed_c10d._coalescing_manager(group=group)
+@contextmanager
+def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
+    """Batch the all-gathers, or the reduce-scatters, issued inside into one launch (there is no public form).
+
+    After an exception nothing was launched; torch's own manager would then take the group for batching for ever.
+    """
+    try:
+        with dist.distributed_c10d._coalescing_manager(group=group):
+            yield
+    except BaseException:
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
+        raise
 
 
 def make_dtensor(local: torch.Tensor, spec: Any) -> DTensor:
@@ -592,9 +601,14 @@ def allocate_from_group(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
 
 
 def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
-    """Choose the backend of symmetric memory, and make ``group``'s communicator exist. Collective."""
+    """Choose the backend of symmetric memory, and make ``group``'s communicator exist. Collective.
+
+    (NCCL's barrier warns, and guesses, if it is not told which device it is for.)
+    """
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
-    dist.barrier(group=group)
+    device = torch.accelerator.current_accelerator()
+    takes_device = device is not None and backend_name(group, device).startswith("nccl")
+    dist.barrier(group=group, device_ids=[torch.accelerator.current_device_index()] if takes_device else None)
 
 
 def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

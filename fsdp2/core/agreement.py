@@ -20,6 +20,7 @@ from fsdp2.core.options import RootSettings, described
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.root import FSDPRoot
+from fsdp2.core.transport import is_alone
 from fsdp2.errors import FSDPRuntimeError
 
 
@@ -29,7 +30,7 @@ def disagreement(description: str, group: dist.ProcessGroup | None, device: torc
     Collective, and seen by no patched function or dispatch mode; the second exchange takes place only on disagreement,
     and then on all ranks.
     """
-    if group is None or group.size() == 1:
+    if group is None or is_alone(group):
         return None
     mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
     world_size = dist.get_world_size(group)

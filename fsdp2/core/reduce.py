@@ -47,14 +47,16 @@ class _Sent(NamedTuple):
 def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Transfer]]]:
     """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
     launches: list[tuple[Any, list[Transfer]]] = []
+    last: Scaling | None = None  # (operations that multiply by other factors compare as equal)
     for _, packed, scaling in sent:
         if scaling.before != 1.0:
             for _, input in packed.members:
                 input.div_(scaling.before)
-        if launches and launches[-1][0] == scaling.scatter_op:
+        if last is not None and (last.scatter_op, last.factor) == (scaling.scatter_op, scaling.factor):
             launches[-1][1].extend(packed.members)
         else:
             launches.append((scaling.scatter_op, list(packed.members)))
+        last = scaling
     return launches
 
 
@@ -377,10 +379,13 @@ class GradientReducer:
         pending.event = device.record(stream)
         pending.ends_elsewhere = device.has_streams and stream is not comm.reduce_scatter_stream
         yield Stage.DONE
+        self._deliver(sent, comm, pending, delivers=not (ends_here or keeps))
+
+    def _deliver(self, sent: list[_Sent], comm: FSDPCommContext, pending: PendingReduce, *, delivers: bool) -> None:
         late = [each for each in sent if each.packed.presence is not None]
         self.is_reducing = bool(late)
         for each in sent:
-            if not (ends_here or keeps):
+            if delivers:
                 each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)
             if each.packed.taken:
                 each.packed.give_back()
@@ -431,7 +436,7 @@ class GradientReducer:
 
     @staticmethod
     def _all_reduce(sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
-        if group.size() > 1:
+        if not transport.is_alone(group):
             for each in sent:
                 transport.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
 

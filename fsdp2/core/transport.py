@@ -2,7 +2,7 @@
 
 A backend that has a form of its own is one class in one file, which names itself in `OF_BACKENDS`: the example is
 `features/gloo_p2p.py`. (A process group that is written in Python has no name there.) ``FSDP2_COMM=native`` in the
-environment of every rank selects torch.distributed's own collectives everywhere.
+environment of every rank selects torch.distributed's own collectives everywhere, in a world of one rank too.
 
 All methods must be called by all ranks of the process group, in the same order, with members of the same sizes. Works
 are added to ``works`` as they are issued; where it is None, everything runs on the current stream.
@@ -152,6 +152,15 @@ def is_native_chosen() -> bool:
     return bool(text)
 
 
+def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether nobody else is in ``group``. (``FSDP2_COMM=native`` runs the collectives of one rank all the same.)
+
+    Raises:
+        FSDPValueError: the environment asks for a transport that there is not.
+    """
+    return group is None or (group.size() == 1 and not is_native_chosen())
+
+
 def transport_of(
     group: dist.ProcessGroup | None, device: torch.device, custom: AllGather | ReduceScatter | None = None
 ) -> Transport:
@@ -160,7 +169,7 @@ def transport_of(
     Raises:
         FSDPValueError: the environment asks for a transport that there is not.
     """
-    if group is None or group.size() == 1:
+    if group is None or is_alone(group):
         return Alone(None if custom is None else custom.allocate)
     if custom is not None:
         return Custom(custom, group)

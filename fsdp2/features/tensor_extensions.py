@@ -35,6 +35,7 @@ from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.shard import CHECK_EXTENSION
 from fsdp2.core.sharding import Partition, contiguous_stride
+from fsdp2.core.transport import is_alone
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -254,7 +255,7 @@ class ExtensionGather:
 
     def _refuse_disagreement(self, inputs: list[list[torch.Tensor]]) -> None:
         group = self._mesh.shard_group
-        if group is None or group.size() == 1:
+        if group is None or is_alone(group):
             return
         for each, tensors in zip(self._extended, inputs, strict=True):
             mine = torch.tensor(

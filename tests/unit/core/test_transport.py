@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp2 import FSDPValueError, _torch
+from fsdp2.core.plan import Scaling
+from fsdp2.core.reduce import _launches, _Sent
 from fsdp2.core.transport import VARIABLE, Alone, Custom, Native, Transport, transport_of
 from fsdp2.features.gloo_p2p import MAX_PEERS, PeerToPeer
+from tests.harness import fake_world
+from tests.harness.counting import Collectives
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -44,6 +50,7 @@ def test_many_ranks_and_the_environment_have_the_backends_own(monkeypatch: pytes
     assert type(of(MAX_PEERS)) is PeerToPeer and type(of(MAX_PEERS + 1)) is Native
     monkeypatch.setenv(VARIABLE, "native")
     assert type(of(4)) is Native
+    assert type(of(1)) is Native and type(transport_of(None, CPU)) is Alone, "so that NCCL runs with one GPU"
     monkeypatch.setenv(VARIABLE, "fast")
     with pytest.raises(FSDPValueError, match=f"{VARIABLE} must be 'native' or unset, got 'fast'"):
         of(4)
@@ -54,3 +61,26 @@ def test_a_custom_collective_brings_its_memory_with_it_even_for_one_rank() -> No
     assert type(of(4, custom=custom)) is Custom and of(4, custom=custom).allocate is custom.allocate
     assert type(of(1, custom=custom)) is Alone and of(1, custom=custom).allocate is custom.allocate
     assert type(transport_of(None, CPU)) is Alone and transport_of(None, CPU).allocate is None
+
+
+def test_after_an_exception_a_group_does_not_batch_for_ever() -> None:
+    with fake_world(4):
+        group = dist.group.WORLD
+        assert group is not None
+        part, whole = torch.ones(2), torch.empty(8)
+        for _ in range(2):
+            with pytest.raises(KeyError), _torch.coalescing(group):
+                _torch.all_gather_batched(whole, part, group)
+                raise KeyError
+        with Collectives() as collectives, _torch.coalescing(group):
+            _torch.all_gather_batched(whole, part, group)
+            _torch.all_gather_batched(whole, part, group)
+        assert collectives.counts == {"allgather_into_tensor_coalesced": 1}
+
+
+def test_reductions_that_multiply_by_other_factors_are_apart() -> None:
+    """Operations of the same kind compare as equal, whatever they multiply by."""
+    both = [Scaling.choose(torch.float32, 4, 1, factor=factor, premultiplies=True) for factor in (3.0, 5.0, 5.0)]
+    packed: Any = SimpleNamespace(members=[(torch.empty(0), torch.empty(0))])
+    sent: Any = [_Sent(SimpleNamespace(), packed, scaling) for scaling in both]  # type: ignore[arg-type]
+    assert [len(members) for _, members in _launches(sent)] == [1, 2]
