@@ -99,7 +99,7 @@ class Native(Transport):
             return
         for output, input in members:
             work = _torch.all_gather_single(output, input, self.group, works is not None)
-            if works is not None:
+            if works is not None and work is not None:  # a function that a program has put there may return none
                 works.append(work)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
@@ -111,7 +111,7 @@ class Native(Transport):
             return
         for output, input in members:
             work = _torch.reduce_scatter_single(output, input, op, self.group, works is not None)
-            if works is not None:
+            if works is not None and work is not None:  # a function that a program has put there may return none
                 works.append(work)
 
 
