@@ -4,10 +4,11 @@
     python -m benchmarks.gpu_step --trace traces                      a Chrome trace of a step of each
     python -m benchmarks.gpu_step --device cpu --dim 64               a rehearsal: the same program, no figures of worth
 
-One process is rank 0 of a fake group. Custom collectives, the same ones for torch and for fsdp2, copy this rank's part
-and keep the communication stream busy for as long as the bytes would take on the wire. What of that is not hidden
-behind compute is `exposed`: the step less the same implementation's step over a wire without length. Samples are taken
-in processes of their own, in turns, each with its own allocator. Real NCCL between several GPUs is not measured.
+One process is rank 0 of a fake group. In the place of torch.distributed's collectives, for torch and for fsdp2, this
+rank's part is copied, and the communication stream is busy for as long as the bytes would take on the wire. What of
+that is not hidden behind compute is `exposed`: the step less the same implementation's step over a wire without length.
+Samples are taken in processes of their own, in turns, each with its own allocator. Real NCCL between several GPUs is
+not measured.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import argparse
 import gc
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.host_time import Quartiles
 from benchmarks.implementations import AGAIN, ShardingOptions, fake_process_group, shard_blocks
@@ -91,54 +93,43 @@ def _cycles_per_second() -> float:
     return 1e3 * cycles / start.elapsed_time(end)
 
 
-class _Allocating:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As both implementations do without custom collectives."""
-        return torch.empty(*size, dtype=dtype, device=device)
+@contextmanager
+def delayed_collectives(wire: Wire) -> Iterator[None]:
+    """In the place of torch.distributed's, which torch and fsdp2 look up at each call: so both take their usual ways.
 
+    Every rank has what this one has: of a gather that many copies, of a reduction this rank's part.
+    """
 
-class DelayedAllGather(_Allocating):
-    """Every rank has what this one has."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """On the current stream."""
+    def gather(*tensors: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False, **named: torch.Tensor) -> None:
+        output, input, *_ = [*tensors, *named.values()]
         world_size = group.size()
-        output_tensor.view(world_size, -1).copy_(input_tensor.view(1, -1).expand(world_size, -1))
-        self._wire.send(output_tensor.nbytes * (world_size - 1) // world_size)
+        output.view(world_size, -1).copy_(input.view(1, -1).expand(world_size, -1))
+        wire.send(output.nbytes * (world_size - 1) // world_size)
 
-
-class DelayedReduceScatter(_Allocating):
-    """Every rank has the same gradients: their average is this rank's part."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+    def reduce(
+        *tensors: torch.Tensor, group: dist.ProcessGroup, op: Any = None, async_op: bool = False, **named: torch.Tensor
     ) -> None:
-        """On the current stream."""
-        output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()])
-        self._wire.send(input_tensor.nbytes * (group.size() - 1) // group.size())
+        output, input, *_ = [*tensors, *named.values()]
+        output.copy_(input.view(-1)[: output.numel()])
+        wire.send(input.nbytes * (group.size() - 1) // group.size())
+
+    names = {"all_gather_single": gather, "all_gather_into_tensor": gather}
+    names |= {"reduce_scatter_single": reduce, "reduce_scatter_tensor": reduce}
+    with ExitStack() as stack:
+        for name, function in names.items():
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, function))
+        yield
 
 
 def measure_in_process(run: Run) -> dict[str, float]:
     """Milliseconds per step (median), and the peaks of both kinds of memory since the steps began."""
     device = torch.device(run.device)
-    with fake_process_group(run.world_size, device.type) as mesh:
+    with fake_process_group(run.world_size, device.type) as mesh, ExitStack() as stack:
         model = build_model(run.spec).to(device)
         options = ShardingOptions(world_size=run.world_size, param_dtype=torch.bfloat16)
         shard_blocks(run.name, model, mesh=mesh, options=options)
-        _replace_collectives(model, Wire(device, run.bytes_per_second))
+        stack.enter_context(delayed_collectives(Wire(device, run.bytes_per_second)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         batch = torch.linspace(-1, 1, run.rows * run.spec.dim, device=device).view(run.rows, -1)
 
@@ -160,13 +151,6 @@ def measure_in_process(run: Run) -> dict[str, float]:
             run.trace.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(run.trace / f"{run.name}.json"))
     return found
-
-
-def _replace_collectives(model: nn.Module, wire: Wire) -> None:
-    for module in model.modules():
-        if hasattr(module, "set_custom_all_gather"):
-            module.set_custom_all_gather(DelayedAllGather(wire))
-            module.set_custom_reduce_scatter(DelayedReduceScatter(wire))
 
 
 def _milliseconds(step: Any, device: torch.device) -> float:
