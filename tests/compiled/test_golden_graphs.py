@@ -57,7 +57,7 @@ def test_one_layer_on_8_ranks(simulate: FakeWorlds) -> None:
         traced(nn.Sequential(nn.Linear(16, 16)), shard_whole),
         """\
 forward:
-  all_gather_into_tensor -> float32[272]
+  all_gather_into_tensor -> float32[288]
 backward:
   reduce_scatter_tensor avg -> float32[36]""",
     )
@@ -70,9 +70,9 @@ def test_one_layer_on_64_ranks(simulate: FakeWorlds) -> None:
         traced(nn.Sequential(nn.Linear(16, 16)), shard_whole),
         """\
 forward:
-  all_gather_into_tensor -> float32[1088]
+  all_gather_into_tensor -> float32[1280]
 backward:
-  reduce_scatter_tensor avg -> float32[19]""",
+  reduce_scatter_tensor avg -> float32[20]""",
     )
 
 
@@ -83,14 +83,14 @@ def test_parts_on_8_ranks(simulate: FakeWorlds) -> None:
         traced(Twins(), shard_parts),
         """\
 forward:
-  all_gather_into_tensor -> float32[80]
-  all_gather_into_tensor -> float32[272]
-  all_gather_into_tensor -> float32[272]
+  all_gather_into_tensor -> float32[96]
+  all_gather_into_tensor -> float32[288]
+  all_gather_into_tensor -> float32[288]
 backward:
-  all_gather_into_tensor -> float32[272]
+  all_gather_into_tensor -> float32[288]
   reduce_scatter_tensor avg -> float32[36]
   reduce_scatter_tensor avg -> float32[36]
-  reduce_scatter_tensor avg -> float32[11]""",
+  reduce_scatter_tensor avg -> float32[12]""",
     )
 
 
@@ -103,17 +103,17 @@ def test_parts_over_replicas_in_mixed_precision(simulate: FakeWorlds) -> None:
         found,
         """\
 forward:
-  all_gather_into_tensor -> bfloat16[80]
-  all_gather_into_tensor -> bfloat16[272]
-  all_gather_into_tensor -> bfloat16[272]
+  all_gather_into_tensor -> bfloat16[128]
+  all_gather_into_tensor -> bfloat16[320]
+  all_gather_into_tensor -> bfloat16[320]
 backward:
-  all_gather_into_tensor -> bfloat16[272]
+  all_gather_into_tensor -> bfloat16[320]
   reduce_scatter_tensor avg -> float32[36]
   all_reduce avg -> float32[36]
   reduce_scatter_tensor avg -> float32[36]
   all_reduce avg -> float32[36]
-  reduce_scatter_tensor avg -> float32[11]
-  all_reduce avg -> float32[11]""",
+  reduce_scatter_tensor avg -> float32[12]
+  all_reduce avg -> float32[12]""",
     )
 
 
