@@ -222,7 +222,7 @@ class FSDPRoot:
         self.comm.refuse_unfinished_handle("a forward")
         self.iteration.in_forward = True
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
-        if self.comm.device.has_streams and not self.comm.note_capture():  # a captured stream must come back
+        if self.comm.device.has_streams and not self.comm.begin_forward():  # a captured stream must come back
             last = [group.reducer.last_stream(self.comm) for group in self.groups]
             self.comm.reduces_follow_readers((self.comm.reduce_scatter_stream, *last))
         for group in self.groups:
@@ -239,7 +239,7 @@ class FSDPRoot:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")
         if self.comm.device.has_streams:
-            self.comm.note_capture()
+            self.comm.begin_forward()
         self.comm.gathers_follow_compute()
         self.gather_postponed()
 

@@ -263,6 +263,7 @@ class FSDPCommContext:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self._compute_stream = device.current_stream()  # of the last forward
         self.all_gather_stream = device.new_stream()
         self.reduce_scatter_stream = device.new_stream()
         self.all_reduce_stream = device.new_stream()
@@ -292,8 +293,9 @@ class FSDPCommContext:
         self.gather_arena = POOL.filling() if enable else ALLOCATOR
         self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
 
-    def note_capture(self) -> bool:
+    def begin_forward(self) -> bool:
         """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph."""
+        self._compute_stream = self.device.current_stream()
         is_capturing = self.device.is_capturing()
         if is_capturing:
             self.was_captured = True
@@ -408,12 +410,16 @@ class FSDPCommContext:
         self.device.wait(stream, event, Wait.REDUCE_SCATTERED)
 
     def __del__(self) -> None:
-        """The groups go too: compute frees shards and gradients only after communication has read them."""
+        """The groups go too: compute frees shards and gradients only after communication has read them.
+
+        On whatever thread collects it, which has a current stream of its own.
+        """
         if self.device.has_streams and not sys.is_finalizing():
-            self.compute_follows_reduces()
-            self.compute_follows_gathers()
-            for pending in self._pending:  # may end on a stream of the user's
-                self._wait_for(pending, Wait.REDUCED)
+            with self.device.use(self._compute_stream):
+                self.compute_follows_reduces()
+                self.compute_follows_gathers()
+                for pending in self._pending:  # may end on a stream of the user's
+                    self._wait_for(pending, Wait.REDUCED)
 
     @property
     def is_reducing(self) -> bool:

@@ -6,6 +6,7 @@ What is recorded and how, see `tests.harness.recording.recorder`; what is checke
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -316,6 +317,20 @@ def is_superseded(recorded: Recording, index: int) -> bool:
         if again and recorded_on[event.event] == recorded_on[wait.event]:
             return True
     return True
+
+
+def test_a_root_that_another_thread_collects_lets_compute_wait() -> None:
+    """Its memory belongs to compute; the thread's own current stream is another."""
+    with fake_world(4, 1), recording() as recorder:
+        training = Training.of_stack(recorder)
+        training.steps(1)
+        training.model.set_is_last_backward(False)
+        training.loss().backward()
+        start, recorder.stream = len(recorder.trace), next(recorder.new_streams)
+        del training
+        gc.collect()
+        waiting = {event.stream for event in recorder.trace[start:] if isinstance(event, StreamWait)}
+    assert waiting == {COMPUTE}
 
 
 def test_every_wait_gives_its_reason() -> None:
