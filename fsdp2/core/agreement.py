@@ -32,11 +32,13 @@ def disagreement(description: str, group: dist.ProcessGroup | None, device: torc
     """
     if group is None or is_alone(group):
         return None
-    mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
     world_size = dist.get_world_size(group)
-    everyone = mine.new_empty(world_size)
-    _torch.gather_unobserved(everyone, mine, group)
-    if len(set(everyone.tolist())) == 1:
+    with _torch.unobserved():  # real numbers, also while tensors are fake
+        mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
+        everyone = mine.new_empty(world_size)
+        _torch.gather_unobserved(everyone, mine, group)
+        agree = len(set(everyone.tolist())) == 1
+    if agree:
         return None
     descriptions: list[str] = [""] * world_size
     dist.all_gather_object(descriptions, description, group=group)

@@ -66,6 +66,8 @@ def storage_slice(flat: torch.Tensor, offset: int, shape: Sequence[int], stride:
     for size in shape:
         numel *= size
     start, itemsize = offset * flat.element_size(), flat.element_size()
+    if flat.untyped_storage().device.type == "meta":  # of a fake tensor: there is nothing to slice
+        return storage_alias(flat, offset, shape, stride)
     storage = flat.untyped_storage()[start : start + numel * itemsize]
     empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
     return empty.set_(storage, 0, tuple(shape), tuple(stride))  # type: ignore[call-overload,no-any-return]

@@ -313,4 +313,5 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
+        return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -76,7 +76,8 @@ class MeshRecord:
 
 def _identity(mesh: DeviceMesh) -> tuple[str, Any, tuple[str, ...] | None]:
     names = mesh.mesh_dim_names
-    return mesh.device_type, mesh.mesh.tolist(), None if names is None else tuple(names)
+    with _torch.unobserved():  # the ranks are there, also while tensors are fake
+        return mesh.device_type, mesh.mesh.tolist(), None if names is None else tuple(names)
 
 
 _Key = tuple[int, str, str, tuple[str, ...] | None]
