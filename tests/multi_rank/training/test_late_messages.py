@@ -16,6 +16,7 @@ from tests.harness import multi_rank
 from tests.harness.compare import tolerance_for
 from tests.harness.jitter import late_messages
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.pooling import needs_pool
 from tests.harness.reference import Reference, adamw
 from tests.harness.shared.training import shard, trainable
 from tests.harness.training import assert_trains_like
@@ -24,7 +25,7 @@ SEEDS = 2
 
 
 @multi_rank(2, full=[4])
-@pytest.mark.parametrize("way", ["plain", "pooled", "several in flight"])
+@pytest.mark.parametrize("way", ["plain", pytest.param("pooled", marks=needs_pool), "several in flight"])
 @pytest.mark.parametrize("case", [TRANSFORMER, UNEVEN_MLP], ids=str)
 def test_training_equals_the_reference(case: ModelCase, way: str, world_size: int) -> None:
     for seed in range(SEEDS):
