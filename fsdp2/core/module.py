@@ -306,6 +306,9 @@ class FSDPModule:
         """Whether resharding leaves the unsharded parameters their memory.
 
         Their addresses then repeat from step to step, as CUDA graphs need; their memory is never given back.
+
+        Raises:
+            FSDPRuntimeError: it is to be given back though a graph was captured that uses it.
         """
         self._configure(recurse, keeps_unsharded_storage=keep)
 
@@ -568,7 +571,8 @@ class FSDPModule:
         Raises:
             FSDPTypeError: not a bool.
             FSDPNotImplementedError: torch is older than 2.13, which cannot move memory between storages.
-            FSDPRuntimeError: this module is not the root, or an iteration is running.
+            FSDPRuntimeError: this module is not the root, an iteration is running, or the pool is to go though a graph
+                was captured that uses it.
         """
         if enable and not _torch.can_swap_memory:
             raise FSDPNotImplementedError(
@@ -576,8 +580,10 @@ class FSDPModule:
                 "ones cannot move memory from one storage to another. set_keep_unsharded_storage(True) keeps the "
                 "memory of unsharded parameters, at the cost of all of it."
             )
-        self._configure_as_root("set_communication_memory_pool", pools_memory=enable)
         root = self._get_fsdp_state().root
+        if root is not None and not enable:
+            root.comm.refuse_to_drop_pools()
+        self._configure_as_root("set_communication_memory_pool", pools_memory=enable)
         if root is not None:
             root.comm.pool_memory(enable)
 

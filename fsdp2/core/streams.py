@@ -282,20 +282,33 @@ class FSDPCommContext:
         """Whether memory for communication is kept from use to use. Buffers that are in use stay as they are."""
         if enable is (self.gather_arena is not ALLOCATOR):
             return
+        self.refuse_to_drop_pools()
+        for arena in self._arenas():
+            arena.close()
+        self.gather_arena = POOL.filling() if enable else ALLOCATOR
+        self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
+
+    def refuse_to_drop_pools(self) -> None:
+        """Refuse to give memory back whose addresses a graph has.
+
+        Raises:
+            FSDPRuntimeError: one was captured while memory was kept.
+        """
         if self._holds_pools:
             raise FSDPRuntimeError(
                 "set_communication_memory_pool(False): a graph was captured that reads and writes memory of the pool, "
                 "which would be given to others. Leave the pool on for as long as that graph is replayed; the model "
                 "takes it along when it is deleted."
             )
-        for arena in self._arenas():
-            arena.close()
-        self.gather_arena = POOL.filling() if enable else ALLOCATOR
-        self.reduce_arena = POOL.filling() if enable and self.device.has_streams else self.gather_arena
 
     def begin_forward(self) -> bool:
-        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph."""
+        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph.
+
+        The host waits for gradients that are on their way to it: those that were cleared are about to be released.
+        """
         self._compute_stream = self.device.current_stream()
+        if self._to_host:
+            self._wait_on_host(self._to_host)
         is_capturing = self.device.is_capturing()
         if is_capturing:
             self.was_captured = True

@@ -341,6 +341,8 @@ def test_memory_whose_addresses_a_captured_graph_holds_is_never_given_back() -> 
         assert held and held <= {storage.data_ptr() for storage in comm.pooled_storages()}
         with pytest.raises(FSDPRuntimeError, match=r"set_communication_memory_pool\(False\): a graph was captured"):
             training.model.set_communication_memory_pool(False)
+        assert groups_of(training.model)[0].comm.pooled_storages()  # type: ignore[union-attr]
+        assert training.model._get_fsdp_state().root_settings.pools_memory is True, "nothing was changed"
 
 
 def test_kept_storages_whose_addresses_a_captured_graph_holds_stay() -> None:
