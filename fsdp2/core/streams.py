@@ -302,13 +302,8 @@ class FSDPCommContext:
             )
 
     def begin_forward(self) -> bool:
-        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph.
-
-        The host waits for gradients that are on their way to it: those that were cleared are about to be released.
-        """
+        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph."""
         self._compute_stream = self.device.current_stream()
-        if self._to_host:
-            self._wait_on_host(self._to_host)
         is_capturing = self.device.is_capturing()
         if is_capturing:
             self.was_captured = True
