@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check quick test test-full test-clients test-pool lint bench torch-gaps clean
+.PHONY: help train train-check quick test test-full test-clients test-pool lint bench torch-gaps gpu-check clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
+	@echo "make gpu-check    what only GPUs can show, in 20 checks on the GPUs of this machine; a report to send"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +72,9 @@ bench: $(STAMP)
 torch-gaps: $(STAMP)
 	$(BIN)/python -m extras.torch_gaps $(ARGS)
 	$(BIN)/python -m extras.torch_gaps --implementation fsdp2 $(ARGS)
+
+gpu-check: $(STAMP)
+	$(BIN)/python -m extras.gpu_check $(ARGS)
 
 clean:
 	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache

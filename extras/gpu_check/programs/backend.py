@@ -1,0 +1,39 @@
+"""What the engine takes the process group for, and makes of that: fusing, and factors that NCCL multiplies by."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from extras.gpu_check.programs.stacks import batch, sharded, stack
+from extras.gpu_check.runs import COMPLAINTS, Found
+from extras.gpu_check.setting import Setting
+from fsdp2 import _torch
+from tests.harness.internals import groups_of
+
+WIDTH = 64
+FACTOR = 3.0
+
+
+def run(setting: Setting) -> Found:
+    """In a rehearsal gloo's group is given the name, and nothing is reduced."""
+    complaints = []
+    named = mock.patch.object(_torch, "backend_name", lambda group, device: "nccl2")
+    with setting.group(), named if setting.is_rehearsal else nullcontext():
+        name = _torch.backend_name(dist.group.WORLD, setting.device)
+        model = sharded(stack(setting, WIDTH))
+        groups = groups_of(model)
+        for layer in (*model, model):
+            layer.set_gradient_divide_factor(FACTOR)
+        scaling = groups[0].reducer._scaling(torch.float32)
+        if setting.ranks > 1 and scaling.scatter_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            complaints.append(f"backend {name!r} is not known as NCCL: a divide factor takes kernels of its own")
+        if not setting.is_rehearsal:
+            model(batch(setting, WIDTH, 0)).square().mean().backward()
+            whole = [(param.path, param.unsharded) for group in groups for param in group.params]
+            outlive = [path for path, unsharded in whole if unsharded is not None and unsharded.grad is not None]
+            complaints += [f"{path}: the gradient of the whole parameter outlives the backward" for path in outlive]
+    return {"backend": name, "fuses": groups[0].mesh.fuses, "torch": torch.__version__, COMPLAINTS: complaints}
