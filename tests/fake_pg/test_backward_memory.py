@@ -61,7 +61,8 @@ def test_gradients_go_one_by_one_when_they_are_cast(matrices: int, name: str, wo
     block = 2 * matrices * spec.dim * spec.hidden_dim
     ours, theirs = (memory_of(each, world_size, spec, torch.bfloat16) for each in (name, "torch"))
     assert ours.backward_over <= theirs.backward_over - blocks * block
-    assert ours.forward_over <= theirs.forward_over + 2048  # slots lie at multiples of 16 bytes (torch 2.15's do not)
+    # Slots lie at multiples of 16 bytes, and so do the rows of up to 64 ranks in two gathers (torch 2.15's do not).
+    assert ours.forward_over <= theirs.forward_over + 2 * 64 * 32
 
 
 class Block(nn.Module):
