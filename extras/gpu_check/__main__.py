@@ -58,7 +58,7 @@ def _show(outcome: Outcome) -> None:
 
 
 def main() -> None:
-    """Runs what the command line says; the exit status is 1 if a check failed or hung."""
+    """Runs what the command line says; the exit status is 1 if a check failed or hung, or none could run."""
     parser = argparse.ArgumentParser(prog="python -m extras.gpu_check", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of checks, or their numbers; all if none")
     parser.add_argument("--again", action="store_true", help="also what was run before")
@@ -76,6 +76,8 @@ def main() -> None:
         print(f"goes on from {given.folder / MARKDOWN}; --again for all anew", flush=True)
     check_all(checks, report, machine, again=given.again)
     passed, bad, left = report.count("passed"), report.count("failed", "hung"), report.count("cannot run")
+    if not passed + bad:
+        raise SystemExit(f"none of the {left} checks can run here: {given.folder / MARKDOWN} says why")
     print(f"{passed} passed, {bad} failed, {left} cannot run here; please send {given.folder}")
     sys.exit(bool(bad))
 
