@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -330,11 +330,11 @@ class GradientBucket:
             packing[-1] = self._without(packing[-1], missing)
         size = world_size * layout.packed_numel
         if allocate is not None:
-            packed = allocate((size,), dtype=self.dtype, device=self._device).view(world_size, -1)
+            packed = allocate((size,), dtype=self.dtype, device=self._device)
         else:
-            packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken).view(world_size, -1)
-        self._pack(packing, world_size, packed)
-        members = [(output[: layout.packed_numel], packed.view(-1)), *direct]
+            packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
+        self._pack(packing, world_size, packed.view(world_size, -1))
+        members = [(output[: layout.packed_numel], packed), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)
@@ -571,13 +571,16 @@ class GradientBucket:
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
             met: list[tuple[FSDPParam, DTensor]] = []  # autograd has set a gradient since these were sent
+            pairs: Iterable[tuple[FSDPParam, DTensor]] = zip(self.params, buffer.gradients, strict=True)
+            if absent:
+                pairs = [pair for index, pair in enumerate(pairs) if index not in absent]
             with _torch.plain_attributes():
-                for index, (param, gradient) in enumerate(zip(self.params, buffer.gradients, strict=True)):
-                    if index not in absent:
-                        if param.sharded.grad is None:
-                            param.sharded.grad = gradient
-                        else:
-                            met.append((param, gradient))
+                for param, gradient in pairs:
+                    sharded = param.sharded
+                    if sharded.grad is None:
+                        sharded.grad = gradient
+                    else:
+                        met.append((param, gradient))
             packed.is_read = bool(met)
             for param, gradient in met:
                 self._add(param, gradient)
