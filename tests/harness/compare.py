@@ -10,7 +10,6 @@ compared everything.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +72,8 @@ def gradients_of(model: nn.Module) -> Gradients:
 def gather(tensor: Tensor) -> Tensor:
     """The whole of `tensor`, a copy. Collective where it is a DTensor.
 
-    What DTensor hands to gloo is kept for a while: torch crashes, once in many thousand times, if it dies while gloo's
-    thread lets go of it (`extras/gloo_race.py` shows that without fsdp2).
+    What DTensor hands to gloo is kept until the copy is made: torch crashes, once in many thousand times, if it dies
+    while gloo's thread lets go of it, right after the exchange (`extras/gloo_race.py` shows that without fsdp2).
     """
     if not isinstance(tensor, DTensor):
         return tensor.clone()
@@ -86,14 +85,11 @@ def gather(tensor: Tensor) -> Tensor:
         return all_gather(input, *args, **kwargs)  # type: ignore[no-any-return]
 
     with mock.patch.object(_functional_collectives, _ALL_GATHER, keeping):
-        whole = tensor.full_tensor().clone()
-    _HANDED_OVER.append(handed_over)
-    return whole
+        return tensor.full_tensor().clone()
 
 
 _NAMES = ("all_gather_single", "all_gather_tensor")  # from torch 2.13 on, and before
 _ALL_GATHER = next(name for name in _NAMES if hasattr(_functional_collectives, name))
-_HANDED_OVER: deque[list[Tensor]] = deque(maxlen=2)
 
 
 def clean_fqn(name: str) -> str:
