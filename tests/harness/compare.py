@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness.reference import Gradients
@@ -70,26 +67,8 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of `tensor`, a copy. Collective where it is a DTensor.
-
-    What DTensor hands to gloo is kept until the copy is made: torch crashes, once in many thousand times, if it dies
-    while gloo's thread lets go of it, right after the exchange (`extras/gloo_race.py` shows that without fsdp2).
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    all_gather = getattr(_functional_collectives, _ALL_GATHER)
-    handed_over: list[Tensor] = []
-
-    def keeping(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        handed_over.append(input)
-        return all_gather(input, *args, **kwargs)  # type: ignore[no-any-return]
-
-    with mock.patch.object(_functional_collectives, _ALL_GATHER, keeping):
-        return tensor.full_tensor().clone()
-
-
-_NAMES = ("all_gather_single", "all_gather_tensor")  # from torch 2.13 on, and before
-_ALL_GATHER = next(name for name in _NAMES if hasattr(_functional_collectives, name))
+    """The whole of `tensor`, a copy. Collective where it is a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def clean_fqn(name: str) -> str:
