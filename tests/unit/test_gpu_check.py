@@ -80,6 +80,7 @@ def test_there_are_twenty_in_order_each_rehearsed() -> None:
         if "replicas" not in run.options
     ],
 )
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's own, of what it looks at
 def test_programs_have_no_complaint_on_cpu(run: Program, tmp_path: Path) -> None:
     assert found_on_one_rank(run, tmp_path)[COMPLAINTS] == []
 
