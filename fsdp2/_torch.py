@@ -257,8 +257,8 @@ def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one._version != before
 
 
-storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-"""Changes when ``tensor.data`` is set: of a DTensor that is all that does, for its local tensor stays."""
+untyped_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch._C.TensorBase.untyped_storage
+"""Another object once ``tensor.data`` was set: of a DTensor that is all that changes, for its local tensor stays."""
 
 
 def is_of_several(hook: Callable[..., Any]) -> bool:

@@ -37,7 +37,7 @@ from fsdp2.core.buffers import (
     storage_alias,
 )
 from fsdp2.core.gather import Transfer
-from fsdp2.core.layout import GradientLayout
+from fsdp2.core.layout import GradientLayout, GradientSlot
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan
 from fsdp2.core.ports import Port, missing
@@ -171,6 +171,11 @@ class PackedGradients:
         self.inputs = []
 
 
+def _is_changed(slot: GradientSlot) -> bool:
+    """Whether a gradient is more than packed as it comes."""
+    return slot.direct or slot.is_dealt_out or bool(slot.partition.order)
+
+
 class GradientBucket:
     """Packs the unsharded gradients of a group's trainable parameters that are reduced in one dtype, and delivers them.
 
@@ -214,11 +219,13 @@ class GradientBucket:
         self._carried = layout.carried
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
         self._holes = self._make_holes()
-        self._carriages = [
+        carriages = [
             (index, hole, slot)
             for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
             if hole is not None
         ]
+        self._others = [each for each in carriages if _is_changed(each[2])]
+        self._packed_as_they_are = [(index, hole) for index, hole, slot in carriages if not _is_changed(slot)]
         casts = any(param.param_dtype != dtype for param in self.params)
         self._pack = PACKING.filling(layout, world_size, device, dtype, casts)
         self._templates: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -259,13 +266,11 @@ class GradientBucket:
         """Take autograd's gradients off the unsharded parameters."""
         if not self._are_plain:
             return [param.pop_grad() for param in self.params]
-        gradients: list[torch.Tensor | None] = []
-        for param in self.params:
+        gradients: list[torch.Tensor | None] = [None] * len(self.params)
+        for index, param in enumerate(self.params):
             unsharded = param.unsharded
-            if unsharded is None:
-                gradients += [None]
-            else:
-                gradients += [unsharded.grad]
+            if unsharded is not None:
+                gradients[index] = unsharded.grad
                 unsharded.grad = None
         return gradients
 
@@ -302,30 +307,27 @@ class GradientBucket:
         packing = self._template_of(dtype).copy()
         direct: list[Transfer] = []
         carried = gradients if layout.region is None else self._with_region(gradients, dtype)
-        for index, hole, slot in self._carriages:
+        for index, hole in self._packed_as_they_are:
             gradient = carried[index]
-            if gradient is None:
-                gradient = torch.zeros(
-                    slot.partition.shape, dtype=self.dtype if slot.direct else dtype, device=self._device
-                )
-            if gradient.is_sparse:
-                self._refuse_sparse(gradient, gradients)
+            if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
+                gradient = self._dense(index, gradient, dtype).to(dtype)
+            packing[hole] = gradient
+        for index, hole, slot in self._others:
+            gradient = self._dense(index, carried[index], self.dtype if slot.direct else dtype)
             if slot.partition.order:
                 gradient = gradient.permute(slot.partition.order)
-            if slot.direct:
-                destination = output.narrow(0, slot.offset, slot.shard_numel)
-                if gradient.dtype is not self.dtype:
-                    flat = arena.empty(gradient.numel(), dtype=self.dtype, device=self._device, taken=taken)
-                    gradient = flat.view(gradient.shape).copy_(gradient)
-                    if lets_go:
-                        carried[index] = None
-                direct.append((destination, gradient.contiguous().view(-1)))
-                continue
-            if gradient.dtype is not dtype:
+            if not slot.direct:
                 gradient = gradient.to(dtype)
-            if slot.is_dealt_out:
-                gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
-            packing[hole] = gradient
+                if slot.is_dealt_out:
+                    gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
+                packing[hole] = gradient
+                continue
+            if gradient.dtype is not self.dtype:
+                flat = arena.empty(gradient.numel(), dtype=self.dtype, device=self._device, taken=taken)
+                gradient = flat.view(gradient.shape).copy_(gradient)
+                if lets_go:
+                    carried[index] = None
+            direct.append((output.narrow(0, slot.offset, slot.shard_numel), gradient.contiguous().view(-1)))
         if missing:
             packing[-1] = self._without(packing[-1], missing)
         size = world_size * layout.packed_numel
@@ -354,7 +356,7 @@ class GradientBucket:
                 gaps.append(piece)
                 continue
             if gradient.is_sparse:
-                self._refuse_sparse(gradient, gradients)
+                self._refuse_sparse(self.params[index])
             partition = layout.slots[index].partition
             filled.append(storage_alias(flat, offset, partition.shape, partition.stride(partition.shape)))
             sources.append(gradient)
@@ -367,10 +369,19 @@ class GradientBucket:
             flat,
         ]
 
-    def _refuse_sparse(self, gradient: torch.Tensor, gradients: list[torch.Tensor | None]) -> NoReturn:
-        index = next(index for index, each in enumerate(gradients) if each is gradient)
+    def _dense(self, index: int, gradient: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """What is carried at ``index``: zeros of ``dtype`` in the place of a gradient that this rank does not have."""
+        if gradient is None:
+            return torch.zeros(self._carried[index].partition.shape, dtype=dtype, device=self._device)
+        if gradient.is_sparse:
+            in_turn = zip(self.params, self.layout.slots, strict=True)
+            self._refuse_sparse([param for param, slot in in_turn if slot.partition.owner is None][index])
+        return gradient
+
+    @staticmethod
+    def _refuse_sparse(param: FSDPParam) -> NoReturn:
         raise FSDPNotImplementedError(
-            f"parameter '{self.params[index].path}' has a sparse gradient, which cannot be sharded; use sparse=False."
+            f"parameter '{param.path}' has a sparse gradient, which cannot be sharded; use sparse=False."
         )
 
     def _common_dtype(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> torch.dtype:
@@ -519,10 +530,7 @@ class GradientBucket:
 
     def _have_tensor_hooks(self) -> bool:
         with _torch.plain_attributes():
-            for param in self.params:  # noqa: SIM110
-                if _torch.tensor_hooks(param.sharded):
-                    return True
-            return False
+            return any(map(_torch.tensor_hooks, map(_SHARDED, self.params)))
 
     def _gradients_on(self, flat: torch.Tensor) -> list[DTensor]:
         return [self._gradient_on(flat, index, flat.dtype) for index in range(len(self.params))]
@@ -647,6 +655,8 @@ class GradientBucket:
         """Call the users' post-accumulate-grad hooks."""
         with _torch.plain_attributes():
             hooks_of = list(map(_torch.post_accumulate_grad_hooks, map(_SHARDED, self.params)))
+        if not any(hooks_of):
+            return
         for index, hooks in enumerate(hooks_of):
             if hooks and index not in absent:
                 for hook in tuple(hooks.values()):

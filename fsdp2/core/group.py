@@ -248,11 +248,11 @@ class FSDPParamGroup:
         return self._gathered != self.written()
 
     def _sent_version(self) -> object:
-        """Changes with writes to this rank's shards; None if they may be written unseen."""
+        """Changes with writes to this rank's shards, which are not stale; None if they may be written unseen."""
         if WriteCounter.unwatched:
             return None
         of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return self.written(), of_locals, WriteCounter.steps
+        return self._gathered, of_locals, WriteCounter.steps
 
     def quiesce(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
@@ -300,7 +300,8 @@ class FSDPParamGroup:
 
     def _take_sharded(self) -> None:
         self._sharded = tuple([param.sharded for param in self.params])
-        self._addresses = list(map(_torch.storage_address, self._sharded))
+        with _torch.plain_attributes():
+            self._storages = tuple(map(_torch.untyped_storage, self._sharded))
 
     def _adopt_in_place(self) -> bool:
         """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).
@@ -599,11 +600,12 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: once, naming the parameter; the values of before are used from then on.
         """
-        addresses = list(map(_torch.storage_address, self._sharded))
-        if addresses == self._addresses:
-            return
-        changed = [one for one, *both in zip(self.params, self._addresses, addresses, strict=True) if len({*both}) > 1]
-        self._addresses = addresses
+        with _torch.plain_attributes():
+            if all(map(is_, map(_torch.untyped_storage, self._sharded), self._storages)):
+                return
+            storages = tuple(map(_torch.untyped_storage, self._sharded))
+        changed = [one for one, *two in zip(self.params, self._storages, storages, strict=True) if two[0] is not two[1]]
+        self._storages = storages
         for param in changed:
             if _torch.local_of(param.sharded) is param.local:  # else it was converted or moved, which is adopted
                 raise FSDPRuntimeError(
@@ -622,8 +624,7 @@ class FSDPParamGroup:
                 its name and the remedy.
         """
         reducer = self.reducer
-        if list(map(_torch.storage_address, self._sharded)) != self._addresses:
-            self.refuse_set_data()
+        self.refuse_set_data()
         reducer.release()
         if not ends_by_itself:
             return

@@ -219,7 +219,8 @@ class GradientReducer:
         """Whether autograd has left a gradient on any unsharded parameter."""
         for bucket in self.buckets:
             for param in bucket.params:
-                if param.unsharded is not None and param.unsharded.grad is not None:
+                unsharded = param.unsharded
+                if unsharded is not None and unsharded.grad is not None:
                     return True
         return False
 

@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -178,9 +178,6 @@ def states_below_all(modules: Sequence[nn.Module]) -> list[FSDPState]:
     return list(dict.fromkeys(state for module in modules for state in states_below(module)))
 
 
-ATTRIBUTE_OF: Port[Callable[[Any, str], Any]] = Port(object.__getattribute__)
-"""What programs ask a state for that it does not have, by name."""
-
 _RANGES = {
     "_gather_for_forward": "pre_forward",
     "_leave_forward": "post_forward",
@@ -301,12 +298,6 @@ class FSDPState:
     def name(self) -> str:
         """For messages: the group's name once the root is known, else the class of the (first) module."""
         return self.unit[0].name if self.unit else self.class_name
-
-    if not TYPE_CHECKING:  # else every attribute would be right
-
-        def __getattr__(self, name: str) -> Any:
-            """What programs know of torch's state; see `torch_view`."""
-            return ATTRIBUTE_OF.filling(self, name)
 
     @property
     def states(self) -> tuple[FSDPState, ...]:
@@ -817,3 +808,12 @@ class FSDPState:
         self._in_backward = self._awaits_finalization = self._hides_outputs = self._hides_all = False
         self._was_hidden = False
         self._to_run.clear()
+
+
+def offer(name: str, read: Callable[[FSDPState], Any]) -> None:
+    """Let states have a read-only attribute ``name`` for programs that ask for it; the engine does not.
+
+    A property of the class: with a ``__getattr__``, Python would look up every attribute of a state in a slower way.
+    """
+    assert not hasattr(FSDPState, name), f"FSDPState has '{name}' of its own"
+    setattr(FSDPState, name, property(read))

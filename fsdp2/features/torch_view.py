@@ -1,12 +1,12 @@
 """What programs read of torch's private state, on ours: a read-only view, made when it is asked for.
 
-The engine knows nothing of it, and keeps nothing up to date for it: `FSDPState.__getattr__` asks here for names that a
-state does not have. Names are torch's (2.11 to 2.15). What is not offered raises an AttributeError that says what to
-use instead.
+The engine knows nothing of it, and keeps nothing up to date for it. Names are torch's (2.11 to 2.15). What is not
+offered raises an AttributeError that says what to use instead.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, DDPMeshInfo,
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.root import FSDPRoot, Unit
-from fsdp2.core.state import ATTRIBUTE_OF
+from fsdp2.core.state import offer
 from fsdp2.errors import ParamPhase
 
 
@@ -319,17 +319,23 @@ _OFFERED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def attribute_of(state: Any, name: str) -> Any:
-    """The attribute of that name of torch's ``FSDPState``, of ``state``.
+_REFUSED = (
+    "_auto_reshard_after_forward",
+    "_device_handle",
+    "_lazy_init",
+    "_modules_to_run_forward",
+    "_post_forward",
+    "_post_forward_hook_handle",
+    "_pre_forward",
+    "_pre_forward_hook_handle",
+    "_root_pre_forward",
+    "_states_to_backward_prefetch",
+    "_states_to_forward_prefetch",
+)
+"""Other names of torch's ``FSDPState``."""
 
-    Raises:
-        AttributeError: it is not offered; the message says what to use.
-    """
-    if name.startswith("__"):
-        raise AttributeError(name)
-    if name not in _OFFERED:
-        _refuse("FSDPState", name)
-    return _OFFERED[name](state)
 
-
-ATTRIBUTE_OF.fill(attribute_of)
+for _name, _view in _OFFERED.items():
+    offer(_name, _view)
+for _name in _REFUSED:
+    offer(_name, functools.partial(lambda name, state: _refuse("FSDPState", name), _name))
