@@ -14,8 +14,6 @@ backward would take the next all-gather for an in-place modification of a saved 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import sub
 
 import torch
 
@@ -252,7 +250,7 @@ class DtypeBuffers:
         any parameter's version.
         """
         start = self.unsharded.flat.data_ptr()
-        offsets = list(map(sub, map(torch.Tensor.data_ptr, self._locals), repeat(start)))
+        offsets = [pointer - start for pointer in map(torch.Tensor.data_ptr, self._locals)]
         versions = list(map(_torch.version_of, self._locals))
         if offsets == self._offsets and versions == self._versions:
             return None

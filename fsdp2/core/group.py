@@ -297,6 +297,7 @@ class FSDPParamGroup:
                 mark_replaced(param.sharded, found)
             param.adopt(found)
         self._take_sharded()
+        self._registrations.expect_replaced()
 
     def _take_sharded(self) -> None:
         self._sharded = tuple([param.sharded for param in self.params])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
@@ -614,36 +614,41 @@ class Registrations:
         places: a mapping of registered parameters, the name in it, and whose parameter belongs there.
     """
 
-    __slots__ = ("_mappings", "_names", "_params", "places")
+    __slots__ = ("_mappings", "_names", "_params", "_sharded", "places")
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self.places = tuple([(mapping, name, param) for param in params for mapping, name in param.registrations])
         columns: Any = zip(*self.places, strict=True) if self.places else ((), (), ())
         self._mappings, self._names, self._params = columns
+        self.expect_replaced()
+
+    def expect_replaced(self) -> None:
+        """Others have taken the place of sharded parameters since this was made."""
+        self._sharded = tuple(map(_SHARDED, self._params))
 
     def hold_sharded(self) -> bool:
         """Whether the modules hold the sharded parameters, as they were when the plan was made."""
+        sharded = self._sharded
         with _torch.plain_attributes():
-            held = self._hold(_SHARDED)
-        return held and all(map(is_, map(_torch.local_of, map(_SHARDED, self._params)), map(_LOCAL, self._params)))
+            held = self._hold(sharded)
+        return held and all(map(is_, map(_torch.local_of, sharded), map(_LOCAL, self._params)))
 
     def hold_post_forward(self) -> bool:
         """Whether they hold what was registered after forward, neither frozen nor unfrozen."""
-        return self._hold(_RESTING)
+        return self._hold(map(_RESTING, self._params))
 
     def hold_unsharded(self) -> bool:
         """Whether they hold the unsharded parameters, neither frozen nor unfrozen."""
-        return self._hold(_UNSHARDED)
+        return self._hold(map(_UNSHARDED, self._params))
 
-    def _hold(self, form: Callable[[FSDPParam], Any]) -> bool:
-        """Whether they hold the parameters in this ``form``, neither frozen nor unfrozen."""
+    def _hold(self, expected: Iterable[Any]) -> bool:
+        """Whether they hold what is ``expected``, neither frozen nor unfrozen."""
         try:
             found = list(map(getitem, self._mappings, self._names))
         except KeyError:
             return False
-        expected = self._params
-        return all(map(is_, found, map(form, expected))) and all(
-            map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, expected))
+        return all(map(is_, found, expected)) and all(
+            map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, self._params))
         )
 
     def are_toggled(self) -> bool:
@@ -655,8 +660,8 @@ class Registrations:
 
     def register_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
-        for mapping, name, param in self.places:
-            mapping[name] = param.sharded
+        for mapping, name, sharded in zip(self._mappings, self._names, self._sharded):  # noqa: B905  all are columns
+            mapping[name] = sharded
 
     def restore_sharded(self) -> FSDPParam | None:
         """The same, whatever they hold. Frozen and unfrozen parameters stay so.
