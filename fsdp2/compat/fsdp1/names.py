@@ -1,0 +1,25 @@
+"""The names that wrappers put before those of a module, and names without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+WRAPPED = "_fsdp_wrapped_module"
+"""Under which a wrapper holds its module, as torch's does: programs look for it in names."""
+
+PREFIXES = (f"{WRAPPED}.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean(name: str) -> str:
+    """``name`` as it is in the plain module."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All names of all parameters at and below ``module``, those of ties included, without prefixes."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield clean(name), parameter

@@ -1,0 +1,250 @@
+"""The state of optimizers by names of parameters, whole or sharded, and back: what FSDP1's static methods do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp2 import FSDPRuntimeError, FSDPValueError
+from fsdp2.compat.fsdp1 import whole
+from fsdp2.compat.fsdp1.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp2.compat.fsdp1.names import named_parameters
+
+StateDict = dict[str, Any]
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The first clean name of every parameter."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters(model):
+        names.setdefault(parameter, name)
+    return names
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, given: StateDict | None, settings: Any) -> StateDict:
+    """``{"state": {name: ...}, "param_groups": [...]}`` with the names of parameters in both.
+
+    ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
+    """
+    given = optimizer.state_dict() if given is None else given
+    names, indices = names_of(model), _indices(optimizer)
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    config = settings.optim_state_dict_config
+    drops = is_full and config.rank0_only and dist.get_rank() != 0
+    keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
+    state: StateDict = {}
+    for key, entry in given["state"].items():
+        name = keys.get(key, key)
+        values = {what: _saved(value, is_full, config.offload_to_cpu) for what, value in entry.items()}
+        if not drops:
+            state[name] = values
+    if drops:
+        return {}
+    groups = [
+        {
+            **{what: copy.deepcopy(value) for what, value in group.items() if what not in ("params", "param_names")},
+            "params": [keys.get(key, key) for key in group["params"]],
+        }
+        for group in given["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _indices(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _keys(given: StateDict, indices: list[nn.Parameter], names: dict[nn.Parameter, str]) -> dict[Any, nn.Parameter]:
+    """Whose each key of ``given`` is: an index, or (of a named optimizer) a name."""
+    keys = [key for group in given["param_groups"] for key in group["params"]]
+    if all(isinstance(key, int) for key in keys):
+        return dict(zip(keys, indices, strict=True))
+    by_name = {name: parameter for parameter, name in names.items()}
+    return {key: by_name[key] for key in keys if key in by_name}
+
+
+def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter) -> str:
+    if parameter not in names:
+        raise FSDPValueError(
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: build the "
+            "optimizer on the parameters of the wrapped model, after wrapping."
+        )
+    return names[parameter]
+
+
+def _saved(value: Any, is_full: bool, offload: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if is_full:
+        return whole.whole(value, offload=offload)
+    return value.cpu() if offload else value
+
+
+def state_to_load(
+    model: nn.Module, optimizer: Optimizer, given: StateDict, settings: Any, *, is_named_optimizer: bool = False
+) -> StateDict:
+    """What ``optimizer.load_state_dict`` takes: the state placed as the parameters are. Collective, if on rank 0 only.
+
+    Raises:
+        FSDPRuntimeError: a name that the model does not have.
+    """
+    names = names_of(model)
+    by_name: dict[str, nn.Parameter] = {name: parameter for name, parameter in named_parameters(model)}
+    is_full, config = settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
+    if is_full and config.rank0_only:
+        given = _from_first_rank(given, by_name)
+    mine = {names[parameter] for parameter in _indices(optimizer) if parameter in names}
+    state: StateDict = {}
+    for name, entry in given["state"].items():
+        parameter = by_name.get(name)
+        if parameter is None:
+            raise FSDPRuntimeError(f"the optimizer's state has '{name}', which the model does not have.")
+        if names[parameter] not in mine:
+            continue  # of a part of the model that this optimizer does not step on
+        state[names[parameter]] = {what: _loaded(value, parameter, name) for what, value in entry.items()}
+    saved = {
+        names[by_name[name]]: index
+        for index, group in enumerate(given["param_groups"])
+        for name in group["params"]
+        if name in by_name
+    }
+    groups = [
+        _group(group, given["param_groups"], saved, names, position)
+        for position, group in enumerate(optimizer.param_groups)
+    ]
+    if is_named_optimizer:
+        return {"state": state, "param_groups": groups}
+    numbers = {names[parameter]: index for index, parameter in enumerate(_indices(optimizer))}
+    for group in groups:
+        group["params"] = [numbers[name] for name in group["params"]]
+    return {"state": {numbers[name]: entry for name, entry in state.items()}, "param_groups": groups}
+
+
+def _group(
+    group: dict[str, Any],
+    saved_groups: list[dict[str, Any]],
+    saved: dict[str, int],
+    names: dict[nn.Parameter, str],
+    position: int,
+) -> dict[str, Any]:
+    own = [_name(names, parameter) for parameter in group["params"]]
+    at = next((saved[name] for name in own if name in saved), position)
+    found = saved_groups[at] if at < len(saved_groups) else {}
+    settings = {what: value for what, value in group.items() if what not in ("params", "param_names")}
+    return {**settings, **{what: value for what, value in found.items() if what in settings}, "params": own}
+
+
+def _loaded(value: Any, parameter: nn.Parameter, name: str) -> Any:
+    if whole.is_sharded_tensor(value):
+        return whole.from_sharded_tensor(value, parameter, name)
+    if isinstance(value, torch.Tensor):
+        return whole.like(value, parameter)
+    return value
+
+
+def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter]) -> StateDict:
+    """What rank 0 has, on all ranks: tensors one by one. Collective."""
+    group = dist.group.WORLD
+    outline: list[Any] = [None]
+    if dist.get_rank() == 0:
+        outline = [
+            {
+                "state": {
+                    name: {what: _outline(value) for what, value in entry.items()}
+                    for name, entry in given["state"].items()
+                },
+                "param_groups": given["param_groups"],
+            }
+        ]
+    dist.broadcast_object_list(outline, src=0, group=group)
+    state: StateDict = {}
+    for name, entry in outline[0]["state"].items():
+        state[name] = {}
+        for what, form in entry.items():
+            if not isinstance(form, _Form):
+                state[name][what] = form
+                continue
+            parameter = by_name.get(name)
+            device = parameter.device if parameter is not None else torch.device("cpu")
+            sent = given["state"][name][what].detach() if dist.get_rank() == 0 else None
+            (received,) = whole.broadcast([sent], [torch.empty(form.shape, dtype=form.dtype, device=device)], group)
+            state[name][what] = received if parameter is None else whole.like(received, parameter)
+    return {"state": state, "param_groups": outline[0]["param_groups"]}
+
+
+def full_settings(rank0_only: bool) -> Any:
+    """Of whole tensors on the CPU."""
+    config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), config)
+
+
+def sharded_settings() -> Any:
+    """Of sharded tensors where they are."""
+    config = ShardedOptimStateDictConfig(offload_to_cpu=False)
+    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), config)
+
+
+def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
+    """In the order of the optimizer, of what it is built on, or of the model."""
+    if optimizer is not None:
+        return _indices(optimizer)
+    given = list(model.parameters() if optim_input is None else optim_input)
+    return [each for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+
+
+class _Like(NamedTuple):
+    """What is asked of an optimizer that a program does not have at hand."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> Any:
+    """The optimizer, or its parameter groups as ``optim_input`` (what it is built on) tells them."""
+    if optimizer is not None:
+        return optimizer
+    given = list(model.parameters() if optim_input is None else optim_input)
+    if given and isinstance(given[0], dict):
+        return _Like([{**each, "params": list(each["params"])} for each in given])
+    return _Like([{"params": given}])
+
+
+class _Form:
+    """The shape and dtype of a tensor that is sent by itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _outline(value: Any) -> Any:
+    return _Form(value) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def rekeyed(given: StateDict, key_type: Any, model: nn.Module, parameters: Iterable[nn.Parameter]) -> StateDict:
+    """``given`` with numbers in the place of names, or names in the place of numbers, as ``key_type`` says."""
+    names = names_of(model)
+    ordered = [_name(names, parameter) for parameter in parameters]
+    to: dict[Any, Any] = dict(enumerate(ordered))
+    if key_type is OptimStateKeyType.PARAM_ID:
+        to = {name: number for number, name in to.items()}
+        aliases = {name: names[parameter] for name, parameter in named_parameters(model)}
+        to |= {alias: to[name] for alias, name in aliases.items() if name in to}
+    return {
+        "state": {to.get(key, key): entry for key, entry in given["state"].items()},
+        "param_groups": [
+            {**group, "params": [to.get(key, key) for key in group["params"]]} for group in given["param_groups"]
+        ],
+    }

@@ -1,0 +1,140 @@
+"""The state dicts of a wrapped module: hooks that change what the module's own ``state_dict`` holds, and how it loads.
+
+A wrapper's hook handles the parameters of its own unit: those of nested wrappers were handled by theirs, which ran
+before. So one unit's whole parameters are gathered at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPRuntimeError
+from fsdp2.compat.fsdp1 import whole
+from fsdp2.compat.fsdp1.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp2.compat.fsdp1.names import WRAPPED
+
+_CONFIGS = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+}
+
+
+def settings_of(state_dict_type: Any, state_dict_config: Any, optim_state_dict_config: Any) -> Any:
+    """The settings of a type of state dict, with the default configurations where none is given.
+
+    Raises:
+        FSDPRuntimeError: a configuration is of another type of state dict.
+    """
+    found = []
+    for given, wanted in zip((state_dict_config, optim_state_dict_config), _CONFIGS[state_dict_type], strict=True):
+        if given is not None and type(given) is not wanted:
+            raise FSDPRuntimeError(
+                f"{state_dict_type.name} goes with a {wanted.__name__}, got a {type(given).__name__}."
+            )
+        found.append(wanted() if given is None else given)
+    return StateDictSettings(state_dict_type, *found)
+
+
+def after_state_dict(
+    wrapper: Any, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Hook: names without the wrapper's, and values as the type of state dict says."""
+    inner = f"{prefix}{WRAPPED}."
+    settings = wrapper.settings
+    kind, config = settings.state_dict_type, settings.state_dict_config
+    offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
+    drops = is_full and config.rank0_only and dist.get_rank() != 0
+    is_whole = is_full or wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
+    same = _first_names(wrapper, inner)
+    buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
+    done: dict[str, Any] = {}
+    for key in [key for key in state_dict if key.startswith(inner)]:
+        value = state_dict.pop(key)
+        if isinstance(value, torch.Tensor):
+            first = same.get(key, key)
+            if first in done:
+                value = done[first]
+            else:
+                if key in buffers:
+                    value = value.to(buffers[key])
+                if isinstance(value, DTensor) and is_whole:
+                    value = whole.whole(value, offload=offload)
+                elif offload:
+                    value = value.cpu()
+                done[first] = None if drops else value
+                value = done[first]
+        if not drops:
+            state_dict[prefix + key.removeprefix(inner)] = value
+
+
+def _first_names(wrapper: Any, inner: str) -> dict[str, str]:
+    """The first name of each parameter and buffer, by its names: ties are gathered once, and stay one tensor."""
+    first: dict[int, str] = {}
+    module = wrapper._fsdp_wrapped_module
+    named: Iterable[tuple[str, torch.Tensor]] = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {f"{inner}{name}": first.setdefault(id(tensor), f"{inner}{name}") for name, tensor in wrapper.cleaned(named)}
+
+
+def before_load(
+    wrapper: Any, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Hook: names with the wrapper's, and values placed as this unit's parameters are."""
+    inner = f"{prefix}{WRAPPED}."
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+    own, shown = wrapper.own_tensors(), prefix.replace(f"{WRAPPED}.", "")
+    settings = wrapper.settings
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
+        _from_first_rank(state_dict, own, inner)
+    for name, tensor in own.items():
+        key = f"{inner}{name}"
+        value = state_dict.get(key)
+        if value is None:
+            continue
+        if whole.is_sharded_tensor(value):
+            state_dict[key] = whole.from_sharded_tensor(value, tensor, f"{shown}{name}")
+        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if isinstance(tensor, DTensor) and value.shape != tensor.shape:
+                raise FSDPRuntimeError(
+                    f"'{shown}{name}' is to be loaded with the shape {list(value.shape)}, and has {list(tensor.shape)}."
+                )
+            state_dict[key] = whole.like(value, tensor)
+
+
+def _from_first_rank(state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str) -> None:
+    """Let all ranks have what rank 0 has of this unit. Collective."""
+    group = dist.group.WORLD
+    names: list[Any] = [[name for name in own if f"{inner}{name}" in state_dict]]
+    dist.broadcast_object_list(names, src=0, group=group)
+    for name in names[0]:
+        tensor = own[name]
+        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        given = state_dict.get(f"{inner}{name}") if dist.get_rank() == 0 else None
+        given = given if given is None else given.detach().to(tensor.dtype)
+        (state_dict[f"{inner}{name}"],) = whole.broadcast([given], [form], group)
+
+
+def after_load(wrapper: nn.Module, incompatible: Any) -> None:
+    """Hook: what is missing is told by the names of state dicts."""
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
+        names[:] = [name.replace(f"{WRAPPED}.", "") for name in names]

@@ -1,0 +1,511 @@
+"""`FullyShardedDataParallel`: the wrapper of FSDP1 around a module that `fully_shard` shards in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import FSDPModule, FSDPRuntimeError, clip_grad_norm_, fully_shard
+from fsdp2.compat.fsdp1 import optim_state, state_dicts
+from fsdp2.compat.fsdp1.casting import cast_buffers, cast_inputs, compute_in_own_dtype, computes_in_own_dtype
+from fsdp2.compat.fsdp1.config import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp2.compat.fsdp1.construction import (
+    check,
+    device_of,
+    ignored_below,
+    materialize,
+    mesh_of,
+    mixed_precision_of,
+    move,
+    offload_of,
+    own_modules,
+    refuse_deferred,
+    strategy_of,
+)
+from fsdp2.compat.fsdp1.names import WRAPPED, clean
+from fsdp2.compat.fsdp1.policies import wrap_submodules
+
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+class FullyShardedDataParallel(nn.Module):
+    """A module around ``module``, whose parameters are sharded: FSDP1's interface to `fully_shard`.
+
+    Parameters keep their names, and are DTensors of the whole's shape; nothing is flattened. All ranks must make the
+    same calls. The arguments are those of torch's class; docs/fsdp1.md says what each comes to, and where this class
+    differs on purpose.
+
+    Attributes:
+        rank: of this process, among those the unit is sharded over.
+        world_size: the number of these.
+        compute_device: where forward and backward run.
+        ignored: what is left alone at and below it.
+
+    Raises:
+        FSDPTypeError: an argument of another kind.
+        FSDPValueError: arguments that contradict each other, or a wrapped module that is to be ignored.
+        FSDPNotImplementedError: parameters of torchdistX.
+        FSDPRuntimeError: no process group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: Any = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: Any = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        check("module", module, nn.Module)
+        check("sharding_strategy", sharding_strategy, ShardingStrategy)
+        check("cpu_offload", cpu_offload, CPUOffload)
+        check("backward_prefetch", backward_prefetch, BackwardPrefetch)
+        check("mixed_precision", mixed_precision, MixedPrecision)
+        check("device_mesh", device_mesh, DeviceMesh)
+        refuse_deferred(module)
+        self.sharding_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self._use_orig_params = use_orig_params
+        below = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        self.ignored = ignored_below(module, ignored_modules, ignored_states, below, FullyShardedDataParallel)
+        self.compute_device = device_of(device_id, device_mesh)
+        mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
+        self._device_mesh = mesh
+        self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        self._is_nested = self._is_ready = False
+        self._settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
+        self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
+        if auto_wrap_policy is not None:
+            if below:
+                raise FSDPRuntimeError(
+                    "auto_wrap_policy cannot be used on a module of which a part is wrapped already: wrap all of it by "
+                    "hand, or nothing."
+                )
+            arguments = {
+                "process_group": process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self.ignored.params,
+                "device_mesh": device_mesh,
+            }
+            if mixed_precision is not None:
+                self._leave_in_own_dtype(module)
+            wrap_submodules(module, auto_wrap_policy, self.ignored, arguments, FullyShardedDataParallel)
+        self._fsdp_wrapped_module = module
+        self._make_unit(param_init_fn, sync_module_states)
+        for each in self._wrappers_below():
+            each._is_nested = True
+        self.register_state_dict_post_hook(state_dicts.after_state_dict)
+        self.register_load_state_dict_pre_hook(state_dicts.before_load)
+        self.register_load_state_dict_post_hook(state_dicts.after_load)
+
+    def _leave_in_own_dtype(self, module: nn.Module) -> None:
+        """Let modules of the classes that mixed precision ignores compute in their own dtype, in whichever unit."""
+        classes = tuple(self.mixed_precision._module_classes_to_ignore or ())
+        found = [each for each in module.modules() if isinstance(each, classes)] if classes else []
+        compute_in_own_dtype([each for each in found if each not in self.ignored.modules])
+
+    def _make_unit(self, param_init_fn: Any, sync_module_states: bool) -> None:
+        """Give this unit's parameters their values, on their device, and shard them."""
+        module, ignored, device = self._fsdp_wrapped_module, self.ignored, self.compute_device
+        materialize(module, ignored, FullyShardedDataParallel, param_init_fn, device)
+        move(module, ignored, FullyShardedDataParallel, device)
+        if sync_module_states:
+            for dim in reversed(range(self._device_mesh.ndim)):
+                fsdp2.broadcast_parameters(module, process_group=self._device_mesh.get_group(dim))
+        precision = self.mixed_precision
+        if precision.keep_low_precision_grads and precision.param_dtype is not None:
+            for parameter in self._own_parameters():
+                parameter.grad_dtype = precision.param_dtype
+        kept = frozenset(
+            parameter for each in self._own_modules() if computes_in_own_dtype(each) for parameter in each.parameters()
+        )
+        fully_shard(
+            module,
+            mesh=self._device_mesh,
+            ignored_params=ignored.params,
+            **strategy_of(self.sharding_strategy),
+            **mixed_precision_of(precision, kept),
+            **offload_of(self.cpu_offload),
+        )
+
+    # -- what is below
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that parameters are sharded over."""
+        return self._device_mesh.get_group(self._device_mesh.ndim - 1)
+
+    def _own_modules(self) -> Iterator[nn.Module]:
+        return own_modules(self._fsdp_wrapped_module, self.ignored, FullyShardedDataParallel)
+
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        for module in self._own_modules():
+            yield from (each for each in module.parameters(recurse=False) if each not in self.ignored.params)
+
+    def _wrappers_below(self) -> list[FullyShardedDataParallel]:
+        return [each for each in self.modules() if each is not self and isinstance(each, FullyShardedDataParallel)]
+
+    @property
+    def module(self) -> Any:
+        """What is wrapped, inside of a checkpoint wrapper too."""
+        wrapped: Any = self._modules[WRAPPED]
+        return wrapped._modules.get(_CHECKPOINTED, wrapped)
+
+    @property
+    def _unit(self) -> FSDPModule:
+        """The sharded module."""
+        module: FSDPModule = self.module
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or WRAPPED not in self.__dict__.get("_modules", ()):
+                raise
+            return getattr(self._modules[WRAPPED], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._is_nested = False  # a copy of a part is a root
+        for each in self._wrappers_below():
+            each._is_nested = True
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one."""
+        return not self._is_nested
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers at and below ``module``; or those of them that no other is around."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        return [each for each in found if not (root_only and each._is_nested)]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of the plain module: without the names of wrappers."""
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield name.replace(f"{WRAPPED}.", ""), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As of the plain module: without the names of wrappers."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield name.replace(f"{WRAPPED}.", ""), buffer
+
+    # -- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's."""
+        if not self._is_ready:
+            self._begin()
+        precision = self.mixed_precision
+        casts = precision.cast_forward_inputs if self._is_nested else precision.cast_root_forward_inputs
+        if casts and precision.param_dtype is not None:
+            args, kwargs = cast_inputs(args, precision.param_dtype), cast_inputs(kwargs, precision.param_dtype)
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def _begin(self) -> None:
+        """The first forward: what cannot be done before it is known which wrapper is the root."""
+        for each in (self, *self._wrappers_below()):
+            if not each._is_ready:
+                each._is_ready = True
+                if each.mixed_precision.buffer_dtype is not None:
+                    each._buffer_dtypes = cast_buffers(each._own_modules(), each.mixed_precision.buffer_dtype)
+        if self.backward_prefetch is None and not self._is_nested:
+            self._unit.set_prefetch_budget(0)
+
+    def _refuse_below_root(self, what: str) -> None:
+        if self._is_nested:
+            raise FSDPRuntimeError(
+                f"`{what}()` on inner FSDP instances is not supported. Please call `{what}()` on root FSDP module."
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate gradients, unsharded, without communication; on the root only.
+
+        Raises:
+            FSDPRuntimeError: on a wrapper that another one is around.
+        """
+        self._refuse_below_root("no_sync")
+        unit = self._unit
+        unit.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            unit.set_requires_gradient_sync(True)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the norm of all gradients together, of sharded, replicated and ignored parameters; on the root only.
+
+        Returns:
+            The norm before, a plain tensor of no dims: of the whole model.
+
+        Raises:
+            FSDPRuntimeError: on a wrapper that another one is around.
+        """
+        self._refuse_below_root("clip_grad_norm_")
+        total = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return total.full_tensor() if isinstance(total, DTensor) else total
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce each unit's flat gradient: see `FSDPModule.register_comm_hook`."""
+        if self._is_nested:
+            raise FSDPRuntimeError("register_comm_hook can only be called on a root instance.")
+        self._unit.register_comm_hook(state, hook)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As of a plain module: ``fn`` finds whole parameters, and what it writes is kept."""
+        with fsdp2.full_parameters(self):
+            super().apply(fn)
+        return self
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, parameters at and below ``module`` are whole: see `fsdp2.full_parameters`."""
+        within = module
+        if not recurse and isinstance(module, FullyShardedDataParallel):
+            within = module.module
+        with fsdp2.full_parameters(
+            within,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    # -- state dicts
+
+    @property
+    def settings(self) -> Any:
+        """The type of its state dicts, and their configurations."""
+        return self._settings
+
+    def buffer_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes in which buffers of this unit are saved, where mixed precision has cast them, by their names."""
+        if not self._buffer_dtypes:
+            return {}
+        places = dict(self.cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)))
+        by_module: dict[nn.Module, list[str]] = {}
+        for name, module in places.items():
+            by_module.setdefault(module, []).append(f"{name}." if name else "")
+        return {
+            f"{prefix}{name}": dtype
+            for (module, name), dtype in self._buffer_dtypes.items()
+            for prefix in by_module.get(module, ())
+        }
+
+    @staticmethod
+    def cleaned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Names without those of nested wrappers."""
+        return ((clean(name), each) for name, each in named)
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of this unit, by all of their names below what is wrapped."""
+        own = set(self._own_modules())
+        ignored = self.ignored.modules
+        found: dict[str, torch.Tensor] = {}
+        for prefix, module in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
+            if module in own or module in ignored:
+                tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                for name, tensor in tensors:
+                    found[clean(f"{prefix}.{name}" if prefix else name)] = tensor
+        return found
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> Any:
+        """Say what state dicts of all wrappers at and below ``module`` hold.
+
+        Returns:
+            The settings of before.
+
+        Raises:
+            FSDPRuntimeError: a configuration of another type.
+        """
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        settings = state_dicts.settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        for each in FullyShardedDataParallel.fsdp_modules(module):
+            each._settings = settings
+        return before
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> Any:
+        """The settings of the wrappers at and below ``module``.
+
+        Raises:
+            FSDPRuntimeError: they differ.
+        """
+        found = [each._settings for each in FullyShardedDataParallel.fsdp_modules(module)]
+        if any(each != found[0] for each in found):
+            raise FSDPRuntimeError(
+                "wrappers below have different state dict types: call set_state_dict_type() on the outermost module."
+            )
+        return found[0] if found else state_dicts.settings_of(StateDictType.FULL_STATE_DICT, None, None)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module, state_dict_type: Any, state_dict_config: Any = None, optim_state_dict_config: Any = None
+    ) -> Iterator[None]:
+        """`set_state_dict_type` inside; the settings of before are back after it, also after an exception."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = [each._settings for each in wrappers]
+        settings = (state_dict_type, state_dict_config, optim_state_dict_config)
+        FullyShardedDataParallel.set_state_dict_type(module, *settings)
+        try:
+            yield
+        finally:
+            for each, former in zip(wrappers, before, strict=True):
+                each._settings = former
+
+    # -- optimizers' state dicts
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The state of ``optim`` by names of parameters, as the type of state dict says. Collective, if it is FULL."""
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        return optim_state.state_of(model, optim, optim_state_dict, settings)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from what `optim_state_dict` returned; or load it at once."""
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        found = optim_state.state_to_load(
+            model, optim, optim_state_dict, settings, is_named_optimizer=is_named_optimizer
+        )
+        if load_directly:
+            optim.load_state_dict(found)
+        return found
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: Any,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer's state with numbers in the place of names, or names in the place of numbers.
+
+        The numbers are those of ``optim``, or of ``optim_input`` (what it was or will be built on), or of the model's
+        parameters in their order. Every rank may call it alone.
+        """
+        parameters = optim_state.parameters_of(model, optim_input, optim)
+        return optim_state.rekeyed(optim_state_dict, optim_state_key_type, model, parameters)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of FULL type, on the CPU. Collective."""
+        return optim_state.state_of(model, optim, None, optim_state.full_settings(rank0_only))
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
+        """`optim_state_dict` of SHARDED type."""
+        return optim_state.state_of(model, optim, None, optim_state.sharded_settings())
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of whole tensors that every rank has. No communication."""
+        found = optim_state.optimizer_like(model, optim_input, optim)
+        return optim_state.state_to_load(model, found, full_optim_state_dict, optim_state.full_settings(False))
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of whole tensors that rank 0 has. Collective."""
+        found = optim_state.optimizer_like(model, optim_input, optim)
+        given = full_optim_state_dict or {}
+        return optim_state.state_to_load(model, found, given, optim_state.full_settings(True))
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """`optim_state_dict_to_load` of SHARDED type: nothing is flattened."""
+        return optim_state.state_to_load(model, optim, sharded_optim_state_dict, optim_state.sharded_settings())

@@ -1,0 +1,260 @@
+"""State dicts of the wrapper and of optimizers: each type, there and back, and to and from torch's own FSDP1."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPRuntimeError
+from fsdp2.compat.fsdp1 import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ModuleWrapPolicy,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from tests.harness import multi_rank
+from tests.harness.models import UNEVEN_MLP
+
+CPU = torch.device("cpu")
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+def torchs() -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
+
+    return Torchs
+
+
+def wrapped(kind: Any = FullyShardedDataParallel, *, seed: int = 0, **arguments: Any) -> Any:
+    return kind(UNEVEN_MLP.build(seed), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=CPU, **arguments)
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    first, *others = model.parameters()
+    groups: Any = [{"params": [first], "weight_decay": 0.1}, {"params": others}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, step, dist.get_rank()))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_full_state_dicts_hold_what_the_plain_module_holds(strategy: str, world_size: int) -> None:
+    plain = UNEVEN_MLP.build()
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    saved = model.state_dict()
+    assert list(saved) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        assert type(saved[name]) is torch.Tensor and torch.equal(saved[name], value), name
+    saved[next(iter(saved))].zero_()
+    assert not (whole(next(iter(model.parameters()))) == 0).all(), "a state dict has memory of its own"
+
+
+@multi_rank(2, 4)
+def test_on_the_first_rank_only(world_size: int) -> None:
+    model, other = wrapped(), wrapped(seed=1)
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, FULL, config):
+        saved = model.state_dict()
+    assert bool(saved) is (dist.get_rank() == 0)
+    with FullyShardedDataParallel.state_dict_type(other, FULL, config):
+        other.load_state_dict(saved)
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
+@multi_rank(2)
+def test_sharded_state_dicts_are_the_parameters(world_size: int) -> None:
+    model, other = wrapped(), wrapped(seed=1)
+    with FullyShardedDataParallel.state_dict_type(model, SHARDED, ShardedStateDictConfig()):
+        saved = model.state_dict()
+        for name, parameter in model.named_parameters():
+            assert isinstance(saved[name], DTensor)
+            assert saved[name].to_local().data_ptr() == parameter.to_local().data_ptr(), name
+    with FullyShardedDataParallel.state_dict_type(other, SHARDED):
+        other.load_state_dict(saved)
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+
+
+@multi_rank(2)
+def test_ties_have_all_their_names(world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = Tied()
+    model = FullyShardedDataParallel(nn.ModuleDict({"a": nn.Sequential(copy.deepcopy(plain))})["a"])
+    saved = model.state_dict()
+    assert list(saved) == ["0.scale", "0.embedding.weight", "0.head.weight"]
+    assert saved["0.head.weight"] is saved["0.embedding.weight"]
+    model.load_state_dict({name: torch.full_like(value, 3.0) for name, value in saved.items()})
+    assert (whole(model[0].head.weight) == 3).all() and (model[0].scale == 3).all()
+
+
+@multi_rank(2)
+def test_what_does_not_fit_is_told_by_its_name(world_size: int) -> None:
+    model = wrapped()
+    saved = model.state_dict()
+    name, value = next(iter(saved.items()))
+    with pytest.raises(RuntimeError, match=name):
+        model.load_state_dict({name: value[:-1], **{key: each for key, each in saved.items() if key != name}})
+    found = model.load_state_dict({"other": value}, strict=False)
+    assert found.missing_keys == list(saved) and found.unexpected_keys == ["other"]
+    with pytest.raises(FSDPRuntimeError, match="FULL_STATE_DICT goes with a FullStateDictConfig"):
+        FullyShardedDataParallel.set_state_dict_type(model, FULL, ShardedStateDictConfig())
+
+
+@multi_rank(2)
+def test_settings_come_back_after_an_exception(world_size: int) -> None:
+    model = wrapped()
+    before = FullyShardedDataParallel.get_state_dict_type(model)
+    with pytest.raises(KeyError), FullyShardedDataParallel.state_dict_type(model, SHARDED):
+        assert FullyShardedDataParallel.get_state_dict_type(model[0]).state_dict_type is SHARDED
+        raise KeyError
+    assert FullyShardedDataParallel.get_state_dict_type(model) == before
+    FullyShardedDataParallel.set_state_dict_type(model[0], SHARDED)
+    with pytest.raises(FSDPRuntimeError, match="different state dict types"):
+        FullyShardedDataParallel.get_state_dict_type(model)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("optimizer_name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_training_goes_on_from_state_dicts(kind: str, optimizer_name: str, rank0_only: bool, world_size: int) -> None:
+    if rank0_only and kind != "FULL_STATE_DICT":
+        return
+    configs = (
+        (FullStateDictConfig(rank0_only=rank0_only), FullOptimStateDictConfig(rank0_only=rank0_only))
+        if kind == "FULL_STATE_DICT"
+        else (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+    )
+    settings = (StateDictType[kind], *configs)
+    model = wrapped()
+    optimizer = optimizer_of(model, optimizer_name)
+    train(model, optimizer, 0, 2)
+    with FullyShardedDataParallel.state_dict_type(model, *settings):
+        weights = model.state_dict()
+        if kind != "FULL_STATE_DICT":
+            weights = {name: value.clone() for name, value in weights.items()}
+        state = copy.deepcopy(FullyShardedDataParallel.optim_state_dict(model, optimizer))
+    if not rank0_only or dist.get_rank() == 0:
+        names = {name for name, _ in model.named_parameters()}
+        assert set(state["state"]) == names
+        assert {name for group in state["param_groups"] for name in group["params"]} == names
+    else:
+        assert state == {} and not weights
+    other = wrapped(seed=1)
+    others = optimizer_of(other, optimizer_name)
+    with FullyShardedDataParallel.state_dict_type(other, *settings):
+        other.load_state_dict(weights)
+        loaded = FullyShardedDataParallel.optim_state_dict_to_load(other, others, state)
+        others.load_state_dict(loaded)
+    assert train(model, optimizer, 2, 2) == train(other, others, 2, 2)
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
+@multi_rank(2, 4)
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("writer", ["torch", "fsdp2"])
+def test_checkpoints_of_torchs_fsdp1(kind: str, use_orig_params: bool, writer: str, world_size: int) -> None:
+    """Written there and read here (without communication, of one rank each), and the reverse for whole tensors."""
+    if kind == "SHARDED_STATE_DICT" and writer == "fsdp2":
+        return  # SHARDED is never ShardedTensor here: torch's reads DTensors only with a device mesh
+    theirs = wrapped(torchs(), use_orig_params=use_orig_params, seed=2)
+    ours = wrapped(seed=1)
+    first, second = (theirs, ours) if writer == "torch" else (ours, theirs)
+    optimizer = optimizer_of(first, "SGD")
+    train(first, optimizer, 0, 2)
+    settings = (StateDictType[kind],)
+    with type(first).state_dict_type(first, *settings):
+        weights = first.state_dict()
+        state = type(first).optim_state_dict(first, optimizer)
+    others = optimizer_of(second, "SGD")
+    with type(second).state_dict_type(second, *settings):
+        second.load_state_dict(weights)
+        others.load_state_dict(type(second).optim_state_dict_to_load(second, others, state))
+    for one, other in zip(train(first, optimizer, 2, 3), train(second, others, 2, 3), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@multi_rank(2)
+def test_numbers_in_the_place_of_names_and_back(world_size: int) -> None:
+    model = wrapped()
+    optimizer = optimizer_of(model, "SGD")
+    train(model, optimizer, 0, 1)
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    numbered = FullyShardedDataParallel.rekey_optim_state_dict(
+        state, OptimStateKeyType.PARAM_ID, model, optim=optimizer
+    )
+    assert set(numbered["state"]) == set(range(len(list(model.parameters()))))
+    plain = UNEVEN_MLP.build()
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    alone.load_state_dict(numbered)
+    named = FullyShardedDataParallel.rekey_optim_state_dict(
+        numbered, OptimStateKeyType.PARAM_NAME, model, optim=optimizer
+    )
+    assert list(named["state"]) == list(state["state"]) and named["param_groups"] == state["param_groups"]
+
+
+@multi_rank(2)
+def test_the_older_methods(world_size: int) -> None:
+    model = wrapped()
+    optimizer = optimizer_of(model, "AdamW")
+    train(model, optimizer, 0, 2)
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=True)
+    assert bool(full) is (dist.get_rank() == 0)
+    for name in ("scatter", "shard"):
+        other = wrapped(seed=1)
+        others = optimizer_of(other, "AdamW")
+        if name == "scatter":
+            given = full if dist.get_rank() == 0 else None
+            loaded = FullyShardedDataParallel.scatter_full_optim_state_dict(given, other, optim=others)
+        else:
+            whole_state = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+            loaded = FullyShardedDataParallel.shard_full_optim_state_dict(whole_state, other, optim=others)
+        others.load_state_dict(loaded)
+        for one, two in zip(optimizer.state.values(), others.state.values(), strict=True):
+            for what in one:
+                assert torch.equal(whole(one[what]), whole(two[what])), what
+    sharded = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)
+    other = wrapped(seed=1)
+    others = optimizer_of(other, "AdamW")
+    others.load_state_dict(FullyShardedDataParallel.flatten_sharded_optim_state_dict(sharded, other, others))
+    for one, two in zip(optimizer.state.values(), others.state.values(), strict=True):
+        assert all(torch.equal(whole(one[what]), whole(two[what])) for what in one)
