@@ -70,7 +70,7 @@ def ranges_in(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
 def traced(setting: Setting, step: Callable[[], Any]) -> list[dict[str, Any]]:
     """The ``traceEvents`` of ``step``; in a rehearsal without anything on a device."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not setting.is_rehearsal)
-    with profile(activities=activities) as profiled:
+    with profile(activities=activities, acc_events=True) as profiled:  # 2.11 warns without
         step()
         setting.synchronize()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from torch import nn
 import fsdp2
 from extras.gpu_check.runs import Found
 from extras.gpu_check.setting import Setting
+from fsdp2 import _torch
 from tests.harness.models import Block
 
 LIBRARIES: dict[str, Any] = {"torch": theirs, "fsdp2": fsdp2, "torch-again": theirs}
@@ -71,6 +72,8 @@ def run(setting: Setting) -> Found:
     """Options: ``shape`` (1B, 8B), ``pool`` (of fsdp2), ``offload``. One library's model at a time is in memory."""
     if reason := _does_not_fit(setting):
         return {"skipped": reason}
+    if "pool" in setting.options and not _torch.can_swap_memory:
+        return {"skipped": "the pool needs torch 2.13"}
     milliseconds: dict[str, float] = {}
     peaks: dict[str, float] = {}
     with setting.group():
