@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -23,3 +23,18 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All names of all parameters at and below ``module``, those of ties included, without prefixes."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield clean(name), parameter
+
+
+class Inside:
+    """What `torch.distributed.checkpoint.state_dict` asks a module for whose names differ from those of its state dict.
+
+    It skips the names that are among the values, and looks for whatever ``get`` maps in the attribute of that name.
+    """
+
+    def get(self, name: str) -> str | None:
+        """All of a wrapper's names are the module's."""
+        return None if name == WRAPPED else WRAPPED
+
+    def values(self) -> Collection[str]:
+        """The wrapper's own."""
+        return (WRAPPED,)

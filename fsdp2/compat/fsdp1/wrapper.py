@@ -39,7 +39,7 @@ from fsdp2.compat.fsdp1.construction import (
     refuse_deferred,
     strategy_of,
 )
-from fsdp2.compat.fsdp1.names import WRAPPED, clean
+from fsdp2.compat.fsdp1.names import WRAPPED, Inside, clean
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -236,6 +236,9 @@ class FullyShardedDataParallel(nn.Module):
         """As of the plain module: without the names of wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield name.replace(f"{WRAPPED}.", ""), buffer
+
+    def _fqn_modifiers(self) -> Inside:
+        return Inside()
 
     # -- training
 
