@@ -30,6 +30,8 @@ from fsdp2.core.options import (
 from fsdp2.core.shard import fully_shard
 from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.broadcast_parameters import broadcast_parameters
+from fsdp2.features.full_parameters import full_parameters
 from fsdp2.features.owned import Owned, balanced_owners
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
@@ -75,11 +77,13 @@ __all__ = [
     "UnshardHandle",
     "auto_shard",
     "balanced_owners",
+    "broadcast_parameters",
     "choose_groups",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "compile_report",
     "disable_fsdp_module_new_init",
+    "full_parameters",
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "get_total_norm",

@@ -109,6 +109,7 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
     assert state.root is not None, "an entry makes a root"
     ready, again, budget = [], _gathers_again(state), state.root.settings.prefetch_bytes
     for group in groups:
+        group.refuse_loan("a compiled call")
         group.refuse_set_data()
         group.reshard()
         group.adopt_replaced()

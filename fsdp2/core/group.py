@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,19 @@ class Unsharding(CommHandle):
         self.is_issuing = self.awaits_copy_out = self.is_copying_out = False
 
 
+class Loan(Protocol):
+    """Other parameters, that are registered for a time in the place of some sharded ones of a group.
+
+    Attributes:
+        lender: the function that has put them there, for messages.
+    """
+
+    lender: str
+
+    def refuse_pass(self, name: str, *, for_backward: bool) -> None:
+        """Raise FSDPRuntimeError if a forward or backward of the group, called ``name``, cannot compute with them."""
+
+
 class FSDPParamGroup:
     """The parameters that are gathered together and whose gradients are reduced together.
 
@@ -63,6 +76,8 @@ class FSDPParamGroup:
         took_part: whether the running backward has come to any of them.
         is_prepared: everything that the hot path uses is built; False before lazy initialization, and after changes.
         graph_inputs: what was prepared for graphs; None before the first.
+        loan: what is registered in the place of the sharded parameters for a time; they are then neither gathered nor
+            looked for. None: nothing is.
     """
 
     def __init__(
@@ -87,6 +102,7 @@ class FSDPParamGroup:
         self.is_prepared = False
         self._plan: GroupPlan | None = None
         self.graph_inputs: Any = None
+        self.loan: Loan | None = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
@@ -274,7 +290,9 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a replacement is not a DTensor parameter of the same shape, mesh and placements.
         """
-        if self._phase is not ParamPhase.SHARDED or self._registrations.hold_sharded() or self._adopt_in_place():
+        if self.loan is not None or self._phase is not ParamPhase.SHARDED:
+            return
+        if self._registrations.hold_sharded() or self._adopt_in_place():
             return
         if self.comm is not None:
             self.comm.finish_reduces()  # what is in flight was packed by the old plan
@@ -286,6 +304,18 @@ class FSDPParamGroup:
             self.comm.gathers_follow_compute()  # which has just written the new shard buffers
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
             self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+
+    def refuse_loan(self, what: str) -> None:
+        """Refuse ``what``, which needs the sharded parameters to be registered.
+
+        Raises:
+            FSDPRuntimeError: others are.
+        """
+        if self.loan is not None:
+            raise FSDPRuntimeError(
+                f"{what} of '{self.name}' inside of {self.loan.lender}, which has registered other parameters for as "
+                "long as it lasts: do it after."
+            )
 
     def _replacements(self) -> list[tuple[FSDPParam, nn.Parameter]]:
         """What is registered now, all of it looked at before anything is changed."""
@@ -352,10 +382,13 @@ class FSDPParamGroup:
         backward that is only expected: nothing is done if the values of its forward are gone.
 
         Raises:
-            FSDPRuntimeError: ``for_backward``, and the values of the forward are gone.
+            FSDPRuntimeError: ``for_backward``, and the values of the forward are gone; or a `Loan` refuses.
 
         Stream: allocates, copies in, gathers and copies out on the all-gather stream.
         """
+        if self.loan is not None:
+            self.loan.refuse_pass(self.name, for_backward=for_backward)
+            return
         if self._unsharding is not None:
             self._unsharding.user_initiated = user_initiated
         if for_backward and is_prefetch and self.is_stale():

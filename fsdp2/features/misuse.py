@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -192,19 +192,26 @@ def refuse_inside_of_a_pass(root: Any, modules: Sequence[nn.Module], name: str) 
     Raises:
         FSDPRuntimeError: one of ``root`` or of ``modules`` runs.
     """
+    running = running_pass(root, modules)
+    if running is not None:
+        raise FSDPRuntimeError(
+            f"state_dict(), load_state_dict() or a conversion (such as to()) of '{name}' was called inside a "
+            f"{running} of {root.name}, which computes with its unsharded parameters: they would be taken away from "
+            "it. Call it between iterations, on all ranks."
+        )
+
+
+def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", "backward"] | None:
+    """Which pass of ``root``, or of one of its ``modules`` by itself, the calling code is inside of, if of any."""
     iteration = root.iteration
-    in_backward = iteration.in_backward and _torch.backward_is_running()
+    if iteration.in_backward and _torch.backward_is_running():
+        return "backward"
     in_forward = iteration.in_forward or any(
         frame.f_code.co_name in _CALLS and self in modules
         for self, frame in _methods(sys._getframe())
         if isinstance(self, nn.Module)
     )
-    if in_forward or in_backward:
-        raise FSDPRuntimeError(
-            f"state_dict(), load_state_dict() or a conversion (such as to()) of '{name}' was called inside a "
-            f"{'backward' if in_backward else 'forward'} of {root.name}, which computes with its unsharded parameters: "
-            "they would be taken away from it. Call it between iterations, on all ranks."
-        )
+    return "forward" if in_forward else None
 
 
 def refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -222,6 +229,8 @@ def refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: 
         for group in () if state is None else state.unit:
             for param in group.params:
                 for use, name in param.uses:
+                    if group.loan is not None and not isinstance(use._parameters.get(name), DTensor):
+                        continue  # a whole one is registered for a time
                     key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
                     value = state_dict.get(key) if use in paths else None
                     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:

@@ -115,6 +115,7 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
 
 
 def _refuse_group(group: FSDPParamGroup) -> None:
+    group.refuse_loan("unwrap()")
     reducer = group.reducer
     if reducer.owes_gradients():
         raise FSDPRuntimeError(

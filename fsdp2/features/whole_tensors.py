@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
@@ -36,13 +37,22 @@ class Part(NamedTuple):
         return partition.outer * partition.rows(world_size) * partition.row_numel
 
 
-def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.Tensor]:
-    """The whole of every tensor, on the device and in the dtype of its part. One all-gather of everything, as bytes.
+def whole_tensors(
+    parts: Sequence[Part], mesh: DataParallelMesh, *, device: torch.device | None = None, only_first: bool = False
+) -> list[torch.Tensor]:
+    """The whole of every tensor, in the dtype of its part. One all-gather of everything, as bytes.
 
-    Collective: all ranks of ``mesh`` must call it, with parts of the same tensors.
+    Collective: all ranks that ``mesh`` shards over must call it, with parts of the same tensors.
+
+    Args:
+        parts: one for each tensor.
+        mesh: over which they are cut.
+        device: where the results are to be; by default where their parts are.
+        only_first: only the first of these ranks gets them. The others get an empty list, and allocate nothing but
+            what they send.
     """
     if mesh.shard_size == 1:
-        return [part.local.clone() for part in parts]
+        return [part.local.to(device or part.local.device, copy=True) for part in parts]
     rooms = [part.room(mesh.shard_size) for part in parts]
     offsets, end = _offsets(parts, rooms, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
@@ -50,20 +60,27 @@ def whole_tensors(parts: Sequence[Part], mesh: DataParallelMesh) -> list[torch.T
         local = part.local
         lies = _slots(sent, offset, local.numel(), local.dtype)
         lies.as_strided(local.shape, part.partition.stride(local.shape), lies.storage_offset()).copy_(local)
-    received = sent.new_empty(mesh.shard_size * end)
-    transport_of(mesh.shard_group, mesh.device).all_gather([(received, sent)], None)
+    if only_first:
+        received = sent.new_empty(mesh.shard_size * end if mesh.shard_rank == 0 else 0)
+        into = list(received.view(mesh.shard_size, end).unbind()) if mesh.shard_rank == 0 else None
+        dist.gather(sent, into, group=mesh.shard_group, group_dst=0)
+        if into is None:
+            return []
+    else:
+        received = sent.new_empty(mesh.shard_size * end)
+        transport_of(mesh.shard_group, mesh.device).all_gather([(received, sent)], None)
     of_ranks = received.view(mesh.shard_size, end)
     return [
-        _placed(part, _slots(of_ranks, offset, room, part.local.dtype), mesh.shard_size)
+        _placed(part, _slots(of_ranks, offset, room, part.local.dtype), mesh.shard_size, device or part.local.device)
         for part, room, offset in zip(parts, rooms, offsets, strict=True)
     ]
 
 
-def _placed(part: Part, of_ranks: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The whole, in memory of its own, from (world_size, n) of all ranks."""
+def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:
+    """The whole, in memory of its own on ``device``, from (world_size, n) of all ranks."""
     partition, local = part.partition, part.local
     stride = partition.stride(partition.shape)
-    whole = torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=local.device)
+    whole = torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=device)
     if whole.numel():
         senders = of_ranks if partition.owner is None else of_ranks[partition.owner : partition.owner + 1]
         whole.copy_(place_rows(senders, partition, partition.rows(world_size)))

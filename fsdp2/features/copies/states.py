@@ -273,6 +273,7 @@ def rest_for_copy(state: FSDPState) -> None:
     state.quiesce()
     state.adopt_replaced()
     for group in state.unit:
+        group.refuse_loan("copies and pickles")
         if group.reducer.owes_gradients():
             raise FSDPRuntimeError(
                 f"'{group.name}' cannot be copied or pickled while gradients wait for their reduction, as they would "

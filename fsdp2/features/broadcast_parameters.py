@@ -1,0 +1,237 @@
+"""`broadcast_parameters`: one rank's parameters and buffers on all ranks, before they are sharded.
+
+Knows nothing of groups but which parameters they own. Tensors travel as bytes, many in one message; what is larger than
+a message is sent in pieces, from where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from fsdp2 import _torch
+from fsdp2.arguments import Rule, checked
+from fsdp2.core import agreement
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
+from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, replacement_of
+from fsdp2.core.state import state_of
+from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
+
+_NAME = "broadcast_parameters()"
+
+MESSAGE_BYTES = 32 * 2**20
+"""How much is sent at once, and how much memory is taken for it at most."""
+
+
+_GROUP = Rule(
+    "a process group that this rank is in, or None",
+    lambda value: value is None or isinstance(value, dist.ProcessGroup),
+    lambda value: value is dist.GroupMember.NON_GROUP_MEMBER,
+)
+
+
+@checked(process_group=_GROUP)
+def broadcast_parameters(
+    module: nn.Module, src: int = 0, *, process_group: dist.ProcessGroup | None = None, buffers: bool = True
+) -> None:
+    """Give all ranks the parameters and buffers that ``module`` has on the rank ``src``, in place.
+
+    For models that ranks have initialized differently, or that one rank has loaded: before `fully_shard`, of the whole
+    model or unit by unit. Tied tensors travel once. Takes `MESSAGE_BYTES` of memory at most, beside the tensors.
+
+    Parameters that are sharded already, in submodules, are left alone, as every rank has its own rows of them.
+
+    Collective: all ranks of ``process_group`` must call it, with modules of the same parameters and buffers: names,
+    shapes, dtypes, and types of devices.
+
+    Args:
+        module: on CPU or a device, or partly each. Where the process group has no backend for a device, tensors travel
+            through one that it has.
+        src: a rank of ``process_group``, counted in it: 0 is its first.
+        process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh,
+            ``mesh["dp"].get_group()``: the parts of a parameter are broadcast as such.
+        buffers: whether those are broadcast, too, persistent or not.
+
+    Raises:
+        FSDPTypeError: not a module, a rank or a process group.
+        FSDPValueError: no such rank, this one is not in the process group, or its ranks hold different parts of a
+            DTensor.
+        FSDPRuntimeError: no process group; ``module`` itself is sharded; something on meta, or not initialized; the
+            ranks differ. On all ranks alike.
+        FSDPNotImplementedError: a tensor that is a subclass, or sparse.
+
+    Stream: the current one.
+    """
+    group = _group_of(process_group, src)
+    error: FSDPError | None = None
+    named: dict[str, torch.Tensor] = {}
+    try:
+        named = _plain_tensors(module, buffers=buffers)
+        for name, tensor in named.items():
+            _refuse(name, tensor, group)
+    except FSDPError as raised:
+        error = raised
+    _agree(named, src, group, error)
+    with torch.no_grad():
+        for message in _messages([_torch.plain_of(tensor.detach()) for tensor in named.values()]):
+            _send(message, src, group)
+
+
+def _group_of(process_group: dist.ProcessGroup | None, src: int) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise FSDPRuntimeError(
+            f"{_NAME} needs a process group, and none is initialized: call torch.distributed.init_process_group() "
+            "first, or start the program with torchrun."
+        )
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None, "it is initialized"
+    size = dist.get_world_size(group)
+    if not 0 <= src < size:
+        raise FSDPValueError(f"{_NAME}: src={src} is no rank of the process group, which has {size}, counted from 0.")
+    return group
+
+
+def _plain_tensors(module: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken."""
+    named: dict[str, torch.Tensor] = {}
+    state = state_of(module)
+    for name, parameter in module.named_parameters():
+        owner = _owner_of(parameter)
+        if owner is None:
+            named[name] = parameter
+        elif state is not None and owner.group in state.unit:
+            raise FSDPRuntimeError(
+                f"{_NAME} was called on {state.class_name} after fully_shard: every rank has its own rows of '{name}'. "
+                "Call it before. To give a sharded model the values of one rank, load them by torch.distributed."
+                "checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True, "
+                "broadcast_from_rank0=True); or call it inside of fsdp2.full_parameters(module)."
+            )
+    if buffers:
+        named |= dict(module.named_buffers())
+    return named
+
+
+def _owner_of(parameter: nn.Parameter) -> FSDPParam | None:
+    successor = replacement_of(parameter)
+    return fsdp_param_of(parameter if successor is None else successor)
+
+
+def _refuse(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    if is_lazy(tensor):
+        raise FSDPRuntimeError(f"'{name}' is not initialized: run a forward of the lazy module before {_NAME}.")
+    if isinstance(tensor, DTensor):
+        for dim, placement in enumerate(tensor.placements):
+            ranks = set(dist.get_process_group_ranks(tensor.device_mesh.get_group(dim)))
+            if not placement.is_replicate() and len(ranks.intersection(dist.get_process_group_ranks(group))) > 1:
+                raise FSDPValueError(
+                    f"'{name}' is a DTensor with {placement} over mesh dim {dim}, so that ranks of the process group "
+                    f"hold different parts of it: pass {_NAME} the group of ranks that hold the same part, "
+                    "process_group=mesh['dp'].get_group()."
+                )
+    plain = _torch.plain_of(tensor)
+    if plain.is_meta:
+        raise FSDPRuntimeError(
+            f"'{name}' is on the meta device, and has no memory to receive values: call "
+            f"module.to_empty(device=...) before {_NAME}, also on ranks that only receive."
+        )
+    if is_subclass(plain) or plain.layout is not torch.strided:
+        raise FSDPNotImplementedError(
+            f"'{name}' is a {type(plain).__name__} of layout {plain.layout}; {_NAME} takes dense tensors of no "
+            "subclass. Load the same state dict on every rank instead."
+        )
+
+
+def _agree(named: dict[str, torch.Tensor], src: int, group: dist.ProcessGroup, error: FSDPError | None) -> None:
+    """Go on only if all ranks can, and would do the same.
+
+    Raises:
+        FSDPError: ``error``; or, on the other ranks, that one has it.
+    """
+    lines = [f"{_NAME} with src={src}" if error is None else f"refused: {error}"]
+    if error is None:
+        for name, tensor in named.items():
+            plain = _torch.plain_of(tensor)
+            lines.append(f"{name} {list(plain.shape)} {plain.dtype} on {plain.device.type}")
+    difference = agreement.disagreement("\n".join(lines), group, _device_that_travels(torch.device("cpu"), group))
+    if error is not None:
+        raise error
+    if difference is not None:
+        raise FSDPRuntimeError(f"the ranks differ in what {_NAME} is to send. Difference:\n{difference}")
+
+
+def _device_that_travels(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """``device``, if ``group`` communicates from there, else one that it does."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    others = [torch.device("cpu")]
+    if accelerator is not None:
+        others.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    for each in (device, *others):
+        if _torch.backend_name(group, each):
+            return each
+    return device  # of a group that is written in Python nobody knows
+
+
+class _Piece(NamedTuple):
+    """A part of a message: a tensor, or some rows of a large one, and its bytes in the message."""
+
+    tensor: torch.Tensor
+    start: int
+    nbytes: int
+
+
+def _messages(tensors: list[torch.Tensor]) -> Iterator[list[_Piece]]:
+    """Pieces of ``tensors``, of one type of device each, that are sent together: as many as fit, in order.
+
+    What they are follows from shapes, dtypes and types of devices, which are the same on all ranks.
+    """
+    limit = MESSAGE_BYTES
+    message: list[_Piece] = []
+    end, device = 0, None
+    for tensor in tensors:
+        for piece in _cut(tensor, limit):
+            if message and (end + piece.nbytes > limit or piece.device.type != device):
+                yield message
+                message, end = [], 0
+            message.append(_Piece(piece, end, piece.nbytes))
+            end, device = align(end + piece.nbytes, PACKED_ALIGNMENT_BYTES), piece.device.type
+    if message:
+        yield message
+
+
+def _cut(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+    """``tensor`` in runs of rows that fit into a message; of larger rows, these in turn."""
+    if not tensor.numel():
+        return
+    if tensor.nbytes <= limit or not tensor.dim():
+        yield tensor
+        return
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    if row_bytes > limit:
+        for row in tensor.unbind():
+            yield from _cut(row, limit)
+        return
+    yield from tensor.split(limit // row_bytes)
+
+
+def _send(message: list[_Piece], src: int, group: dist.ProcessGroup) -> None:
+    """Broadcast one message: a large contiguous piece from where it lies, others packed."""
+    first, device = message[0].tensor, _device_that_travels(message[0].tensor.device, group)
+    if len(message) == 1 and first.is_contiguous() and first.device.type == device.type:
+        dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=src)
+        return
+    packed = torch.empty(message[-1].start + message[-1].nbytes, dtype=torch.uint8, device=device)
+    is_source = dist.get_rank(group) == src
+    slots = [packed[start : start + n].view(piece.dtype).view(piece.shape) for piece, start, n in message]
+    if is_source:
+        for slot, piece in zip(slots, message, strict=True):
+            slot.copy_(piece.tensor)
+    dist.broadcast(packed, group=group, group_src=src)
+    if not is_source:
+        for slot, piece in zip(slots, message, strict=True):
+            piece.tensor.copy_(slot)
