@@ -41,12 +41,12 @@ def holder(**members: Any) -> nn.Module:
 
 
 def fresh_tower() -> Built:
-    model = tower()
+    model = tower(odd_memory=True)
     return model, tower_units(model), {"ignored_modules": [model.ignored]}
 
 
 def one_unit() -> Built:
-    model = tower()
+    model = tower(odd_memory=True)
     return model, [model], {}
 
 
@@ -306,7 +306,7 @@ def test_a_worked_example() -> None:
 )
 def test_what_has_no_flat_parameter(entries: list[Any], use_orig_params: bool, text: str) -> None:
     parameters = tuple(
-        ParamEntry(f"p{index}", torch.Size(shape), stride, dtype) for at, (shape, stride, dtype) in enumerate(entries)
+        ParamEntry(f"p{at}", torch.Size(shape), stride, dtype) for at, (shape, stride, dtype) in enumerate(entries)
     )
     with pytest.raises(FSDPValueError, match=text):
         FlatLayout.of([UnitEntries("block", parameters)], use_orig_params=use_orig_params, world_size=2)

@@ -18,12 +18,16 @@ CPU = torch.device("cpu")
 
 
 class Tower(nn.Module):
-    """Blocks of uneven sizes, a tied head, a part without gradients, one that FSDP1 ignores, and buffers."""
+    """Blocks of uneven sizes, a tied head, a part without gradients, one that FSDP1 ignores, and buffers.
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    With ``odd_memory`` a parameter is dense but not contiguous; torch has no SHARDED optimizer state of such.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, odd_memory: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 5, dtype=dtype)
-        self.scale = nn.Parameter(torch.rand(3, 5, dtype=dtype).t())  # dense, and not contiguous
+        scale = torch.rand(3, 5, dtype=dtype).t()
+        self.scale = nn.Parameter(scale if odd_memory else scale.contiguous())
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(5, 7, dtype=dtype), nn.Tanh(), nn.Linear(7, 5, dtype=dtype)) for _ in range(2)
         )
@@ -40,11 +44,11 @@ class Tower(nn.Module):
         return self.head(self.ignored(self.frozen(x)))
 
 
-def tower(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tower:
+def tower(dtype: torch.dtype = torch.float32, seed: int = 0, odd_memory: bool = False) -> Tower:
     """The same parameters wherever it is built."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Tower(dtype)
+        return Tower(dtype, odd_memory)
 
 
 def meta_tower() -> Tower:
@@ -104,11 +108,13 @@ def local_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def load_local_state_dict(model: nn.Module, state: dict[str, Any]) -> None:
-    """The inverse."""
+    """The inverse. With ``use_orig_params=True`` torch calls the flat parameters unexpected keys (pytorch#102667)."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     with quiet(), FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        model.load_state_dict(state)
+        found = model.load_state_dict(state, strict=False)
+    assert not found.missing_keys
+    assert all(key.endswith("_flat_param") for key in found.unexpected_keys)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -136,7 +142,7 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """With one tensor per parameter, and no scalar."""
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
 
 
 def amsgrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
