@@ -12,14 +12,15 @@ from fsdp2.compat.swap import install
 from fsdp2_switch import VARIABLE, reaches_children
 
 USAGE = """\
-usage: python -m fsdp2.compat [--verbose] script.py [arguments]
-       python -m fsdp2.compat [--verbose] -m module [arguments]
+usage: python -m fsdp2.compat [--fsdp1] [--verbose] script.py [arguments]
+       python -m fsdp2.compat [--fsdp1] [--verbose] -m module [arguments]
 
 Run a Python program with fsdp2 in the place of torch.distributed.fsdp.fully_shard and what belongs to it.
 Under a launcher, the swap runs in the processes that it starts:
        torchrun --nproc-per-node 8 -m fsdp2.compat script.py [arguments]
        accelerate launch -m fsdp2.compat script.py [arguments]
 
+  --fsdp1         FullyShardedDataParallel too (docs/fsdp1.md says what is not there yet)
   -v, --verbose   print what was replaced (on rank 0)
   -h, --help      print this
 
@@ -44,6 +45,7 @@ class Program:
     is_module: bool
     arguments: tuple[str, ...]
     verbose: bool
+    fsdp1: bool = False
 
 
 class UsageError(Exception):
@@ -57,14 +59,14 @@ def parse(arguments: list[str]) -> Program | None:
         UsageError: there is nothing to run, or it cannot be run this way.
     """
     rest = list(arguments)
-    verbose = False
+    verbose = fsdp1 = False
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
         if option in ("-h", "--help"):
             return None
-        if option not in ("-v", "--verbose"):
+        if option not in ("-v", "--verbose", "--fsdp1"):
             raise UsageError(f"unknown option {option}; options of the program come after its name")
-        verbose = True
+        verbose, fsdp1 = verbose or option != "--fsdp1", fsdp1 or option == "--fsdp1"
     is_module = bool(rest) and rest[0] == "-m"
     if is_module:
         rest.pop(0)
@@ -72,7 +74,7 @@ def parse(arguments: list[str]) -> Program | None:
         raise UsageError("no module named after -m" if is_module else "no program named")
     _refuse_launchers(rest[0])
     (_check_module if is_module else _check_script)(rest[0])
-    return Program(rest[0], is_module, tuple(rest[1:]), verbose)
+    return Program(rest[0], is_module, tuple(rest[1:]), verbose, fsdp1)
 
 
 def _refuse_launchers(target: str) -> None:
@@ -99,7 +101,7 @@ def _check_module(name: str) -> None:
 
 def run(program: Program) -> None:
     """Install the swap for the rest of this process, and run ``program`` as ``__main__``, as Python would."""
-    swap = install()
+    swap = install(fsdp1=program.fsdp1)
     os.environ[VARIABLE] = "1"
     if not reaches_children():
         print(

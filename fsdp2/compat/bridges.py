@@ -82,3 +82,23 @@ def both_contexts(
             yield
 
     return disable_fsdp_module_new_init
+
+
+def state_of_wrapper(torchs: Callable[[nn.Module], Any], ours_class: type) -> Callable[[nn.Module], Any]:
+    """``_get_module_fsdp_state_if_fully_sharded_module``, for FSDP1's wrappers of both: a wrapper is its own state."""
+
+    @functools.wraps(torchs)
+    def state(module: nn.Module) -> Any:
+        return module if isinstance(module, ours_class) else torchs(module)
+
+    return state
+
+
+def initialized_lazily(torchs: Callable[[Any, nn.Module], Any], ours_class: type) -> Callable[[Any, nn.Module], Any]:
+    """``_lazy_init``, which programs call of a wrapper that they are about to move: ours has nothing to initialize."""
+
+    @functools.wraps(torchs)
+    def lazy_init(state: Any, module: nn.Module) -> Any:
+        return state if isinstance(state, ours_class) else torchs(state, module)
+
+    return lazy_init

@@ -6,12 +6,15 @@ Knows the layout of ``torch.distributed.fsdp`` (2.11 to 2.15); changes nothing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import fsdp2
+from fsdp2.compat import bridges
 
 PUBLIC = "torch.distributed.fsdp"
 IMPLEMENTATION = f"{PUBLIC}._fully_shard"
@@ -37,6 +40,33 @@ def counterparts() -> tuple[Counterpart, ...]:
     """Everything public in fsdp2 that torch's implementation has under the same name, as of now."""
     pairs = (Counterpart(name, torchs_own(name), getattr(fsdp2, name)) for name in fsdp2.__all__)
     return tuple(pair for pair in pairs if pair.torchs is not None and pair.torchs is not pair.ours)
+
+
+# Torch's FSDP1, where each name is defined; a torch that has dropped it has none of these modules.
+_FSDP1 = {
+    "FullyShardedDataParallel": f"{PUBLIC}.fully_sharded_data_parallel",
+    "ShardedGradScaler": f"{PUBLIC}.sharded_grad_scaler",
+    "_get_module_fsdp_state_if_fully_sharded_module": f"{PUBLIC}._common_utils",
+    "_lazy_init": f"{PUBLIC}._runtime_utils",
+}
+
+
+def counterparts_of_fsdp1() -> tuple[Counterpart, ...]:
+    """What stands for torch's FSDP1, as of now. (Enums and configurations are torch's own objects here too.)"""
+    ours = importlib.import_module("fsdp2.compat.fsdp1")
+    wrapper: type = ours.FullyShardedDataParallel
+    bridged: dict[str, Callable[[Any, type], object]] = {
+        "_get_module_fsdp_state_if_fully_sharded_module": bridges.state_of_wrapper,
+        "_lazy_init": bridges.initialized_lazily,
+    }
+    pairs = []
+    for name, module in _FSDP1.items():
+        found = vars(importlib.import_module(module)).get(name) if importlib.util.find_spec(module) else None
+        own = getattr(ours, name, None)
+        if found is None or found is own or getattr(found, "__wrapped__", None) is not None:
+            continue  # there is none, or it is ours already
+        pairs.append(Counterpart(name, found, bridged[name](found, wrapper) if name in bridged else own))
+    return tuple(pair for pair in pairs if pair.ours is not None)
 
 
 def torchs_own(name: str) -> object | None:

@@ -25,7 +25,8 @@ class Substitutes:
         self._everywhere = _by_identity(everywhere.values())
         self._in: dict[str, dict[int, Counterpart]] = {}
         self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
-        if not everywhere:
+        self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
+        if not self._has_fully_shard:
             return
         module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
         ours = cast(type, module.ours)
@@ -54,7 +55,7 @@ class Substitutes:
     def learn(self, module: ModuleType) -> None:
         """What ``module``, which not every program loads, defines: torch's memory tracker."""
         torchs = vars(module).get(memory_tracking.NAME)
-        if not self._everywhere or module.__name__ != memory_tracking.DEFINED_IN or id(torchs) in self._torchs:
+        if not self._has_fully_shard or module.__name__ != memory_tracking.DEFINED_IN or id(torchs) in self._torchs:
             return
         pair = Counterpart(memory_tracking.NAME, torchs, memory_tracking.for_our_modules(torchs))
         self._everywhere[id(torchs)] = pair

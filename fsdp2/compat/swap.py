@@ -18,6 +18,7 @@ from fsdp2.compat.names import (
     PUBLIC,
     Counterpart,
     counterparts,
+    counterparts_of_fsdp1,
     modules_of_others,
     modules_of_torch,
     without_counterpart,
@@ -116,7 +117,7 @@ class Swap:
         return "\n".join(lines)
 
 
-def install() -> Swap:
+def install(*, fsdp1: bool = False) -> Swap:
     """Put fsdp2's names in the place of torch's, in every module of torch, those imported later included.
 
     Call it before the libraries that shard models are imported, on every rank and in every process that a program
@@ -130,6 +131,9 @@ def install() -> Swap:
 
     Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
 
+    Args:
+        fsdp1: ``FullyShardedDataParallel`` and ``ShardedGradScaler`` too; see docs/fsdp1.md for what is not there yet.
+
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.
         At the end of the process it warns if fsdp2 sharded no module there.
@@ -137,19 +141,20 @@ def install() -> Swap:
     Raises:
         FSDPRuntimeError: torch was built without ``torch.distributed``.
     """
-    swap = put_in_place()
+    swap = put_in_place(fsdp1=fsdp1)
     atexit.register(swap._warn_if_unused)
     return swap
 
 
-def put_in_place() -> Swap:
+def put_in_place(*, fsdp1: bool = False) -> Swap:
     """`install`, without the warning at exit: in processes that happen to import what shards models."""
     if not torch.distributed.is_available():
         raise fsdp2.FSDPRuntimeError("fsdp2.compat needs torch.distributed, and this torch was built without it.")
     public = importlib.import_module(PUBLIC)
     importlib.import_module("torch.distributed._composable.fsdp")
     installed = public.fully_shard is fsdp2.fully_shard
-    swap = Swap(() if installed else counterparts())
+    pairs = () if installed else counterparts()
+    swap = Swap((*pairs, *counterparts_of_fsdp1()) if fsdp1 else pairs)
     _warn_of_the_past(swap, installed)
     return swap
 

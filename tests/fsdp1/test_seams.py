@@ -1,4 +1,4 @@
-"""The wrapper beside what programs use with it: checkpointing of activations, compile, tensor parallelism, DCP, hooks."""
+"""The wrapper beside what programs use with it: checkpointing of activations, compile, tensor parallelism, DCP."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_sharded_state_dicts_by_dcp(world_size: int, tmp_path: Path) -> None:
 def test_after_an_exception(world_size: int) -> None:
     """In the middle of a forward, and inside of ``no_sync``: what follows trains as if nothing had been."""
     model: Any = FullyShardedDataParallel(UNEVEN_MLP.build(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    with pytest.raises(RuntimeError, match="mat1|shape"):
+    with pytest.raises(RuntimeError, match=r"mat1|shape"):
         model(torch.randn(2, 1))
     with pytest.raises(ZeroDivisionError), model.no_sync():
         UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 9, dist.get_rank())).backward()

@@ -1,0 +1,81 @@
+"""``install(fsdp1=True)``: programs that import FSDP1 from torch get this wrapper, and torch's own modules know it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as public
+import torch.distributed.fsdp.fully_sharded_data_parallel as defining
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from fsdp2.compat import install
+from fsdp2.compat.fsdp1 import FullyShardedDataParallel
+from tests.harness import FakeWorlds, multi_rank
+
+
+def test_names_are_replaced_and_put_back(simulate: FakeWorlds) -> None:
+    torchs = public.FullyShardedDataParallel
+    with install(fsdp1=True) as swap:
+        assert public.FullyShardedDataParallel is defining.FullyShardedDataParallel is FullyShardedDataParallel
+        assert "fully_sharded_data_parallel.FullyShardedDataParallel -> fsdp2.compat.fsdp1" in str(swap)
+        simulate(2)
+        model: Any = public.FullyShardedDataParallel(nn.Linear(2, 2))
+        assert isinstance(model, FullyShardedDataParallel)
+        assert public.FullyShardedDataParallel.fsdp_modules(model) == [model]
+    assert public.FullyShardedDataParallel is torchs
+    with install():
+        assert public.FullyShardedDataParallel is torchs
+        with install(fsdp1=True):
+            assert public.FullyShardedDataParallel is FullyShardedDataParallel
+        assert public.FullyShardedDataParallel is torchs
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("full", [False, True])
+def test_dcp_asks_the_wrapper(full: bool, world_size: int) -> None:
+    with install(fsdp1=True):
+        plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        model = public.FullyShardedDataParallel(
+            nn.Sequential(*[public.FullyShardedDataParallel(each) for each in plain])
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        weights, state = get_state_dict(model, optimizer, options=options)
+        names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+        if not full or dist.get_rank() == 0:
+            assert list(weights) == names and set(state["state"]) == set(names)
+        if not full:
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state, options=options)
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}), device_id=torch.device("cpu"))
+model(torch.ones(2, 3)).sum().backward()
+print(type(model).__module__, sorted(model.state_dict()))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_the_command(ours: bool, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp2.compat", *(["--fsdp1"] if ours else []), str(path)]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    kind = "fsdp2.compat.fsdp1.wrapper" if ours else "torch.distributed.fsdp.fully_sharded_data_parallel"
+    assert f"{kind} ['0.bias', '0.weight', '1.bias', '1.weight']" in printed
