@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -547,6 +548,69 @@ def test_one_rank_that_raises_inside_leaves_nothing() -> None:
             assert dist.get_rank() == 1
     assert_sharded_same("parameters", parameters_of(model), parameters_of(UNEVEN_MLP.build()))
     loss_on(UNEVEN_MLP, model).backward()
+
+
+@multi_rank(2)
+def test_modules_that_keep_a_list_of_their_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(5, 7)
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    with full_parameters(model):
+        assert all(type(each) is nn.Parameter for each in model._flat_weights)
+        with torch.no_grad():
+            assert_same("output", {"": model(torch.ones(2, 1, 5))[0]}, {"": plain(torch.ones(2, 1, 5))[0]})
+        scale(model)
+    scale(plain)
+    assert all(isinstance(each, DTensor) for each in model._flat_weights)
+    assert_same("output", {"": model(torch.ones(2, 1, 5))[0]}, {"": plain(torch.ones(2, 1, 5))[0]})
+
+
+@multi_rank(2)
+def test_gradients_of_another_dtype() -> None:
+    model = nn.Linear(5, 7).bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.note = "mine"
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    model(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    with full_parameters(model, with_grads=True):
+        assert model.weight.dtype is torch.bfloat16 and model.weight.note == "mine"
+        assert torch.equal(model.weight.grad, torch.full((7, 5), 2.0))
+        model.weight.grad.add_(1)
+        model.bias.grad = torch.ones(7)
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((7, 5), 3.0))
+    assert torch.equal(model.bias.grad.full_tensor(), torch.ones(7))
+
+
+@contextmanager
+def dynamo_looks() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # its own
+        yield
+    torch.compiler.reset()
+
+
+@multi_rank(2)
+@dynamo_looks()
+def test_around_calls_of_a_compiled_model() -> None:
+    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for step in range(3):
+        batch = UNEVEN_MLP.batch(0, step, 0)
+        loss, expected = UNEVEN_MLP.loss(compiled, batch), UNEVEN_MLP.loss(plain, batch)
+        with full_parameters(model):
+            assert_same("parameters", parameters_of(model), parameters_of(plain))
+        loss.backward()
+        expected.backward()
+        assert_same("loss", {"": loss}, {"": expected})
+        assert_sharded_same("gradients", gradients_of(model), gradients_of(plain))
+        with torch.inference_mode(), full_parameters(model, with_grads=True):
+            assert_same("gradients", gradients_of(model), gradients_of(plain))
+            scale(model)
+        scale(plain)
+    with full_parameters(model), pytest.raises(FSDPRuntimeError, match=r"a compiled call of .* inside of full_para"):
+        compiled(UNEVEN_MLP.batch(0, 0, 0).inputs)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
