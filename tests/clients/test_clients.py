@@ -31,6 +31,7 @@ class Client:
 
     Attributes:
         implementation: whose its models are in the end, if not of the implementation that it is run with.
+        options: of `fsdp2.compat`.
     """
 
     program: str
@@ -39,6 +40,7 @@ class Client:
     packages: tuple[str, ...] = ()
     tolerance: float = FP32
     implementation: str | None = None
+    options: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         words = [word.lstrip("-") for word in self.arguments if word != "{folder}"]
@@ -54,7 +56,9 @@ def check(client: Client, folder: Path, swapped: str = IMPLEMENTATION) -> Report
     """Run it, and compare what it found with what it expected."""
     require(*client.packages)
     arguments = [word.format(folder=folder) for word in client.arguments]
-    report = run_client(client.program, *arguments, ranks=client.ranks, folder=folder, implementation=swapped)
+    report = run_client(
+        client.program, *arguments, ranks=client.ranks, folder=folder, implementation=swapped, options=client.options
+    )
     assert report.implementation == (client.implementation or swapped)
     for series in ("loss", "gradient norm"):
         assert any(name.startswith(series) and found for name, found in report.found.items())
@@ -136,6 +140,25 @@ ACCELERATE = [
 @pytest.mark.parametrize("client", ACCELERATE, ids=str)
 def test_accelerate(client: Client, tmp_path: Path) -> None:
     """Accelerate's FSDP2 plugin. About 12 s each."""
+    check(client, tmp_path)
+
+
+ACCELERATE_FSDP1 = [
+    client(
+        "accelerate_fsdp1", f"{{folder}} {arguments}".strip(), packages=("accelerate",), options=("--fsdp1",), **facts
+    )
+    for arguments, facts in (
+        ("", {}),
+        ("--state-dict SHARDED", {}),
+        ("--checkpointing", {}),
+        ("--bf16", {"tolerance": BF16}),
+    )
+]
+
+
+@pytest.mark.parametrize("client", ACCELERATE_FSDP1, ids=str)
+def test_accelerate_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """Accelerate's FSDP1 plugin, on the wrapper. About 15 s each."""
     check(client, tmp_path)
 
 

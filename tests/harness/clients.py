@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +36,22 @@ class Report:
     checkpoint: dict[str, torch.Tensor]
 
 
-def run_client(program: str, *arguments: str, ranks: int, folder: Path, implementation: str = IMPLEMENTATION) -> Report:
+def run_client(
+    program: str,
+    *arguments: str,
+    ranks: int,
+    folder: Path,
+    implementation: str = IMPLEMENTATION,
+    options: Sequence[str] = (),
+) -> Report:
     """Run ``<program>.py`` of `PROGRAMS` on ``ranks`` processes; the test fails with the end of its output if it does.
+
+    ``options``: of `fsdp2.compat`.
 
     0 ranks: the program starts them itself.
     """
     report = folder / "report.json"
-    swap = ["-m", "fsdp2.compat"] if implementation == "fsdp2" else []
+    swap = ["-m", "fsdp2.compat", *options] if implementation == "fsdp2" else []
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     command = [sys.executable, *launcher, *swap, str(PROGRAMS / f"{program}.py"), *arguments]
     environment = {

@@ -39,6 +39,7 @@ from fsdp2.compat.fsdp1.construction import (
     refuse_deferred,
     strategy_of,
 )
+from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
 from fsdp2.compat.fsdp1.names import WRAPPED, Inside, clean
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
@@ -170,6 +171,8 @@ class FullyShardedDataParallel(nn.Module):
             **mixed_precision_of(precision, kept),
             **offload_of(self.cpu_offload),
         )
+        for parameter in self.own_parameters().values():
+            parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # by which Lightning knows them
 
     # -- what is below
 
@@ -332,6 +335,44 @@ class FullyShardedDataParallel(nn.Module):
             with_grads=with_grads,
         ):
             yield
+
+    # -- what programs read of flat parameters
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """This unit's parameters that are not ignored, by all of their names below what is wrapped."""
+        own = self.own_tensors().items()
+        return {name: each for name, each in own if isinstance(each, nn.Parameter) and each not in self.ignored.params}
+
+    def replace_own(self, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Register others in the place of this unit's parameters, wherever they are."""
+        for module in self._own_modules():
+            for name, parameter in module._parameters.items():
+                if parameter in replacements:
+                    module._parameters[name] = replacements[parameter]
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self.own_parameters())
+
+    @property
+    def _is_root(self) -> bool:
+        return not self._is_nested
+
+    @property
+    def _handle(self) -> FlatParamHandleView | None:
+        return FlatParamHandleView(self) if self._has_params else None
+
+    @property
+    def _flat_param(self) -> FlatParameterView | None:
+        return FlatParameterView(self) if self._has_params else None
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandleView]:
+        found = [each._handle for each in (self, *self._wrappers_below())]
+        return [each for each in found if each is not None]
+
+    def _unshard(self, async_op: bool = False) -> Any:
+        return self._unit.unshard(async_op=async_op)
 
     # -- state dicts
 

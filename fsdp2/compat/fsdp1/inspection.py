@@ -1,0 +1,155 @@
+"""What programs read of FSDP1's flat parameters and their handles, of a unit that has none: views, made when asked for.
+
+A view's ``data`` is a copy of this rank's elements, parameter by parameter; setting it to a tensor of another dtype, or on
+another device, converts or moves the unit. What is not offered raises an AttributeError that says what to use instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import FSDPValueError
+from fsdp2.compat.fsdp1.config import ShardingStrategy
+
+_INSTEAD = {
+    "flat_param": "the parameters are DTensors of their own: wrapper.named_parameters()",
+    "unshard": "use wrapper.module.unshard()",
+    "shard_metadata": "use fsdp2.compat.fsdp1.flat_layout",
+    "_full_param_padded": "use fsdp2.full_parameters(wrapper)",
+    "_saved_grad_shard": "use parameter.grad.to_local()",
+    "_params": "use wrapper.parameters()",
+    "_param_infos": "use wrapper.named_parameters()",
+    "_shard_param_infos": "use fsdp2.compat.fsdp1.flat_layout",
+}
+
+
+def _refuse(what: str, name: str) -> NoReturn:
+    instead = _INSTEAD.get(name, "docs/fsdp1.md lists what can be read")
+    raise AttributeError(f"{what} of fsdp2 has no '{name}', which is private to torch's FSDP1: {instead}.", name=name)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class FlatParameterView:
+    """The sharded parameters of one unit, as if they were one."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse("A flat parameter", name)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return list(dict.fromkeys(self._wrapper.own_parameters().values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter; those of a unit may differ."""
+        return self._parameters()[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards are."""
+        return _local(self._parameters()[0]).device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter does."""
+        return any(parameter.requires_grad for parameter in self._parameters())
+
+    @property
+    def _fqns(self) -> tuple[str, ...]:
+        return tuple(self._wrapper.own_parameters())
+
+    def numel(self) -> int:
+        """Of this rank's elements."""
+        return sum(_local(parameter).numel() for parameter in self._parameters())
+
+    @property
+    def data(self) -> torch.Tensor:
+        """(numel,): a copy of this rank's elements, in the promoted dtype of the parameters."""
+        return torch.cat([_local(parameter).detach().reshape(-1) for parameter in self._parameters()])
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        parameters = self._parameters()
+        locals_ = [_local(parameter).detach() for parameter in parameters]
+        if value.numel() != self.numel():
+            raise FSDPValueError(
+                f"the flat parameter of this unit has {self.numel()} elements on this rank, got a tensor of "
+                f"{value.numel()}."
+            )
+        pieces = value.detach().reshape(-1).split([local.numel() for local in locals_])
+        if all(local.dtype == value.dtype and local.device == value.device for local in locals_):
+            with torch.no_grad():
+                for local, piece in zip(locals_, pieces, strict=True):
+                    local.copy_(piece.view(local.shape))
+            return
+        made = {
+            parameter: _with_local(parameter, piece.reshape(local.shape))
+            for parameter, local, piece in zip(parameters, locals_, pieces, strict=True)
+        }
+        self._wrapper.replace_own(made)
+
+    _local_shard = data
+
+
+def _with_local(parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+    """A parameter like ``parameter``, in the dtype and place of ``local``, its values on this rank."""
+    if isinstance(parameter, DTensor):
+        local = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+
+
+class FlatParamHandleView:
+    """What FSDP1 calls the handle of a unit."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._orig_param_dtype: Any = None  # set by programs that convert a unit; the parameters say it themselves
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse("A handle", name)
+
+    @property
+    def flat_param(self) -> FlatParameterView:
+        """Its parameters, as if they were one."""
+        return FlatParameterView(self._wrapper)
+
+    @property
+    def _sharding_strategy(self) -> Any:
+        return self._wrapper.sharding_strategy
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        """Whether anything is sharded."""
+        return self._wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def _offload_params(self) -> bool:
+        return bool(self._wrapper.cpu_offload.offload_params)
+
+    def flat_param_to(self, device: torch.device | str, non_blocking: bool = False) -> None:
+        """Move the unit's shards."""
+        flat = self.flat_param
+        flat.data = flat.data.to(device, non_blocking=non_blocking)
+
+    def reshard(self, free_unsharded_flat_param: bool = True) -> None:
+        """Free the unit's unsharded parameters."""
+        if free_unsharded_flat_param:
+            self._wrapper.module.reshard()
