@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import FSDPValueError
+import fsdp2
 from fsdp2.compat.fsdp1.flat_layout import FLAT_PARAM, PADDING_VALUE, FlatEntry, FlatLayout, FlatUnit, Piece
 from fsdp2.compat.fsdp1.names import clean
 from fsdp2.compat.fsdp1.sharded_files import ShardedRecord
@@ -143,7 +143,7 @@ def check_model(layout: FlatLayout, states: Sequence[State]) -> None:
         FSDPValueError: They differ; the message names the first unit that does, and what else would fit.
     """
     if len(states) != layout.world_size:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"{len(states)} state dicts, for a layout of {layout.world_size} ranks; give those of all ranks of one "
             "sharding group (of HYBRID_SHARD: of one replica), in their order"
         )
@@ -154,7 +154,7 @@ def check_model(layout: FlatLayout, states: Sequence[State]) -> None:
                 _check_unit(unit, rank, state, known=keys)
         further = [name for name in state if name.rpartition(".")[2] == FLAT_PARAM and name not in keys]
         if further:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"rank {rank} has '{further[0]}', and the layout has no such unit, but {sorted(keys)}; give the units "
                 "that the model was wrapped into"
             )
@@ -169,7 +169,7 @@ def _check_unit(unit: FlatUnit, rank: int, state: State, known: Collection[str])
     sizes = {unit.saved_numel(rank), unit.shard_numel}
     if isinstance(value, ShardedRecord):
         if value.world_size != unit.world_size or value.rank != rank:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"'{unit.key}' was written by rank {value.rank} of {value.world_size}, and is read as rank {rank}'s of "
                 f"{unit.world_size}; give the files of all ranks in their order"
             )
@@ -178,7 +178,7 @@ def _check_unit(unit: FlatUnit, rank: int, state: State, known: Collection[str])
         found = value.numel()
         expected = found if value.ndim == 1 and found in sizes else unit.saved_numel(rank)
     if found != expected:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"'{unit.key}' has {found} elements on rank {rank}, and {expected} in the layout, which is for "
             f"use_orig_params={unit.use_orig_params} and the parameters {[entry.fqn for entry in unit.entries]}. Give "
             "the model, the units, use_orig_params and, with use_orig_params=True, the dtype and the param_dtype of "
@@ -191,12 +191,12 @@ def _check_piece(unit: FlatUnit, piece: Piece, rank: int, state: State, known: C
     value = state.get(name)
     if not isinstance(value, Tensor):
         there = sorted(name for name in state if name.rpartition(".")[2] == FLAT_PARAM)
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"rank {rank} has neither '{unit.key}' nor '{name}'. Its flat parameters are {there}, those of the layout "
             f"{sorted(known)}; give the units that the model was wrapped into"
         )
     if value.shape != (piece.numel,):
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"'{name}' has the shape {tuple(value.shape)} on rank {rank}; of its {piece.entry.numel} elements the rank "
             f"holds {piece.numel}. Give the units, use_orig_params and param_dtype that it was written with"
         )
@@ -276,14 +276,16 @@ def check_whole(layout: FlatLayout, whole: State) -> None:
             names = unit.names_of(entry)
             values = [whole[name] for name in names if name in whole]
             if not values or not isinstance(values[0], Tensor):
-                raise FSDPValueError(f"the state dict has no parameter '{names[0]}', which '{unit.key}' consists of")
+                raise fsdp2.FSDPValueError(
+                    f"the state dict has no parameter '{names[0]}', which '{unit.key}' consists of"
+                )
             if values[0].shape != entry.shape:
-                raise FSDPValueError(
+                raise fsdp2.FSDPValueError(
                     f"'{names[0]}' has the shape {tuple(values[0].shape)}, and {tuple(entry.shape)} in the model"
                 )
             dtype = dtype or values[0].dtype
             if values[0].dtype != dtype:
-                raise FSDPValueError(
+                raise fsdp2.FSDPValueError(
                     f"'{names[0]}' is {values[0].dtype}, and others of '{unit.key}' are {dtype}; a flat parameter has "
                     "one dtype"
                 )
@@ -341,7 +343,7 @@ class OptimizerOrder:
         places = {name: place for place, name in enumerate(self.names)}
         for name in names:
             if name not in places:
-                raise FSDPValueError(
+                raise fsdp2.FSDPValueError(
                     f"the optimizer has '{name}', and the parameters to write it for are {list(self.names)}; give the "
                     "names in the order of the optimizer's parameters (--optimizer-order)"
                 )
@@ -363,14 +365,14 @@ class OptimizerOrder:
             named = [clean(name) for group in groups for name in group["param_names"]]
             return dict(zip(numbers, named, strict=True))
         if len(groups) > 1 and not self.is_given:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"{where} has {len(groups)} parameter groups, and nothing in it says which parameters are in which. "
                 "Give the names in the order of the optimizer's parameters, group after group (--optimizer-order)"
             )
         for names in (self.names, self.trainable):
             if len(names) == len(numbers):
                 return dict(zip(sorted(numbers), names, strict=True))
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"{where} has {len(numbers)} parameters; the model has {len(self.names)}, of which {len(self.trainable)} "
             f"require gradients: {list(self.names)}. Give the names in the order of the optimizer's parameters "
             "(--optimizer-order)"
@@ -413,7 +415,7 @@ def read_optimizer(layout: FlatLayout, states: Sequence[State], order: Optimizer
             is read later, `NamedState.of` raises.)
     """
     if len(states) != layout.world_size:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"{len(states)} optimizer states, for a layout of {layout.world_size} ranks; give those of all ranks of "
             "one sharding group, in their order"
         )
@@ -436,7 +438,7 @@ def read_optimizer(layout: FlatLayout, states: Sequence[State], order: Optimizer
 def _check_same_names(tables: Sequence[Mapping[int, str]]) -> None:
     for rank, table in enumerate(tables):
         if table != tables[0]:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"the optimizers of rank 0 and rank {rank} have other parameters: {list(tables[0].values())} and "
                 f"{list(table.values())}"
             )
@@ -479,7 +481,7 @@ class _OptimizerReader:
         holders = [rank for rank in range(unit.world_size) if unit.piece(entry, rank) is not None]
         without = [rank for rank in holders if not values[rank]]
         if without:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"rank {without[0]} keeps nothing of '{name}', of which it holds elements, and other ranks do; the "
                 "order of the optimizer's parameters is another, or the files are of several moments"
             )
@@ -498,7 +500,7 @@ class _OptimizerReader:
         rank = holders[fits.index(False)] if holders else 0
         value = f"of shape {tuple(found[rank].shape)}" if isinstance(found[rank], Tensor) else repr(found[rank])
         piece = unit.piece(entry, rank)
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"'{key}' of '{name}' is {value} on rank {rank}, which holds {piece.numel if piece else 0} of the "
             f"parameter's {entry.numel} elements. Only state per element and scalars can be read out of flat "
             "parameters; the units, use_orig_params and the order of the optimizer's parameters must be those of the "
@@ -525,7 +527,7 @@ def _agreed(name: str, key: str, values: Sequence[Any], between: str) -> Any:
     for value in values:
         tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
         if not (torch.equal(first, value) if tensors else first == value):
-            raise FSDPValueError(f"'{key}' of '{name}' differs between {between}: {first} and {value}")
+            raise fsdp2.FSDPValueError(f"'{key}' of '{name}' differs between {between}: {first} and {value}")
     return first
 
 
@@ -573,7 +575,7 @@ def write_optimizer(
         names = order.sort({target.name_for(name) for name in group["params"]})
         for name in names:
             if name in numbers:
-                raise FSDPValueError(
+                raise fsdp2.FSDPValueError(
                     f"the parameters of '{name}' are in several groups of the optimizer; with use_orig_params=False "
                     "they are one. Use use_orig_params=True, or other units"
                 )
@@ -628,7 +630,7 @@ class _OptimizerWriter:
             return True
         if value.numel() == 1:
             return False
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"'{key}' of '{name}' has the shape {tuple(value.shape)}, and the parameter {tuple(entry.shape)}; flat "
             "parameters hold state per element and scalars alone"
         )

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import FSDPValueError
+import fsdp2
 from fsdp2.compat.fsdp1.names import clean
 
 FLAT_PARAM = "_flat_param"
@@ -342,7 +342,7 @@ class FlatLayout:
             (4, 2)
         """
         if world_size < 1:
-            raise FSDPValueError(f"world_size is {world_size}; a layout is for one rank or more")
+            raise fsdp2.FSDPValueError(f"world_size is {world_size}; a layout is for one rank or more")
         flat = [_flat_unit(each, use_orig_params, each.world_size or world_size) for each in units if each.parameters]
         return cls(tuple(flat), use_orig_params, world_size)
 
@@ -371,26 +371,28 @@ def _check(unit: UnitEntries, use_orig_params: bool) -> None:
     for each in unit.parameters:
         name = f"'{unit.name}.{each.fqn}'" if unit.name else f"'{each.fqn}'"
         if not each.shape:
-            raise FSDPValueError(f"{name} is a scalar, which no flat parameter holds; give it the shape (1,)")
+            raise fsdp2.FSDPValueError(f"{name} is a scalar, which no flat parameter holds; give it the shape (1,)")
         if each.dtype != first.dtype:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"{where} has no flat parameter: {name} is {each.dtype} and '{first.fqn}' is {first.dtype}; FSDP1 "
                 "wants one dtype per unit. Make one of them a unit of its own, or ignore it"
             )
         if each.requires_grad != first.requires_grad and not use_orig_params:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"{where} has no flat parameter with use_orig_params=False: of {name} and '{first.fqn}' one requires "
                 "gradients and the other does not. Use use_orig_params=True, or make one of them a unit of its own"
             )
         if not _is_dense(each.shape, each.stride):
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"{name} of shape {tuple(each.shape)} has strides {tuple(each.stride)}, which leave gaps or overlap, "
                 "so its memory cannot lie in a flat parameter; make it contiguous"
             )
     if unit.world_size is not None and unit.world_size < 1:
-        raise FSDPValueError(f"{where} has world_size {unit.world_size}; it is one rank or more")
+        raise fsdp2.FSDPValueError(f"{where} has world_size {unit.world_size}; it is one rank or more")
     if sum(each.shape.numel() for each in unit.parameters) == 0:
-        raise FSDPValueError(f"{where} has only parameters without elements, of which FSDP1 makes no flat parameter")
+        raise fsdp2.FSDPValueError(
+            f"{where} has only parameters without elements, of which FSDP1 makes no flat parameter"
+        )
 
 
 def _round_up(numel: int, multiple: int) -> int:
@@ -447,7 +449,9 @@ def units_of(
     wanted = {id(unit) for unit in units}
     for unit in units:
         if id(unit) not in names:
-            raise FSDPValueError(f"a unit, {type(unit).__name__}, is no module of the given {type(root).__name__}")
+            raise fsdp2.FSDPValueError(
+                f"a unit, {type(unit).__name__}, is no module of the given {type(root).__name__}"
+            )
     taken: set[object] = {id(parameter) for parameter in ignored}
     found = {}
     for unit in _bottom_up(root, wanted, set()):

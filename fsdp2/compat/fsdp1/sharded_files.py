@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2 import FSDPRuntimeError, FSDPValueError
+import fsdp2
 
 TENSORS = "torch.distributed._shard.sharded_tensor"
 SPECS = "torch.distributed._shard.sharding_spec"
@@ -81,7 +81,9 @@ class ShardedRecord(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise FSDPRuntimeError(f"a record of a ShardedTensor in a file computes nothing, and {func} was called on it")
+        raise fsdp2.FSDPRuntimeError(
+            f"a record of a ShardedTensor in a file computes nothing, and {func} was called on it"
+        )
 
 
 def _as_subclass(record: ShardedRecord, protocol: Any) -> Any:
@@ -97,7 +99,7 @@ def _torchs(module: str, name: str) -> Any:
     try:
         return vars(importlib.import_module(module))[name]
     except (ImportError, KeyError) as error:
-        raise FSDPRuntimeError(
+        raise fsdp2.FSDPRuntimeError(
             f"this torch ({torch.__version__}) has no {module}.{name}, under which FSDP1 saves flat parameters; "
             "write the checkpoint with a torch that has it, or write another format"
         ) from error
@@ -180,7 +182,7 @@ def load(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
         with torch.serialization.safe_globals([(each, name) for name, each in STAND_INS.items()]):
             return torch.load(path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"{os.fspath(path)} cannot be read, or holds more than tensors and Python's own types; if you know where "
             f"it comes from, let it execute code (--trust, trust=True). {error}"
         ) from error
