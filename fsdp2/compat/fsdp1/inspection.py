@@ -1,7 +1,7 @@
 """What programs read of FSDP1's flat parameters and their handles, of a unit that has none: views, made when asked for.
 
-A view's ``data`` is a copy of this rank's elements, parameter by parameter; setting it to a tensor of another dtype, or on
-another device, converts or moves the unit. What is not offered raises an AttributeError that says what to use instead.
+A view's ``data`` is a copy of this rank's elements, parameter by parameter. Set to a tensor of another dtype, or on
+another device, it converts or moves the unit. What is not offered raises an AttributeError that says what to use.
 """
 
 from __future__ import annotations
