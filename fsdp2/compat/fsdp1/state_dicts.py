@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPRuntimeError
-from fsdp2.compat.fsdp1 import whole
+from fsdp2.compat.fsdp1 import local_state_dicts, whole
 from fsdp2.compat.fsdp1.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -60,6 +60,7 @@ def after_state_dict(
     settings = wrapper.settings
     kind, config = settings.state_dict_type, settings.state_dict_config
     offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
+    is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
     drops = is_full and config.rank0_only and dist.get_rank() != 0
     is_whole = is_full or wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
     same = _first_names(wrapper, inner)
@@ -82,6 +83,11 @@ def after_state_dict(
                 value = done[first]
         if not drops:
             state_dict[prefix + key.removeprefix(inner)] = value
+    if is_local:
+        own = {name: f"{prefix}{name}" for name in wrapper.own_parameters() if f"{prefix}{name}" in state_dict}
+        values = {name: state_dict.pop(key) for name, key in own.items()}
+        local = local_state_dicts.written(wrapper, values, offload=offload)
+        state_dict.update({f"{prefix}{name}": value for name, value in local.items()})
 
 
 def _first_names(wrapper: Any, inner: str) -> dict[str, str]:
@@ -104,6 +110,8 @@ def before_load(
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
     own, shown = wrapper.own_tensors(), prefix.replace(f"{WRAPPED}.", "")
     settings = wrapper.settings
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        local_state_dicts.read(wrapper, state_dict, inner, shown)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
         _from_first_rank(state_dict, own, inner)
     for name, tensor in own.items():
