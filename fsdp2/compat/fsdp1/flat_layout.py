@@ -328,27 +328,32 @@ class FlatLayout:
     use_orig_params: bool
     world_size: int
 
-    @classmethod
-    def of(cls, units: Iterable[UnitEntries], *, use_orig_params: bool, world_size: int) -> FlatLayout:
-        """The layout that torch's FSDP1 would make of ``units``. Units without parameters have no flat parameter.
-
-        Raises:
-            FSDPValueError: FSDP1 has no flat parameter for such a unit; the message names the parameters.
-
-        Example:
-            >>> entry = ParamEntry("weight", torch.Size([3]), (1,), torch.float32)
-            >>> layout = FlatLayout.of([UnitEntries("", (entry,))], use_orig_params=True, world_size=2)
-            >>> layout.units[0].numel, layout.units[0].shard_numel
-            (4, 2)
-        """
-        if world_size < 1:
-            raise fsdp2.FSDPValueError(f"world_size is {world_size}; a layout is for one rank or more")
-        flat = [_flat_unit(each, use_orig_params, each.world_size or world_size) for each in units if each.parameters]
-        return cls(tuple(flat), use_orig_params, world_size)
-
     def shard_metadata(self, rank: int) -> tuple[FlatParamShardMetadata, ...]:
         """The record of each unit for one rank."""
         return tuple(unit.shard_metadata(rank) for unit in self.units)
+
+
+def flat_layout(units: Iterable[UnitEntries], *, use_orig_params: bool, world_size: int) -> FlatLayout:
+    """The layout that torch's FSDP1 would make of ``units``. Units without parameters have no flat parameter.
+
+    Args:
+        units: As `units_of` gives them.
+        use_orig_params: As FSDP1 is given it.
+        world_size: Ranks that the model is cut for.
+
+    Raises:
+        FSDPValueError: FSDP1 has no flat parameter for such a unit; the message names the parameters.
+
+    Example:
+        >>> entry = ParamEntry("weight", torch.Size([3]), (1,), torch.float32)
+        >>> layout = flat_layout([UnitEntries("", (entry,))], use_orig_params=True, world_size=2)
+        >>> layout.units[0].numel, layout.units[0].shard_numel
+        (4, 2)
+    """
+    if world_size < 1:
+        raise fsdp2.FSDPValueError(f"world_size is {world_size}; a layout is for one rank or more")
+    flat = [_flat_unit(each, use_orig_params, each.world_size or world_size) for each in units if each.parameters]
+    return FlatLayout(tuple(flat), use_orig_params, world_size)
 
 
 def _flat_unit(unit: UnitEntries, use_orig_params: bool, world_size: int) -> FlatUnit:
