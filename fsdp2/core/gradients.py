@@ -62,6 +62,7 @@ class GradientBuffer:
         self.resizable = Resizable(flat)
         self._storage = self.resizable.storage
         self._baseline = self._counts()
+        self._slices: dict[tuple[int, int], torch.Tensor] = {}
 
     def _counts(self) -> list[int]:
         """Holders of the storage, then of each gradient and of its local tensor."""
@@ -69,6 +70,14 @@ class GradientBuffer:
         locals_ = map(_torch.local_of, self.gradients)
         own = (count(self._storage), _torch.storage_use_count(self._storage))
         return [*own, *map(count, self.gradients), *map(count, locals_)]
+
+    def slice(self, start: int, numel: int) -> torch.Tensor:
+        """(numel,) of the buffer; always the same tensor. Nobody keeps it: `is_free` does not see who holds it."""
+        known = self._slices.get((start, numel))
+        if known is None:
+            known = self._slices[start, numel] = self.flat[start : start + numel]
+            self._baseline[1] += 1  # the storage has one user more, which is this object
+        return known
 
     def is_free(self) -> bool:
         """Whether only this object holds the gradients, provided that none of them is any parameter's ``.grad``."""
@@ -218,6 +227,7 @@ class GradientBucket:
         self._buffer: GradientBuffer | None = None
         self._carried = layout.carried
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
+        self._presence_is_apart = layout.presence_offset >= layout.packed_numel
         self._holes = self._make_holes()
         carriages = [
             (index, hole, slot)
@@ -242,10 +252,15 @@ class GradientBucket:
                 if slot.pad_numel:
                     template.append(zeros[slot.pad_numel])
                 template.append(zeros[0])
-            layout = self.layout
-            presence = torch.zeros(
-                self._world_size, layout.packed_numel - layout.presence_offset, dtype=dtype, device=self._device
-            )
+            layout, numel = self.layout, len(self.params)
+            if self._presence_is_apart:
+                end = max((slot.offset + slot.shard_numel for slot in packed), default=0)
+                template.append(
+                    torch.zeros(self._world_size, layout.packed_numel - end, dtype=dtype, device=self._device)
+                )
+            else:
+                numel = layout.packed_numel - layout.presence_offset
+            presence = torch.zeros(self._world_size, numel, dtype=dtype, device=self._device)
             presence[:, : len(self.params)] = self.plan.presence
             template.append(presence)
             self._templates[dtype] = template
@@ -330,6 +345,8 @@ class GradientBucket:
             direct.append((output.narrow(0, slot.offset, slot.shard_numel), gradient.contiguous().view(-1)))
         if missing:
             packing[-1] = self._without(packing[-1], missing)
+        if self._presence_is_apart:
+            direct.append((output[self._presences], packing.pop().to(self.dtype).flatten()))
         size = world_size * layout.packed_numel
         if allocate is not None:
             packed = allocate((size,), dtype=self.dtype, device=self._device)

@@ -26,7 +26,7 @@ from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
-from fsdp2.core.transport import Alone, Transport, transport_of
+from fsdp2.core.transport import HOOKED, Alone, Transport, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 _LARGE_DIVISOR = 1024.0
@@ -125,8 +125,13 @@ class GradientReducer:
                 bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
         self.large = _large_ones(trainable)
-        self._transport = transport_of(self.group, self._mesh.device, self.settings.custom_reduce_scatter)
-        self.is_ordered = transport_of(self.group, self._mesh.device).is_ordered
+        hook, custom = self.settings.comm_hook, self.settings.custom_reduce_scatter
+        if hook is None:
+            self._transport = transport_of(self.group, self._mesh.device, custom)
+            self.is_ordered = transport_of(self.group, self._mesh.device).is_ordered
+        else:
+            self._transport = HOOKED.filling(hook, self.group, self._mesh.device)
+            self.is_ordered = self._transport.is_ordered
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -137,9 +142,9 @@ class GradientReducer:
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
-        allocates = self.settings.custom_reduce_scatter is not None
         scaling, settings = self._scaling(dtype), self.settings
-        may_travel_alone = not allocates and scaling.before == 1.0
+        all_packed = settings.custom_reduce_scatter is not None or settings.comm_hook is not None
+        may_travel_alone = not all_packed and scaling.before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
         threshold = direct_threshold_bytes(fuses=mesh.fuses)
@@ -154,7 +159,8 @@ class GradientReducer:
             ],
             world_size=mesh.shard_size,
             itemsize=dtype.itemsize,
-            region_threshold_bytes=math.inf if allocates else threshold,
+            region_threshold_bytes=math.inf if all_packed else threshold,
+            presence_apart=settings.comm_hook is not None,
         )
         divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
         # So that a division by the divisor does not make it vanish.
@@ -194,6 +200,8 @@ class GradientReducer:
     def _scaling(self, dtype: torch.dtype) -> Scaling:
         mesh, settings, group = self._mesh, self.settings, self.group
         has_sums_only = mesh.device.type == "mtia"
+        if settings.comm_hook is not None:  # which averages: sums, of presence alone, and no division
+            return Scaling(1.0, dist.ReduceOp.SUM, dist.ReduceOp.SUM, 1.0)
         return Scaling.choose(
             dtype,
             mesh.shard_size,
@@ -435,11 +443,10 @@ class GradientReducer:
         hook_stream = self.settings.all_reduce_hook_stream
         return comm.all_reduce_stream if hook_stream is None else hook_stream
 
-    @staticmethod
-    def _all_reduce(sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
-        if not transport.is_alone(group):
-            for each in sent:
-                transport.all_reduce(each.packed.output, group, each.scaling.replicate_op, works)
+    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
+        for each in sent:
+            presence_offset = each.gradients.layout.presence_offset
+            self._transport.all_reduce(each.packed.output, presence_offset, group, each.scaling.replicate_op, works)
 
     def _finish(self, sent: list[_Sent], keeps: bool, arena: Arena = ALLOCATOR) -> None:
         hook, denominator = self.settings.all_reduce_hook, self.settings.denominator
