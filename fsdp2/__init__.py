@@ -38,6 +38,7 @@ from fsdp2.features.unwrap import unwrap
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
@@ -74,6 +75,7 @@ __all__ = [
     "ReduceScatter",
     "RowBlocks",
     "ShardPlacementResult",
+    "ShardedGradScaler",
     "UnshardHandle",
     "auto_shard",
     "balanced_owners",

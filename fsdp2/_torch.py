@@ -307,6 +307,14 @@ def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def unscale(tensors: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply ``tensors``, of one device and dtype, by ``factor``; set ``found`` to 1 if one was not finite.
+
+    What ``torch.amp.GradScaler`` calls: one kernel on accelerators, public nowhere.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share ``storage``."""
     return torch._C._storage_Use_Count(storage._cdata)

@@ -113,6 +113,7 @@ CLASSES: dict[str, Callable[[], dict[str, Any]]] = {
     "Owned": lambda: {"rank": 0},
     "RaggedShard": lambda: {"rows": (1, 2)},
     "RowBlocks": lambda: {"rows": 2},
+    "ShardedGradScaler": lambda: {"device": "cpu"},
     "ShardPlacementResult": lambda: {"placement": Shard(0), "mesh_info": None},
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -133,6 +134,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "set_custom_all_gather": {"comm": None},
     "set_custom_reduce_scatter": {"comm": None},
     "set_all_reduce_hook": {"hook": print},
+    "register_comm_hook": {"state": None, "hook": print},
     "set_gradient_divide_factor": {"factor": 2.0},
     "set_gradient_reduction": {"reduction": "mean"},
     "set_reduce_scatter_divide_factor": {"factor": 2.0},
