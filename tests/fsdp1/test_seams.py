@@ -24,20 +24,7 @@ from fsdp2 import FSDPRuntimeError
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.models import UNEVEN_MLP
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-def blocks(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(Block(), Block(), nn.Linear(6, 3))
+from tests.harness.shared.fsdp1_models import Block, blocks
 
 
 def steps(model: Any, optimizer: torch.optim.Optimizer, count: int, ranks: int | None = None) -> list[float]:

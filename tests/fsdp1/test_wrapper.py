@@ -91,7 +91,8 @@ def test_policies_make_the_units_that_torch_makes(name: str, world_size: int) ->
     torchs = Torchs(UNEVEN_MLP.build(), auto_wrap_policy=policy_of(name, torchs_policies), device_id=CPU)
 
     def units(model: nn.Module, kind: type[nn.Module]) -> list[tuple[str, Any]]:
-        return [(name, each.sharding_strategy) for name, each in model.named_modules() if isinstance(each, kind)]
+        found = [(name, each) for name, each in model.named_modules() if isinstance(each, kind)]
+        return [(name.replace("_fsdp_wrapped_module.", ""), each.sharding_strategy) for name, each in found]
 
     for source in (policies, torchs_policies):
         model = FullyShardedDataParallel(UNEVEN_MLP.build(), auto_wrap_policy=policy_of(name, source))
@@ -149,6 +150,12 @@ def test_names_attributes_and_indices_are_the_modules(world_size: int) -> None:
     plain = UNEVEN_MLP.build()
     model = by_hand()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    outer = nn.Sequential(model)
+    assert [name for name, _ in outer.named_parameters()] == [f"0.{name}" for name, _ in plain.named_parameters()]
+    assert list(outer.state_dict()) == [f"0.{name}" for name in plain.state_dict()]
+    names = {name for name, _ in model.named_modules()}
+    assert names == {name for name, _ in plain.named_modules()}
+    assert all(isinstance(model.get_submodule(name), FullyShardedDataParallel) for name in UNEVEN_MLP.unit_names)
     assert model.module is model._fsdp_wrapped_module and isinstance(model.module, FSDPModule)
     assert model.check_is_root() and len(FullyShardedDataParallel.fsdp_modules(model, root_only=True)) == 1
     inner = FullyShardedDataParallel.fsdp_modules(model)[1:]

@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FSDPNotImplementedError,
-    FSDPRuntimeError,
-    FSDPTypeError,
-    FSDPValueError,
-    MixedPrecisionPolicy,
-)
+import fsdp2
 from fsdp2.compat.fsdp1.config import ShardingStrategy
 from fsdp2.compat.fsdp1.policies import Ignored
 
@@ -41,21 +33,21 @@ def ignored_below(
         FSDPTypeError: neither parameters nor modules.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Pass ignored_states."
         )
     given = _listed(ignored_states if ignored_modules is None else ignored_modules)
     allowed = (nn.Module,) if ignored_modules is not None else (nn.Module, nn.Parameter)
     kinds = {next((kind for kind in allowed if isinstance(each, kind)), None) for each in given}
     if None in kinds or len(kinds) > 1:
-        raise FSDPTypeError(
+        raise fsdp2.FSDPTypeError(
             "ignored_modules must be an iterable of modules, and ignored_states one of modules or of parameters, got "
             f"{sorted({type(each).__name__ for each in given})}."
         )
     modules = [each for each in given if isinstance(each, nn.Module)]
-    wrapped = [each for each in modules if isinstance(each, (wrapper, FSDPModule))]
+    wrapped = [each for each in modules if isinstance(each, (wrapper, fsdp2.FSDPModule))]
     if wrapped:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"a {type(wrapped[0]).__name__} that is wrapped already cannot be ignored: its parameters are sharded. "
             "Give the module before it is wrapped."
         )
@@ -74,7 +66,7 @@ def _listed(given: Any) -> list[Any]:
     try:
         return [] if given is None else list(given)
     except TypeError:
-        raise FSDPTypeError(
+        raise fsdp2.FSDPTypeError(
             f"ignored_modules and ignored_states must be iterables, got {type(given).__name__}."
         ) from None
 
@@ -115,19 +107,19 @@ def mesh_of(process_group: Any, device_mesh: DeviceMesh | None, strategy: Any, d
         FSDPRuntimeError: no process group.
     """
     if process_group is not None and device_mesh is not None:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             "Cannot pass both process_group and device_mesh at the same time. Please just pass only one."
         )
     is_hybrid = strategy in HYBRID
     if device_mesh is not None:
         if device_mesh.ndim != 1 + is_hybrid:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"sharding_strategy {strategy.name} needs a device_mesh of {1 + is_hybrid} dim(s), got {device_mesh}. "
                 "Of a mesh with tensor parallelism, pass the data-parallel part: mesh['dp']."
             )
         return device_mesh
     if not dist.is_initialized():
-        raise FSDPRuntimeError(
+        raise fsdp2.FSDPRuntimeError(
             "FullyShardedDataParallel needs a process group, and none is initialized: call "
             "torch.distributed.init_process_group() first."
         )
@@ -150,12 +142,12 @@ def _refuse_groups(process_group: Any, is_hybrid: bool, strategy: Any) -> None:
             and len(process_group) == 2
             and all(isinstance(each, dist.ProcessGroup) for each in process_group)
         ):
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"process_group must be a tuple (shard group, replicate group) under {strategy.name}, got "
                 f"{type(process_group).__name__}."
             )
     elif not isinstance(process_group, dist.ProcessGroup):
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"process_group must be a process group under {strategy.name}, got {type(process_group).__name__}."
         )
 
@@ -170,7 +162,9 @@ def _make_mesh(process_group: Any, is_hybrid: bool, device_type: str) -> DeviceM
             count = torch.accelerator.device_count() if device_type != "cpu" else world
             here = min(world, count or world)
         if world % here:
-            raise FSDPValueError(f"hybrid sharding needs nodes of equal size: {here} ranks of {world} are on this one.")
+            raise fsdp2.FSDPValueError(
+                f"hybrid sharding needs nodes of equal size: {here} ranks of {world} are on this one."
+            )
         return init_device_mesh(device_type, (world // here, here), mesh_dim_names=names)
     if not is_hybrid:
         return DeviceMesh.from_group(process_group, device_type)
@@ -213,7 +207,7 @@ def materialize(
         FSDPValueError: no ``param_init_fn``, and a module without ``reset_parameters()``; or values are still missing.
     """
     if param_init_fn is not None and not callable(param_init_fn):
-        raise FSDPTypeError(f"param_init_fn must be a function of a module, got {type(param_init_fn).__name__}.")
+        raise fsdp2.FSDPTypeError(f"param_init_fn must be a function of a module, got {type(param_init_fn).__name__}.")
     on_meta = [
         each
         for each in own_modules(module, ignored, wrapper)
@@ -226,7 +220,7 @@ def materialize(
             if param_init_fn is not None:
                 param_init_fn(each)
             elif not callable(getattr(each, "reset_parameters", None)):
-                raise FSDPValueError(
+                raise fsdp2.FSDPValueError(
                     f"{type(each).__name__} has parameters or buffers on the meta device and no reset_parameters(): "
                     "pass param_init_fn, which gives a module its values."
                 )
@@ -238,7 +232,7 @@ def materialize(
     for each in on_meta:
         missing = [name for name, tensor in _own_tensors(each).items() if tensor.is_meta]
         if missing:
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"'{missing[0]}' of {type(each).__name__} is on the meta device after param_init_fn: that must give "
                 "values to each module that it is called with, as by module.to_empty(device=..., recurse=False)."
             )
@@ -298,8 +292,8 @@ def mixed_precision_of(mixed_precision: Any, kept: frozenset[nn.Parameter]) -> d
     Inputs are cast by the wrapper, which knows whether it is the root when its forward is called.
     """
     if mixed_precision is None:
-        return {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-    cast = MixedPrecisionPolicy(
+        return {"mp_policy": fsdp2.MixedPrecisionPolicy(cast_forward_inputs=False)}
+    cast = fsdp2.MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
         reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
         cast_forward_inputs=False,
@@ -307,9 +301,9 @@ def mixed_precision_of(mixed_precision: Any, kept: frozenset[nn.Parameter]) -> d
     if not kept:
         return {"mp_policy": cast}
 
-    def policy(fqn: str, parameter: nn.Parameter) -> MixedPrecisionPolicy:
+    def policy(fqn: str, parameter: nn.Parameter) -> fsdp2.MixedPrecisionPolicy:
         if parameter in kept:
-            return MixedPrecisionPolicy(reduce_dtype=parameter.dtype, cast_forward_inputs=False)
+            return fsdp2.MixedPrecisionPolicy(reduce_dtype=parameter.dtype, cast_forward_inputs=False)
         return cast
 
     return {"mp_policy": policy}
@@ -317,7 +311,9 @@ def mixed_precision_of(mixed_precision: Any, kept: frozenset[nn.Parameter]) -> d
 
 def offload_of(cpu_offload: Any) -> dict[str, Any]:
     """As `fully_shard` calls it."""
-    return {"offload_policy": CPUOffloadPolicy()} if cpu_offload is not None and cpu_offload.offload_params else {}
+    return (
+        {"offload_policy": fsdp2.CPUOffloadPolicy()} if cpu_offload is not None and cpu_offload.offload_params else {}
+    )
 
 
 def refuse_deferred(module: nn.Module) -> None:
@@ -328,7 +324,7 @@ def refuse_deferred(module: nn.Module) -> None:
     """
     for name, parameter in module.named_parameters():
         if type(parameter).__module__.startswith("torchdistx") or getattr(parameter, "_is_deferred", False):
-            raise FSDPNotImplementedError(
+            raise fsdp2.FSDPNotImplementedError(
                 f"parameter '{name}' is deferred by torchdistX, which is not maintained: build the model under "
                 "torch.device('meta') instead."
             )
@@ -341,4 +337,4 @@ def check(name: str, value: Any, allowed: type) -> None:
         FSDPTypeError: it is not.
     """
     if value is not None and not isinstance(value, allowed):
-        raise FSDPTypeError(f"{name} must be a {allowed.__name__}, got {type(value).__name__}.")
+        raise fsdp2.FSDPTypeError(f"{name} must be a {allowed.__name__}, got {type(value).__name__}.")

@@ -328,11 +328,6 @@ class FlatLayout:
     use_orig_params: bool
     world_size: int
 
-    @classmethod
-    def of(cls, units: Iterable[UnitEntries], *, use_orig_params: bool, world_size: int) -> FlatLayout:
-        """`flat_layout`."""
-        return flat_layout(units, use_orig_params=use_orig_params, world_size=world_size)
-
     def shard_metadata(self, rank: int) -> tuple[FlatParamShardMetadata, ...]:
         """The record of each unit for one rank."""
         return tuple(unit.shard_metadata(rank) for unit in self.units)

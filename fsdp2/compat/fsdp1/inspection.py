@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPValueError
+import fsdp2
 from fsdp2.compat.fsdp1.config import ShardingStrategy
 
 _INSTEAD = {
@@ -78,10 +78,11 @@ class FlatParameterView:
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        """Take the elements; of another dtype, or on another device, the unit is converted or moved."""
         parameters = self._parameters()
         locals_ = [_local(parameter).detach() for parameter in parameters]
         if value.numel() != self.numel():
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 f"the flat parameter of this unit has {self.numel()} elements on this rank, got a tensor of "
                 f"{value.numel()}."
             )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPNotImplementedError, FSDPRuntimeError
+import fsdp2
 from fsdp2.compat.fsdp1 import whole
 from fsdp2.compat.fsdp1.flat_checkpoints import whole_of, write_model
 from fsdp2.compat.fsdp1.flat_layout import FLAT_PARAM, FlatEntry, FlatLayout, FlatUnit, Piece, flat_layout, units_of
@@ -31,7 +31,7 @@ def layout_of(wrapper: Any) -> FlatLayout | None:
     taken = {parameter for each in below for parameter in each.own_parameters().values()}  # ties: the first has them
     for name, parameter in own.items():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > wrapper._device_mesh.ndim:
-            raise FSDPNotImplementedError(
+            raise fsdp2.FSDPNotImplementedError(
                 f"LOCAL_STATE_DICT of '{name}', which is tensor parallel: use SHARDED_STATE_DICT, whose tensors say "
                 "how they are cut."
             )
@@ -81,7 +81,7 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
         return  # of another type: whole tensors, or what a program has put there
     expected = [unit.saved_numel(rank) for rank in range(wrapper.world_size)]
     if found != expected:
-        raise FSDPRuntimeError(
+        raise fsdp2.FSDPRuntimeError(
             f"'{shown}{FLAT_PARAM}' has {found} elements on the ranks (-1: it is not there), and {expected} are those "
             f"of the parameters {[entry.fqn for entry in unit.entries]} with use_orig_params={unit.use_orig_params}. "
             "Wrap the model as it was when the state dict was written, on as many ranks, or convert the files: "

@@ -19,6 +19,13 @@ def clean(name: str) -> str:
     return name
 
 
+def saved(name: str) -> str:
+    """``name`` as it is in state dicts."""
+    for prefix in PREFIXES[:2]:
+        name = name.replace(prefix, "")
+    return name
+
+
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All names of all parameters at and below ``module``, those of ties included, without prefixes."""
     for name, parameter in module.named_parameters(remove_duplicate=False):

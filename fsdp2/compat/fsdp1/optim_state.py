@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp2 import FSDPRuntimeError, FSDPValueError
+import fsdp2
 from fsdp2.compat.fsdp1 import whole
 from fsdp2.compat.fsdp1.config import (
     FullOptimStateDictConfig,
@@ -79,7 +79,7 @@ def _keys(given: StateDict, indices: list[nn.Parameter], names: dict[nn.Paramete
 
 def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter) -> str:
     if parameter not in names:
-        raise FSDPValueError(
+        raise fsdp2.FSDPValueError(
             f"the optimizer has a parameter of shape {list(parameter.shape)} that the model does not have: build the "
             "optimizer on the parameters of the wrapped model, after wrapping."
         )
@@ -112,7 +112,7 @@ def state_to_load(
     for name, entry in given["state"].items():
         parameter = by_name.get(name)
         if parameter is None:
-            raise FSDPRuntimeError(f"the optimizer's state has '{name}', which the model does not have.")
+            raise fsdp2.FSDPRuntimeError(f"the optimizer's state has '{name}', which the model does not have.")
         if names[parameter] not in mine:
             continue  # of a part of the model that this optimizer does not step on
         state[names[parameter]] = {what: _loaded(value, parameter, name) for what, value in entry.items()}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
-from fsdp2 import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+import fsdp2
 
 Arguments = dict[str, Any]
 """Those of the wrapper's constructor, but the module."""
@@ -124,7 +124,7 @@ def wrap_submodules(
         chosen = {}
         _choose_below(root, policy, ignored, arguments, chosen)
     else:
-        raise FSDPTypeError(
+        raise fsdp2.FSDPTypeError(
             f"auto_wrap_policy must be a policy of torch.distributed.fsdp.wrap, or a callable (module, recurse, "
             f"nonwrapped_numel) -> bool, got {type(policy).__name__}."
         )
@@ -144,7 +144,7 @@ def _chosen(root: nn.Module, policy: Any, ignored: Ignored, arguments: Arguments
             continue
         answer = isinstance(module, tuple(classes)) if function is None else function(module)
         if not isinstance(answer, (bool, dict)):
-            raise FSDPValueError(
+            raise fsdp2.FSDPValueError(
                 "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
                 f"{answer!r} for a {type(module).__name__}."
             )
@@ -206,7 +206,7 @@ def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
         FSDPNotImplementedError: inside of another one.
     """
     if _Wrapping.current is not None:
-        raise FSDPNotImplementedError("enable_wrap() cannot be nested: leave the outer one first.")
+        raise fsdp2.FSDPNotImplementedError("enable_wrap() cannot be nested: leave the outer one first.")
     _Wrapping.current = (wrapper_cls, wrapper_kwargs)
     try:
         yield

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import FSDPRuntimeError
+import fsdp2
 from fsdp2.compat.fsdp1 import local_state_dicts, whole
 from fsdp2.compat.fsdp1.config import (
     FullOptimStateDictConfig,
@@ -45,7 +45,7 @@ def settings_of(state_dict_type: Any, state_dict_config: Any, optim_state_dict_c
     found = []
     for given, wanted in zip((state_dict_config, optim_state_dict_config), _CONFIGS[state_dict_type], strict=True):
         if given is not None and type(given) is not wanted:
-            raise FSDPRuntimeError(
+            raise fsdp2.FSDPRuntimeError(
                 f"{state_dict_type.name} goes with a {wanted.__name__}, got a {type(given).__name__}."
             )
         found.append(wanted() if given is None else given)
@@ -101,13 +101,31 @@ def _first_names(wrapper: Any, inner: str) -> dict[str, str]:
     return {f"{inner}{name}": first.setdefault(id(tensor), f"{inner}{name}") for name, tensor in wrapper.cleaned(named)}
 
 
+_PLACED = "_fsdp1_placed"
+"""A key of what a wrapper above has placed already; the wrapper that it is for takes it out."""
+
+
 def before_load(
     wrapper: Any, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
 ) -> None:
-    """Hook: names with the wrapper's, and values placed as this unit's parameters are."""
+    """Hook: names with the wrapper's; values placed as parameters are, by the outermost wrapper for all below."""
+    is_placed = state_dict.pop(f"{prefix}{_PLACED}", False)
     inner = f"{prefix}{WRAPPED}."
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+    if is_placed:
+        return
+    _place(wrapper, state_dict, inner, prefix)
+    done: set[int] = {id(wrapper)}
+    for name, each in wrapper.named_wrappers():
+        if id(each) not in done:
+            done.add(id(each))
+            _place(each, state_dict, f"{inner}{name}.", f"{prefix}{name}.")
+        state_dict[f"{inner}{name}.{_PLACED}"] = True
+
+
+def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefix: str) -> None:
+    """Place what is of the wrapper's unit, whose keys begin with ``inner``, as its parameters are."""
     own, shown = wrapper.own_tensors(), prefix.replace(f"{WRAPPED}.", "")
     settings = wrapper.settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -123,7 +141,7 @@ def before_load(
             state_dict[key] = whole.from_sharded_tensor(value, tensor, f"{shown}{name}")
         elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if isinstance(tensor, DTensor) and value.shape != tensor.shape:
-                raise FSDPRuntimeError(
+                raise fsdp2.FSDPRuntimeError(
                     f"'{shown}{name}' is to be loaded with the shape {list(value.shape)}, and has {list(tensor.shape)}."
                 )
             state_dict[key] = whole.like(value, tensor)

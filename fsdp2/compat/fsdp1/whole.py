@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2 import FSDPRuntimeError
+import fsdp2
 
 
 def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
@@ -41,11 +41,13 @@ def from_sharded_tensor(value: Any, parameter: torch.Tensor, name: str) -> torch
     """
     shards = value.local_shards()
     if not isinstance(parameter, DTensor):
-        raise FSDPRuntimeError(f"'{name}' is a ShardedTensor, and the parameter is not sharded: load it with DCP.")
+        raise fsdp2.FSDPRuntimeError(
+            f"'{name}' is a ShardedTensor, and the parameter is not sharded: load it with DCP."
+        )
     local = parameter.to_local()
     found = shards[0].tensor if shards else local.new_empty(local.shape)
     if found.shape != local.shape or tuple(value.size()) != tuple(parameter.shape):
-        raise FSDPRuntimeError(
+        raise fsdp2.FSDPRuntimeError(
             f"this rank's part of '{name}' has the shape {list(found.shape)}, and the parameter's {list(local.shape)}: "
             "the checkpoint was written by another number of ranks. Load it with torch.distributed.checkpoint, which "
             "reads it on any number."

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import FSDPModule, FSDPRuntimeError, clip_grad_norm_, fully_shard
 from fsdp2.compat.fsdp1 import optim_state, state_dicts
 from fsdp2.compat.fsdp1.casting import cast_buffers, cast_inputs, compute_in_own_dtype, computes_in_own_dtype
 from fsdp2.compat.fsdp1.config import (
@@ -40,7 +39,7 @@ from fsdp2.compat.fsdp1.construction import (
     strategy_of,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
-from fsdp2.compat.fsdp1.names import WRAPPED, Inside, clean
+from fsdp2.compat.fsdp1.names import WRAPPED, Inside, saved
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -112,7 +111,7 @@ class FullyShardedDataParallel(nn.Module):
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         if auto_wrap_policy is not None:
             if below:
-                raise FSDPRuntimeError(
+                raise fsdp2.FSDPRuntimeError(
                     "auto_wrap_policy cannot be used on a module of which a part is wrapped already: wrap all of it by "
                     "hand, or nothing."
                 )
@@ -163,7 +162,7 @@ class FullyShardedDataParallel(nn.Module):
         kept = frozenset(
             parameter for each in self._own_modules() if computes_in_own_dtype(each) for parameter in each.parameters()
         )
-        fully_shard(
+        fsdp2.fully_shard(
             module,
             mesh=self._device_mesh,
             ignored_params=ignored.params,
@@ -198,9 +197,9 @@ class FullyShardedDataParallel(nn.Module):
         return wrapped._modules.get(_CHECKPOINTED, wrapped)
 
     @property
-    def _unit(self) -> FSDPModule:
+    def _unit(self) -> fsdp2.FSDPModule:
         """The sharded module."""
-        module: FSDPModule = self.module
+        module: fsdp2.FSDPModule = self.module
         return module
 
     def __getattr__(self, name: str) -> Any:
@@ -230,15 +229,20 @@ class FullyShardedDataParallel(nn.Module):
         found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         return [each for each in found if not (root_only and each._is_nested)]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of the plain module: without the names of wrappers."""
-        for name, parameter in super().named_parameters(*args, **kwargs):
-            yield name.replace(f"{WRAPPED}.", ""), parameter
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As of the plain module, and this wrapper under the name of what it wraps.
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As of the plain module: without the names of wrappers."""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(f"{WRAPPED}.", ""), buffer
+        So parameters and buffers have plain names as well, also where a module outside of all wrappers is asked.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self._fsdp_wrapped_module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> Inside:
         return Inside()
@@ -267,7 +271,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _refuse_below_root(self, what: str) -> None:
         if self._is_nested:
-            raise FSDPRuntimeError(
+            raise fsdp2.FSDPRuntimeError(
                 f"`{what}()` on inner FSDP instances is not supported. Please call `{what}()` on root FSDP module."
             )
 
@@ -297,13 +301,13 @@ class FullyShardedDataParallel(nn.Module):
             FSDPRuntimeError: on a wrapper that another one is around.
         """
         self._refuse_below_root("clip_grad_norm_")
-        total = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        total = fsdp2.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce each unit's flat gradient: see `FSDPModule.register_comm_hook`."""
         if self._is_nested:
-            raise FSDPRuntimeError("register_comm_hook can only be called on a root instance.")
+            raise fsdp2.FSDPRuntimeError("register_comm_hook can only be called on a root instance.")
         self._unit.register_comm_hook(state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
@@ -397,8 +401,14 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def cleaned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Names without those of nested wrappers."""
-        return ((clean(name), each) for name, each in named)
+        """Names as they are in state dicts."""
+        return ((saved(name), each) for name, each in named)
+
+    def named_wrappers(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+        """The wrappers below, by all of their names below what is wrapped."""
+        for name, each in self.cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)):
+            if isinstance(each, FullyShardedDataParallel):
+                yield name, each
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this unit, by all of their names below what is wrapped."""
@@ -409,7 +419,7 @@ class FullyShardedDataParallel(nn.Module):
             if module in own or module in ignored:
                 tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
                 for name, tensor in tensors:
-                    found[clean(f"{prefix}.{name}" if prefix else name)] = tensor
+                    found[saved(f"{prefix}.{name}" if prefix else name)] = tensor
         return found
 
     @staticmethod
@@ -439,7 +449,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         found = [each._settings for each in FullyShardedDataParallel.fsdp_modules(module)]
         if any(each != found[0] for each in found):
-            raise FSDPRuntimeError(
+            raise fsdp2.FSDPRuntimeError(
                 "wrappers below have different state dict types: call set_state_dict_type() on the outermost module."
             )
         return found[0] if found else state_dicts.settings_of(StateDictType.FULL_STATE_DICT, None, None)
