@@ -162,6 +162,18 @@ def test_accelerate_with_fsdp1(client: Client, tmp_path: Path) -> None:
     check(client, tmp_path)
 
 
+LIGHTNING_FSDP1 = [
+    client("lightning_fsdp1", f"{{folder}} {kind}", packages=("lightning",), options=("--fsdp1",))
+    for kind in ("full", "sharded")
+]
+
+
+@pytest.mark.parametrize("client", LIGHTNING_FSDP1, ids=str)
+def test_lightning_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """Fabric's `FSDPStrategy`, on the wrapper. About 15 s each."""
+    check(client, tmp_path)
+
+
 LIGHTNING = [
     client("lightning_trainer", "{folder}", packages=("lightning",)),
     client("lightning_trainer", "{folder} --full-checkpoint", packages=("lightning",)),
