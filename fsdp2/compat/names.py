@@ -62,11 +62,11 @@ def counterparts_of_fsdp1() -> tuple[Counterpart, ...]:
     pairs = []
     for name, module in _FSDP1.items():
         found = vars(importlib.import_module(module)).get(name) if importlib.util.find_spec(module) else None
-        own = getattr(ours, name, None)
+        own = None if name in bridged else getattr(ours, name)
         if found is None or found is own or getattr(found, "__wrapped__", None) is not None:
             continue  # there is none, or it is ours already
         pairs.append(Counterpart(name, found, bridged[name](found, wrapper) if name in bridged else own))
-    return tuple(pair for pair in pairs if pair.ours is not None)
+    return tuple(pairs)
 
 
 def torchs_own(name: str) -> object | None:

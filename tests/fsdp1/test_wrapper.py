@@ -359,3 +359,40 @@ def test_wrong_arguments(simulate: FakeWorlds, arguments: Any, error: type[Excep
         )
     with pytest.raises(FSDPValueError, match=r"reset_parameters\(\)"), torch.device("meta"):
         FullyShardedDataParallel(WithNorm())
+
+
+@multi_rank(2)
+def test_whole_parameters_for_a_while(world_size: int) -> None:
+    plain = UNEVEN_MLP.build()
+    model = by_hand()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert not isinstance(found, DTensor) and torch.equal(found, expected), name
+    inner = FullyShardedDataParallel.fsdp_modules(model)[1]
+    with FullyShardedDataParallel.summon_full_params(inner, recurse=False):
+        assert not any(isinstance(parameter, DTensor) for parameter in inner.parameters())
+        assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 0
+        next(inner.parameters()).data.fill_(2.0)
+    assert (next(inner.parameters()).full_tensor() == 2).all()
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            assert not isinstance(parameter, DTensor)
+            parameter.data.fill_(3.0)
+
+    assert model.apply(fill) is model
+    assert all((parameter.full_tensor() == 3).all() for parameter in model.parameters())
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_communication_hook_reduces_as_the_engine_does(strategy: str, world_size: int) -> None:
+    from fsdp2.compat.fsdp1 import comm_hooks
+
+    model = by_hand(sharding_strategy=ShardingStrategy[strategy])
+    hook = comm_hooks.allreduce_hook if strategy == "NO_SHARD" else comm_hooks.reduce_scatter_hook
+    with pytest.raises(FSDPRuntimeError, match="can only be called on a root instance"):
+        FullyShardedDataParallel.fsdp_modules(model)[1].register_comm_hook(None, hook)
+    model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hook)
+    reference = Reference(UNEVEN_MLP, world_size=world_size)
+    assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2, tolerance=tolerance_for(4))

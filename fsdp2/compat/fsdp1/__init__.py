@@ -7,6 +7,7 @@ Owns: the wrapper, wrapping policies, FSDP1's state dicts. Stands on the public 
 that has no FSDP1.
 """
 
+import fsdp2
 from fsdp2.compat.fsdp1.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -36,6 +37,8 @@ from fsdp2.compat.fsdp1.policies import (
 )
 from fsdp2.compat.fsdp1.wrapper import FullyShardedDataParallel
 
+ShardedGradScaler = fsdp2.ShardedGradScaler
+
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
@@ -49,6 +52,7 @@ __all__ = [
     "ModuleWrapPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
