@@ -66,24 +66,21 @@ class _Together(NamedTuple):
         slots = bucket.layout.slots
         positions: list[int] = []
         pieces: list[tuple[int, int]] = []
-        was_held = False  # the one that lies before
         for position in sorted(range(len(slots)), key=lambda index: slots[index].offset):
             param, slot = bucket.params[position], slots[position]
-            is_owned = slot.partition.owner is not None
-            numel = param.local.numel() if is_owned else slot.shard_numel
-            if not numel and is_owned:  # what is here of another rank's is somebody else's place
-                if param in held:
-                    positions.append(position)
+            if param not in held:
                 continue
-            if param in held:
-                positions.append(position)
-                start, length = pieces[-1] if pieces else (0, 0)
-                pad_numel = 0 if slot.direct or is_owned else slot.pad_numel
-                if was_held and start + length == slot.offset - pad_numel:
-                    pieces[-1] = (start, slot.offset + numel - start)
-                elif numel:
-                    pieces.append((slot.offset, numel))
-            was_held = param in held
+            positions.append(position)
+            is_owned = slot.partition.owner is not None
+            numel = (
+                param.local.numel() if is_owned else slot.shard_numel
+            )  # at another owner's place lies something else
+            pad_numel = 0 if slot.direct or is_owned else slot.pad_numel
+            start, length = pieces[-1] if pieces else (-1, 0)
+            if numel and start + length == slot.offset - pad_numel:
+                pieces[-1] = (start, slot.offset + numel - start)
+            elif numel:
+                pieces.append((slot.offset, numel))
         ordered = tuple(positions)
         return cls(tuple(bucket.params[each].sharded for each in ordered), weakref.ref(bucket), ordered, tuple(pieces))
 

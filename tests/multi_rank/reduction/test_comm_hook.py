@@ -287,6 +287,15 @@ def test_copies_have_the_hook(how: str, world_size: int) -> None:
     assert_sharded_same("gradients", gradients_of(made), Reference(case, world_size=world_size).step().gradients)
 
 
+@multi_rank(1)
+@pytest.mark.parametrize("strategy", ["zero3", "replicate"])
+def test_one_rank_alone_calls_the_hook_too(strategy: str, world_size: int) -> None:
+    model, calls = hooked(UNEVEN_MLP, strategy=strategy)
+    reference = Reference(UNEVEN_MLP, world_size=world_size)
+    assert_trains_like(reference, model, adamw(trainable(model)), steps=2)
+    assert [output is None for _, output in calls] == [strategy == "replicate"] * 6
+
+
 # ---- refusals --------------------------------------------------------------------------------------
 
 
