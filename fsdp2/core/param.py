@@ -614,7 +614,7 @@ class Registrations:
         places: a mapping of registered parameters, the name in it, and whose parameter belongs there.
     """
 
-    __slots__ = ("_mappings", "_names", "_params", "_sharded", "places")
+    __slots__ = ("_mappings", "_names", "_params", "_require_grad", "_sharded", "places")
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self.places = tuple([(mapping, name, param) for param in params for mapping, name in param.registrations])
@@ -625,6 +625,7 @@ class Registrations:
     def expect_replaced(self) -> None:
         """Others have taken the place of sharded parameters since this was made."""
         self._sharded = tuple(map(_SHARDED, self._params))
+        self._require_grad = list(map(_REQUIRES_GRAD, self._params))
 
     def hold_sharded(self) -> bool:
         """Whether the modules hold the sharded parameters, as they were when the plan was made."""
@@ -647,15 +648,12 @@ class Registrations:
             found = list(map(getitem, self._mappings, self._names))
         except KeyError:
             return False
-        return all(map(is_, found, expected)) and all(
-            map(is_, map(_REQUIRES_GRAD, found), map(_REQUIRES_GRAD, self._params))
-        )
+        return all(map(is_, found, expected)) and list(map(_REQUIRES_GRAD, found)) == self._require_grad
 
     def are_toggled(self) -> bool:
         """Whether parameters, in either form, were frozen or unfrozen since the plan was made."""
-        expected = list(map(_REQUIRES_GRAD, self._params))
         return any(
-            not all(map(is_, map(_REQUIRES_GRAD, map(form, self._params)), expected)) for form in (_UNSHARDED, _SHARDED)
+            list(map(_REQUIRES_GRAD, map(form, self._params))) != self._require_grad for form in (_UNSHARDED, _SHARDED)
         )
 
     def register_sharded(self) -> None:

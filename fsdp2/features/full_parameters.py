@@ -393,16 +393,12 @@ def _keep(taken: _Taken) -> None:
         )
     for group, params in taken.items():
         written = [param for param in params if param in changed]
-        if written and group.comm is not None:
-            group.comm.let_host_write_shards()
         for param in written:
             value = found[param]
-            param.local.copy_(param.local if value is None else _own_rows(param, value))
+            param.local.copy_(param.local if value is None else _own_rows(param, value, param.local.device))
             torch.autograd.graph.increment_version([param.sharded])
         if written:
             group.storage.forget_sent()
-        if written and group.comm is not None:
-            group.comm.gathers_follow_compute()
         for param in params:
             value = found[param]
             if value is not None:
@@ -477,7 +473,9 @@ def _changed_anywhere(
             for index, param in enumerate(params):
                 value = found[param]
                 if value is not None:
-                    flags[1 + index] = _differs(_own_rows(param, value), param.local)
+                    flags[1 + index] = _differs(
+                        _own_rows(param, value, mesh.device), _copied_to(mesh.device, param.local)
+                    )
         for process_group in (mesh.shard_group, mesh.replicate_group):
             if process_group is not None and not is_alone(process_group):
                 all_reduce(flags, process_group, dist.ReduceOp.MAX, None)
@@ -487,12 +485,21 @@ def _changed_anywhere(
     return None if failed else frozenset(changed)
 
 
-def _own_rows(param: FSDPParam, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``whole``, where its shard is."""
+def _own_rows(param: FSDPParam, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """This rank's part of ``whole``, on ``device``."""
     mesh, partition = param.sharding.mesh, param.sharding.partition
     plain = _torch.plain_of(whole.detach())
     rows = local_shard(plain, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
-    return rows.to(param.local.device)
+    return _copied_to(device, rows)
+
+
+def _copied_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, if it is there; else a copy."""
+    return (
+        tensor
+        if tensor.device == device
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+    )
 
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -518,4 +525,4 @@ def _keep_the_rest(param: FSDPParam, value: nn.Parameter, options: _Options) -> 
     elif sharded.grad is None:
         sharded.grad = param.shard_of(_torch.plain_of(value.grad))
     else:
-        _torch.local_of(sharded.grad).copy_(_own_rows(param, value.grad))
+        _torch.local_of(sharded.grad).copy_(_own_rows(param, value.grad, param.local.device))

@@ -134,6 +134,10 @@ SAID = {
     "tensor_extensions._refuse_disagreement",  # the same
     "param.lie_on",  # shards move to the host, once
     "options.denominator_of",  # a check of what the user gave
+    "full_parameters._changed_anywhere",  # ranks say what was written to whole parameters, once for each block
+    "full_parameters._copied_to",  # of shards in host memory, the same; and the next two
+    "full_parameters._keep",
+    "whole_tensors.whole_tensors",
 }
 """Who else makes the host wait for the device, as docs/design.md says: never in a step."""
 

@@ -19,7 +19,7 @@ from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import Recorder
-from tests.harness.recording.training import STEPS, Expected, Stack, Training
+from tests.harness.recording.training import STEPS, Expected, Stack, Training, write_whole
 
 train = Training.of_stack
 
@@ -55,6 +55,17 @@ def offloaded(recorder: Recorder, model: Stack | None = None, **options: Any) ->
     """Shards and gradients on the host, which steps there: copied in before gathers, out after reductions."""
     with _host_is_another_place(recorder):
         train(recorder, model, offload_policy=CPUOffloadPolicy(), **options).steps()
+
+
+def offloaded_written_whole(recorder: Recorder) -> None:
+    """Whole parameters are written, of shards in host memory that are on their way to the device."""
+    with _host_is_another_place(recorder):
+        training = train(recorder, offload_policy=CPUOffloadPolicy())
+        for _ in range(STEPS):
+            training.steps(1)
+            with torch.no_grad():
+                training.loss()
+            write_whole(training)
 
 
 def offloaded_direct(recorder: Recorder) -> None:
@@ -232,5 +243,6 @@ OFFLOADED = {
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
         offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
+        offloaded_written_whole,
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, Owned, _torch, fully_shard
+from fsdp2 import MixedPrecisionPolicy, Owned, _torch, full_parameters, fully_shard
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -22,7 +22,7 @@ from tests.harness.recording.mishaps import MISHAPS
 from tests.harness.recording.offload import OFFLOADED
 from tests.harness.recording.recorder import Recorder, recording
 from tests.harness.recording.settings import SETTINGS
-from tests.harness.recording.training import STEPS, Stack, Training
+from tests.harness.recording.training import STEPS, Stack, Training, write_whole
 
 Scenario = Callable[[Recorder], None]
 train = Training.of_stack
@@ -259,6 +259,21 @@ def stepped_in_backward(recorder: Recorder) -> None:
         training.loss().backward()
 
 
+def written_whole(recorder: Recorder) -> None:
+    """Whole parameters are written between steps, and whole gradients read while reductions are in flight."""
+    training = train(recorder)
+    for _ in range(STEPS):
+        training.steps(1)
+        write_whole(training)
+        training.model.set_is_last_backward(False)
+        training.loss().backward()
+        with full_parameters(training.model, writeback=False, with_grads=True):
+            pass
+        training.model.set_is_last_backward(True)
+        training.loss().backward()
+        training.update()
+
+
 _CASES: dict[str, Scenario] = {
     case.name: partial(_case, case) for case in (TRANSFORMER, UNEVEN_MLP, TIED, FROZEN, PARTLY_USED)
 }
@@ -268,7 +283,8 @@ _PROGRAMS: dict[str, Scenario] = {
         plain, direct, never_resharded, root_resharded, checkpointed_blocks, checkpointed_layers, two_dtypes,
         one_group_for_both_ends, used_twice, accumulated_reduced, accumulated_unsharded, accumulated_without_reshard,
         two_forwards, interleaved, evaluated_between, reduced_late, order_changes, unsharded_by_hand,
-        block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, *MISHAPS,
+        block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, written_whole,
+        *MISHAPS,
     )
 }  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {

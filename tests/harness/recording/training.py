@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, full_parameters, fully_shard
 from tests.harness.models import ModelCase
 from tests.harness.recording.recorder import Recorder
 
@@ -190,3 +190,10 @@ def _own_parameters(module: nn.Module) -> list[Tensor]:
         if not isinstance(child, FSDPModule):
             found += _own_parameters(child)
     return found
+
+
+def write_whole(training: Training) -> None:
+    """Write to all parameters while they are whole."""
+    with torch.no_grad(), full_parameters(training.model):
+        for parameter in training.model.parameters():
+            parameter.add_(0.01)
