@@ -1,7 +1,7 @@
 """`Port`: a place in the engine that one feature fills when it is imported.
 
-Ports lie beside what reads them, which happens when a group is laid out or a call is made, and never in a step. The
-core's README lists them.
+Ports lie beside what reads them: mostly when a group is laid out or a call is made. What a step calls of a feature is
+bound by then (`Accumulation`, `Pack`, a transport). The core's README lists them.
 """
 
 from __future__ import annotations
