@@ -21,6 +21,7 @@ BESIDE = (
     "tests/parity",
     "tests/compiled",
     "tests/multi_rank/combinations",
+    "tests/multi_rank/parameters",
 )
 """Folders that take as long together as all others."""
 

@@ -19,6 +19,9 @@ from fsdp2.compat import install
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel
 from tests.harness import FakeWorlds, multi_rank
 
+# Other tests have imported torch's class by name, for comparison.
+pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late")
+
 
 def test_names_are_replaced_and_put_back(simulate: FakeWorlds) -> None:
     torchs = public.FullyShardedDataParallel
