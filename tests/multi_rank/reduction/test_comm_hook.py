@@ -26,6 +26,7 @@ from tests.harness import multi_rank
 from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of, tolerance_for
 from tests.harness.models import MODEL_CASES, PARTLY_USED, UNEVEN_MLP, ModelCase
 from tests.harness.parity.custom_collectives import custom_reduce_scatter
+from tests.harness.pooling import needs_pool
 from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.shared.training import loss_on, trainable
 from tests.harness.training import assert_trains_like
@@ -208,7 +209,16 @@ def test_each_dtype_of_reduction_is_a_call(world_size: int) -> None:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("kind", ["offloaded", "gradients on the host", "pooled", "small ones replicated", "fp16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "offloaded",
+        "gradients on the host",
+        pytest.param("pooled", marks=needs_pool),
+        "small ones replicated",
+        "fp16",
+    ],
+)
 def test_beside_other_settings(kind: str, world_size: int) -> None:
     case = UNEVEN_MLP
     options: dict[str, dict[str, Any]] = {
