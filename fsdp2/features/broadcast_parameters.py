@@ -6,7 +6,7 @@ a message is sent in pieces, from where it lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,12 @@ _GROUP = Rule(
 
 @checked(process_group=_GROUP)
 def broadcast_parameters(
-    module: nn.Module, src: int = 0, *, process_group: dist.ProcessGroup | None = None, buffers: bool = True
+    module: nn.Module,
+    src: int = 0,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    buffers: bool = True,
+    ignored_params: Iterable[nn.Parameter] = (),
 ) -> None:
     """Give all ranks the parameters and buffers that ``module`` has on the rank ``src``, in place.
 
@@ -57,6 +62,7 @@ def broadcast_parameters(
         process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh,
             ``mesh["dp"].get_group()``: the parts of a parameter are broadcast as such.
         buffers: whether those are broadcast, too, persistent or not.
+        ignored_params: parameters to leave alone, as experts that differ between ranks; as of `fully_shard`.
 
     Raises:
         FSDPTypeError: not a module, a rank or a process group.
@@ -72,7 +78,7 @@ def broadcast_parameters(
     error: FSDPError | None = None
     named: dict[str, torch.Tensor] = {}
     try:
-        named = _plain_tensors(module, buffers=buffers)
+        named = _plain_tensors(module, frozenset(ignored_params), buffers=buffers)
         for name, tensor in named.items():
             _refuse(name, tensor, group)
     except FSDPError as raised:
@@ -97,11 +103,13 @@ def _group_of(process_group: dist.ProcessGroup | None, src: int) -> dist.Process
     return group
 
 
-def _plain_tensors(module: nn.Module, *, buffers: bool) -> dict[str, torch.Tensor]:
+def _plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffers: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken."""
     named: dict[str, torch.Tensor] = {}
     state = state_of(module)
     for name, parameter in module.named_parameters():
+        if parameter in ignored:
+            continue
         owner = _owner_of(parameter)
         if owner is None:
             named[name] = parameter

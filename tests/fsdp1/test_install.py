@@ -82,3 +82,44 @@ def test_the_command(ours: bool, tmp_path: Path) -> None:
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     kind = "fsdp2.compat.fsdp1.wrapper" if ours else "torch.distributed.fsdp.fully_sharded_data_parallel"
     assert f"{kind} ['0.bias', '0.weight', '1.bias', '1.weight']" in printed
+
+
+WITHOUT = """
+import importlib.abc, importlib.util, pathlib, sys, types
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("torch.distributed.fsdp.") and name.split(".")[3] != "_fully_shard":
+            raise ImportError(name)
+
+# What a torch has that has dropped FSDP1: FSDP2, which Dynamo imports, and what it takes from the files of both.
+fsdp, shared = types.ModuleType("torch.distributed.fsdp"), types.ModuleType("torch.distributed.fsdp._common_utils")
+shared.__getattr__ = lambda name: None
+fsdp.__path__ = [str(pathlib.Path(importlib.util.find_spec("torch").origin).parent / "distributed" / "fsdp")]
+sys.meta_path.insert(0, Blocked())
+sys.modules |= {each.__name__: each for each in (fsdp, shared)}
+import torch, torch.distributed as dist
+from fsdp2.compat.fsdp1 import FullyShardedDataParallel as FSDP, ModuleWrapPolicy, ShardingStrategy, StateDictType
+assert ShardingStrategy.__module__.startswith("fsdp2") and ShardingStrategy.__name__ == "ShardingStrategy"
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = FSDP(torch.nn.Sequential(torch.nn.Linear(3, 3)), auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 3)).sum().backward()
+model.clip_grad_norm_(1.0)
+optimizer.step()
+for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+    with FSDP.state_dict_type(model, kind):
+        model.load_state_dict(model.state_dict())
+        state = FSDP.optim_state_dict(model, optimizer)
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+rest = {name.removeprefix(fsdp.__name__ + ".").split(".")[0] for name in sys.modules if fsdp.__name__ + "." in name}
+others = sorted(rest - {"_fully_shard", "_common_utils"})
+print("trained", others)
+dist.destroy_process_group()
+"""
+
+
+def test_a_torch_without_fsdp1() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.strip() == "trained []", run.stderr[-2000:]

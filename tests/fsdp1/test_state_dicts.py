@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPRuntimeError
@@ -258,3 +259,41 @@ def test_the_older_methods(world_size: int) -> None:
     others.load_state_dict(FullyShardedDataParallel.flatten_sharded_optim_state_dict(sharded, other, others))
     for one, two in zip(optimizer.state.values(), others.state.values(), strict=True):
         assert all(torch.equal(whole(one[what]), whole(two[what])) for what in one)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_first_rank_of_a_model_on_a_part_of_the_ranks(hybrid: bool, world_size: int) -> None:
+    """Whose rank 0 is none of its ranks, as of the second stage of a pipeline; or whose mesh has two dims."""
+    arguments: dict[str, Any] = {}
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        arguments = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    else:
+        arguments = {"device_mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]}
+    first = 0 if hybrid or dist.get_rank() < 2 else 2
+    model, other = wrapped(**arguments), wrapped(seed=1, **arguments)
+    optimizers = [optimizer_of(each, "SGD") for each in (model, other)]
+    train(model, optimizers[0], 0, 1)
+    settings = (FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True))
+    with (
+        FullyShardedDataParallel.state_dict_type(model, *settings),
+        FullyShardedDataParallel.state_dict_type(other, *settings),
+    ):
+        saved = model.state_dict()
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizers[0])
+        assert bool(saved) is bool(state) is (dist.get_rank() == first)
+        other.load_state_dict(saved)
+        optimizers[1].load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, optimizers[1], state))
+    assert train(model, optimizers[0], 1, 2) == train(other, optimizers[1], 1, 2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_was_saved_to_the_cpu_stays_as_it_was(strategy: str, world_size: int) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy[strategy])
+    with FullyShardedDataParallel.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True)):
+        saved = model.state_dict()
+    before = copy.deepcopy(saved)
+    train(model, optimizer_of(model, "SGD"), 0, 2)
+    assert all(torch.equal(saved[name], value) for name, value in before.items())

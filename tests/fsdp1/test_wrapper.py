@@ -396,3 +396,28 @@ def test_a_communication_hook_reduces_as_the_engine_does(strategy: str, world_si
     model.register_comm_hook(comm_hooks.DefaultState(dist.group.WORLD), hook)
     reference = Reference(UNEVEN_MLP, world_size=world_size)
     assert_trains_like(reference, model, adamw(list(model.parameters())), steps=2, tolerance=tolerance_for(4))
+
+
+@multi_rank(2)
+def test_experts_keep_their_values_where_others_come_from_the_first_rank(world_size: int) -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(dist.get_rank() + 1.0)
+    model = FullyShardedDataParallel(plain, sync_module_states=True, ignored_states=[plain[1]])
+    assert all((parameter.full_tensor() == 1).all() for parameter in model[0].parameters())
+    assert all((parameter == dist.get_rank() + 1).all() for parameter in model[1].parameters())
+
+
+@multi_rank(2)
+def test_no_sync_inside_of_no_sync(world_size: int) -> None:
+    model = by_hand()
+    with model.no_sync():
+        with model.no_sync():
+            UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, dist.get_rank(), 0)).backward()
+        UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, dist.get_rank(), 1)).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, dist.get_rank(), 2)).backward()
+    record = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3, accumulation=Accumulation.REDUCE_LAST).step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), record.gradients[name], msg=name)

@@ -16,7 +16,6 @@ import fsdp2
 from fsdp2.compat.fsdp1.config import ShardingStrategy
 
 _INSTEAD = {
-    "flat_param": "the parameters are DTensors of their own: wrapper.named_parameters()",
     "unshard": "use wrapper.module.unshard()",
     "shard_metadata": "use fsdp2.compat.fsdp1.flat_layout",
     "_full_param_padded": "use fsdp2.full_parameters(wrapper)",

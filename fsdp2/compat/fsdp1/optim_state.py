@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -35,7 +34,9 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     return names
 
 
-def state_of(model: nn.Module, optimizer: Optimizer, given: StateDict | None, settings: Any) -> StateDict:
+def state_of(
+    model: nn.Module, optimizer: Optimizer, given: StateDict | None, settings: Any, ranks: whole.Ranks
+) -> StateDict:
     """``{"state": {name: ...}, "param_groups": [...]}`` with the names of parameters in both.
 
     ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
@@ -44,7 +45,7 @@ def state_of(model: nn.Module, optimizer: Optimizer, given: StateDict | None, se
     names, indices = names_of(model), _indices(optimizer)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.optim_state_dict_config
-    drops = is_full and config.rank0_only and dist.get_rank() != 0
+    drops = is_full and config.rank0_only and not ranks.is_first
     keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
     state: StateDict = {}
     for key, entry in given["state"].items():
@@ -95,7 +96,13 @@ def _saved(value: Any, is_full: bool, offload: bool) -> Any:
 
 
 def state_to_load(
-    model: nn.Module, optimizer: Optimizer, given: StateDict, settings: Any, *, is_named_optimizer: bool = False
+    model: nn.Module,
+    optimizer: Optimizer,
+    given: StateDict,
+    settings: Any,
+    ranks: whole.Ranks,
+    *,
+    is_named_optimizer: bool = False,
 ) -> StateDict:
     """What ``optimizer.load_state_dict`` takes: the state placed as the parameters are. Collective, if on rank 0 only.
 
@@ -106,7 +113,7 @@ def state_to_load(
     by_name: dict[str, nn.Parameter] = {name: parameter for name, parameter in named_parameters(model)}
     is_full, config = settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
     if is_full and config.rank0_only:
-        given = _from_first_rank(given, by_name)
+        given = _from_first_rank(given, by_name, ranks)
     mine = {names[parameter] for parameter in _indices(optimizer) if parameter in names}
     state: StateDict = {}
     for name, entry in given["state"].items():
@@ -156,23 +163,19 @@ def _loaded(value: Any, parameter: nn.Parameter, name: str) -> Any:
     return value
 
 
-def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter]) -> StateDict:
-    """What rank 0 has, on all ranks: tensors one by one. Collective."""
-    group = dist.group.WORLD
-    outline: list[Any] = [None]
-    if dist.get_rank() == 0:
-        outline = [
-            {
-                "state": {
-                    name: {what: _outline(value) for what, value in entry.items()}
-                    for name, entry in given["state"].items()
-                },
-                "param_groups": given["param_groups"],
-            }
-        ]
-    dist.broadcast_object_list(outline, src=0, group=group)
+def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter], ranks: whole.Ranks) -> StateDict:
+    """What the first rank has, on all: tensors one by one. Collective."""
+    outline: Any = None
+    if ranks.is_first:
+        outline = {
+            "state": {
+                name: {what: _outline(value) for what, value in entry.items()} for name, entry in given["state"].items()
+            },
+            "param_groups": given["param_groups"],
+        }
+    outline = ranks.objects(outline)
     state: StateDict = {}
-    for name, entry in outline[0]["state"].items():
+    for name, entry in outline["state"].items():
         state[name] = {}
         for what, form in entry.items():
             if not isinstance(form, _Form):
@@ -180,10 +183,10 @@ def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter]) -> Stat
                 continue
             parameter = by_name.get(name)
             device = parameter.device if parameter is not None else torch.device("cpu")
-            sent = given["state"][name][what].detach() if dist.get_rank() == 0 else None
-            (received,) = whole.broadcast([sent], [torch.empty(form.shape, dtype=form.dtype, device=device)], group)
+            sent = given["state"][name][what] if ranks.is_first else None
+            received = ranks.tensor(sent, torch.empty(form.shape, dtype=form.dtype, device=device))
             state[name][what] = received if parameter is None else whole.like(received, parameter)
-    return {"state": state, "param_groups": outline[0]["param_groups"]}
+    return {"state": state, "param_groups": outline["param_groups"]}
 
 
 def full_settings(rank0_only: bool) -> Any:

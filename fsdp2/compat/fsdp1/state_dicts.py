@@ -10,7 +10,6 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -61,7 +60,7 @@ def after_state_dict(
     kind, config = settings.state_dict_type, settings.state_dict_config
     offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
     is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
-    drops = is_full and config.rank0_only and dist.get_rank() != 0
+    drops = is_full and config.rank0_only and not wrapper.ranks.is_first
     is_whole = is_full or wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
     same = _first_names(wrapper, inner)
     buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
@@ -131,7 +130,7 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         local_state_dicts.read(wrapper, state_dict, inner, shown)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
-        _from_first_rank(state_dict, own, inner)
+        _from_first_rank(state_dict, own, inner, wrapper.ranks)
     for name, tensor in own.items():
         key = f"{inner}{name}"
         value = state_dict.get(key)
@@ -147,17 +146,15 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
             state_dict[key] = whole.like(value, tensor)
 
 
-def _from_first_rank(state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str) -> None:
-    """Let all ranks have what rank 0 has of this unit. Collective."""
-    group = dist.group.WORLD
-    names: list[Any] = [[name for name in own if f"{inner}{name}" in state_dict]]
-    dist.broadcast_object_list(names, src=0, group=group)
-    for name in names[0]:
+def _from_first_rank(
+    state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str, ranks: whole.Ranks
+) -> None:
+    """Let all ranks have what the first has of this unit. Collective."""
+    for name in ranks.objects([name for name in own if f"{inner}{name}" in state_dict]):
         tensor = own[name]
         form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        given = state_dict.get(f"{inner}{name}") if dist.get_rank() == 0 else None
-        given = given if given is None else given.detach().to(tensor.dtype)
-        (state_dict[f"{inner}{name}"],) = whole.broadcast([given], [form], group)
+        given = state_dict.get(f"{inner}{name}") if ranks.is_first else None
+        state_dict[f"{inner}{name}"] = ranks.tensor(given, form)
 
 
 def after_load(wrapper: nn.Module, incompatible: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
@@ -15,11 +16,11 @@ import fsdp2
 def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
     """The whole of a DTensor, in memory of its own; on the CPU if ``offload``. Collective over its mesh."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        full = tensor.full_tensor()
-        tensor = full.clone() if full.data_ptr() == local.data_ptr() and full.numel() and not offload else full
-    return tensor.cpu() if offload else tensor
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found = found.cpu() if offload else found
+    local = tensor.to_local() if isinstance(tensor, DTensor) else None
+    is_alias = local is not None and found.numel() and found.data_ptr() == local.data_ptr()
+    return found.clone() if is_alias else found  # else the next step would change what was saved
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -67,12 +68,36 @@ def is_sharded_tensor(value: object) -> bool:
     return type(value).__name__ == "ShardedTensor"
 
 
-def broadcast(tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """What the first rank of ``group`` has, on all: of the shapes and dtypes of ``like``. Collective."""
-    source = dist.get_global_rank(group, 0)
-    found: list[torch.Tensor] = []
-    for tensor, form in zip(tensors, like, strict=True):
-        sent = torch.empty_like(form) if tensor is None else tensor.to(form.device).contiguous()
-        dist.broadcast(sent, source, group=group)
-        found.append(sent)
-    return found
+class Ranks:
+    """The ranks that a model is on, of which the first holds what ``rank0_only`` asks for.
+
+    Args:
+        groups: process groups in turn, from the first rank of the last to all: those of a mesh's dims, innermost first.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+        self._groups = tuple(groups)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Ranks:
+        """Those of ``mesh``."""
+        return cls([mesh.get_group(dim) for dim in reversed(range(mesh.ndim))])
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one is."""
+        return all(dist.get_rank(group) == 0 for group in self._groups)
+
+    def objects(self, value: Any) -> Any:
+        """What the first has, on all. Collective."""
+        box = [value]
+        for group in self._groups:
+            dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+        return box[0]
+
+    def tensor(self, tensor: torch.Tensor | None, form: torch.Tensor) -> torch.Tensor:
+        """What the first has, on all: of the shape, dtype and device of ``form``. Collective."""
+        sent = torch.empty_like(form) if tensor is None else tensor.detach().to(form.device, form.dtype).contiguous()
+        for group in self._groups:
+            dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
+        return sent

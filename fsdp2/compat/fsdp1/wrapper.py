@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.compat.fsdp1 import optim_state, state_dicts
+from fsdp2.compat.fsdp1 import optim_state, state_dicts, whole
 from fsdp2.compat.fsdp1.casting import cast_buffers, cast_inputs, compute_in_own_dtype, computes_in_own_dtype
 from fsdp2.compat.fsdp1.config import (
     BackwardPrefetch,
@@ -105,6 +105,7 @@ class FullyShardedDataParallel(nn.Module):
         self._device_mesh = mesh
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._is_nested = self._is_ready = False
+        self._reduces = True
         self._settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -135,8 +136,10 @@ class FullyShardedDataParallel(nn.Module):
             wrap_submodules(module, auto_wrap_policy, self.ignored, arguments, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         self._make_unit(param_init_fn, sync_module_states)
+        meshes = [parameter.device_mesh for parameter in self.parameters() if isinstance(parameter, DTensor)]
+        self._whole_mesh = max([mesh, *meshes], key=lambda each: each.ndim)  # with tensor parallelism, if there is some
         for each in self._wrappers_below():
-            each._is_nested = True
+            each._is_nested, each._whole_mesh = True, self._whole_mesh
         self.register_state_dict_post_hook(state_dicts.after_state_dict)
         self.register_load_state_dict_pre_hook(state_dicts.before_load)
         self.register_load_state_dict_post_hook(state_dicts.after_load)
@@ -154,7 +157,8 @@ class FullyShardedDataParallel(nn.Module):
         move(module, ignored, FullyShardedDataParallel, device)
         if sync_module_states:
             for dim in reversed(range(self._device_mesh.ndim)):
-                fsdp2.broadcast_parameters(module, process_group=self._device_mesh.get_group(dim))
+                group = self._device_mesh.get_group(dim)
+                fsdp2.broadcast_parameters(module, process_group=group, ignored_params=ignored.params)
         precision = self.mixed_precision
         if precision.keep_low_precision_grads and precision.param_dtype is not None:
             for parameter in self._own_parameters():
@@ -283,12 +287,14 @@ class FullyShardedDataParallel(nn.Module):
             FSDPRuntimeError: on a wrapper that another one is around.
         """
         self._refuse_below_root("no_sync")
-        unit = self._unit
+        unit, before = self._unit, self._reduces
         unit.set_requires_gradient_sync(False)
+        self._reduces = False
         try:
             yield
         finally:
-            unit.set_requires_gradient_sync(True)
+            unit.set_requires_gradient_sync(before)
+            self._reduces = before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -379,6 +385,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._unit.unshard(async_op=async_op)
 
     # -- state dicts
+
+    @property
+    def ranks(self) -> whole.Ranks:
+        """All that hold a part of the model; of these, the first is the one that ``rank0_only`` means."""
+        return whole.Ranks.of_mesh(self._whole_mesh)
 
     @property
     def settings(self) -> Any:
@@ -481,7 +492,7 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """The state of ``optim`` by names of parameters, as the type of state dict says. Collective, if it is FULL."""
         settings = FullyShardedDataParallel.get_state_dict_type(model)
-        return optim_state.state_of(model, optim, optim_state_dict, settings)
+        return optim_state.state_of(model, optim, optim_state_dict, settings, _ranks_of(model, group))
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -495,7 +506,7 @@ class FullyShardedDataParallel(nn.Module):
         """What ``optim.load_state_dict`` takes, from what `optim_state_dict` returned; or load it at once."""
         settings = FullyShardedDataParallel.get_state_dict_type(model)
         found = optim_state.state_to_load(
-            model, optim, optim_state_dict, settings, is_named_optimizer=is_named_optimizer
+            model, optim, optim_state_dict, settings, _ranks_of(model, group), is_named_optimizer=is_named_optimizer
         )
         if load_directly:
             optim.load_state_dict(found)
@@ -526,12 +537,12 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """`optim_state_dict` of FULL type, on the CPU. Collective."""
-        return optim_state.state_of(model, optim, None, optim_state.full_settings(rank0_only))
+        return optim_state.state_of(model, optim, None, optim_state.full_settings(rank0_only), _ranks_of(model, group))
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, group: Any = None) -> dict[str, Any]:
         """`optim_state_dict` of SHARDED type."""
-        return optim_state.state_of(model, optim, None, optim_state.sharded_settings())
+        return optim_state.state_of(model, optim, None, optim_state.sharded_settings(), _ranks_of(model, group))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -542,7 +553,9 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of whole tensors that every rank has. No communication."""
         found = optim_state.optimizer_like(model, optim_input, optim)
-        return optim_state.state_to_load(model, found, full_optim_state_dict, optim_state.full_settings(False))
+        return optim_state.state_to_load(
+            model, found, full_optim_state_dict, optim_state.full_settings(False), _ranks_of(model, None)
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -555,11 +568,21 @@ class FullyShardedDataParallel(nn.Module):
         """`optim_state_dict_to_load` of whole tensors that rank 0 has. Collective."""
         found = optim_state.optimizer_like(model, optim_input, optim)
         given = full_optim_state_dict or {}
-        return optim_state.state_to_load(model, found, given, optim_state.full_settings(True))
+        return optim_state.state_to_load(model, found, given, optim_state.full_settings(True), _ranks_of(model, group))
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
         """`optim_state_dict_to_load` of SHARDED type: nothing is flattened."""
-        return optim_state.state_to_load(model, optim, sharded_optim_state_dict, optim_state.sharded_settings())
+        return optim_state.state_to_load(
+            model, optim, sharded_optim_state_dict, optim_state.sharded_settings(), _ranks_of(model, None)
+        )
+
+
+def _ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> whole.Ranks:
+    """All that hold a part of ``model``; those of ``group`` if a program gives one."""
+    found = FullyShardedDataParallel.fsdp_modules(model)
+    if group is None and found:
+        return found[0].ranks
+    return whole.Ranks([dist.group.WORLD if group is None else group])  # type: ignore[list-item]
