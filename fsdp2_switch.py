@@ -1,4 +1,4 @@
-"""``FSDP2_COMPAT=1``: fsdp2 in the place of torch's ``fully_shard``, in every process that inherits the variable.
+"""``FSDP2_COMPAT=1``: fsdp2 in the place of torch's FSDP, in every process that inherits the variable.
 
 Workers of Ray, processes that `torch.multiprocessing.spawn` starts, commands: a program cannot call
 `fsdp2.compat.install` in processes that a library starts. torch itself calls what a package registers under the entry
@@ -20,6 +20,8 @@ from importlib.metadata import entry_points
 from types import ModuleType
 
 VARIABLE = "FSDP2_COMPAT"
+KEEP_FSDP1 = "keep-fsdp1"
+"""Its value that leaves ``FullyShardedDataParallel`` to torch."""
 _PUBLIC = "torch.distributed.fsdp"
 
 
@@ -27,12 +29,15 @@ def switched_on() -> bool:
     """Whether ``FSDP2_COMPAT`` asks for the swap.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: it is neither 0 nor 1, nor `KEEP_FSDP1`.
     """
     value = os.environ.get(VARIABLE, "0")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{VARIABLE} must be 1 (fsdp2 in the place of torch's fully_shard) or 0, got {value!r}.")
-    return value == "1"
+    if value not in ("", "0", "1", KEEP_FSDP1):
+        raise ValueError(
+            f"{VARIABLE} must be 1 (fsdp2 in the place of torch.distributed.fsdp), {KEEP_FSDP1} (of its fully_shard "
+            f"alone) or 0, got {value!r}."
+        )
+    return value in ("1", KEEP_FSDP1)
 
 
 def reaches_children() -> bool:
@@ -55,7 +60,7 @@ def watch() -> None:
 def _install(module: ModuleType) -> None:
     from fsdp2.compat.swap import put_in_place
 
-    put_in_place()
+    put_in_place(fsdp1=os.environ[VARIABLE] != KEEP_FSDP1)
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""Programs written for torch's ``fully_shard``, run with this one, unchanged.
+"""Programs written for torch's ``fully_shard`` or ``FullyShardedDataParallel``, run on fsdp2, unchanged.
 
 ``install()`` puts fsdp2's names in the place of torch's; ``python -m fsdp2.compat script.py`` does it for a whole
 program, also under a launcher: ``torchrun --nproc-per-node 8 -m fsdp2.compat train.py``. Processes that the program

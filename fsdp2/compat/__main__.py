@@ -9,23 +9,24 @@ import sys
 from dataclasses import dataclass
 
 from fsdp2.compat.swap import install
-from fsdp2_switch import VARIABLE, reaches_children
+from fsdp2_switch import KEEP_FSDP1, VARIABLE, reaches_children
 
 USAGE = """\
-usage: python -m fsdp2.compat [--fsdp1] [--verbose] script.py [arguments]
-       python -m fsdp2.compat [--fsdp1] [--verbose] -m module [arguments]
+usage: python -m fsdp2.compat [--keep-fsdp1] [--verbose] script.py [arguments]
+       python -m fsdp2.compat [--keep-fsdp1] [--verbose] -m module [arguments]
 
-Run a Python program with fsdp2 in the place of torch.distributed.fsdp.fully_shard and what belongs to it.
+Run a Python program with fsdp2 in the place of torch.distributed.fsdp: fully_shard, FullyShardedDataParallel and what
+belongs to them.
 Under a launcher, the swap runs in the processes that it starts:
        torchrun --nproc-per-node 8 -m fsdp2.compat script.py [arguments]
        accelerate launch -m fsdp2.compat script.py [arguments]
 
-  --fsdp1         FullyShardedDataParallel too (docs/fsdp1.md says what is not there yet)
+  --keep-fsdp1    leave FullyShardedDataParallel to torch
   -v, --verbose   print what was replaced (on rank 0)
   -h, --help      print this
 
 Processes that the program itself starts, by spawn, by a command or through Ray, have the swap too: they inherit
-FSDP2_COMPAT=1, which can also be set without this command."""
+FSDP2_COMPAT=1 (or FSDP2_COMPAT=keep-fsdp1), which can also be set without this command."""
 
 # They start other processes, and shard nothing themselves.
 LAUNCHERS = (
@@ -45,7 +46,7 @@ class Program:
     is_module: bool
     arguments: tuple[str, ...]
     verbose: bool
-    fsdp1: bool = False
+    fsdp1: bool = True
 
 
 class UsageError(Exception):
@@ -59,14 +60,14 @@ def parse(arguments: list[str]) -> Program | None:
         UsageError: there is nothing to run, or it cannot be run this way.
     """
     rest = list(arguments)
-    verbose = fsdp1 = False
+    verbose, fsdp1 = False, True
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
         if option in ("-h", "--help"):
             return None
-        if option not in ("-v", "--verbose", "--fsdp1"):
+        if option not in ("-v", "--verbose", "--keep-fsdp1"):
             raise UsageError(f"unknown option {option}; options of the program come after its name")
-        verbose, fsdp1 = verbose or option != "--fsdp1", fsdp1 or option == "--fsdp1"
+        verbose, fsdp1 = verbose or option != "--keep-fsdp1", fsdp1 and option != "--keep-fsdp1"
     is_module = bool(rest) and rest[0] == "-m"
     if is_module:
         rest.pop(0)
@@ -102,7 +103,7 @@ def _check_module(name: str) -> None:
 def run(program: Program) -> None:
     """Install the swap for the rest of this process, and run ``program`` as ``__main__``, as Python would."""
     swap = install(fsdp1=program.fsdp1)
-    os.environ[VARIABLE] = "1"
+    os.environ[VARIABLE] = "1" if program.fsdp1 else KEEP_FSDP1
     if not reaches_children():
         print(
             "fsdp2.compat: processes that this program starts will not have the swap, unless they call "

@@ -18,6 +18,8 @@ from torch import nn
 
 PIPELINING = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 """They ask ``isinstance(stage.submod, FSDPModule)`` of any kind of data-parallel stage, and reduce its gradients."""
+STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.optim.named_optimizer")
+"""They ask ``isinstance(module, FullyShardedDataParallel)``, and call the class's methods of a model of either kind."""
 
 
 def either(torchs: type, ours: type) -> type:
@@ -82,6 +84,47 @@ def both_contexts(
             yield
 
     return disable_fsdp_module_new_init
+
+
+def wrappers_of_both(torchs: Any, ours: Any) -> type:
+    """FSDP1's wrapper, where torch deals with models of both: static methods go by the model that they are given.
+
+    Calling it makes a wrapper of ours.
+    """
+
+    class Both(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, (torchs, ours))
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, (torchs, ours))
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs) if cls is both else super().__call__(*args, **kwargs)
+
+    def by_model(name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
+            is_torchs = any(isinstance(each, torchs) for module in given for each in module.modules())
+            return getattr(torchs if is_torchs or not hasattr(ours, name) else ours, name)(*args, **kwargs)
+
+        return staticmethod(functools.wraps(getattr(torchs, name))(method))
+
+    names = [name for each in torchs.__mro__ for name, value in vars(each).items() if isinstance(value, staticmethod)]
+    both = Both(ours.__name__, (ours,), {name: by_model(name) for name in names} | {"__module__": __name__})
+    return both
+
+
+def beneath(torchs: Any, ours: type) -> type:
+    """A class that torch's own FSDP1 may go on making instances of, and nobody else: they get ``ours``' refusal."""
+
+    class Beneath(type(torchs)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp."):
+                return super().__call__(*args, **kwargs)
+            return ours(*args, **kwargs)
+
+    return Beneath(ours.__name__, (torchs,), {"__module__": __name__, "__doc__": ours.__doc__})
 
 
 def state_of_wrapper(torchs: Callable[[nn.Module], Any], ours_class: type) -> Callable[[nn.Module], Any]:

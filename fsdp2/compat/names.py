@@ -5,6 +5,7 @@ Knows the layout of ``torch.distributed.fsdp`` (2.11 to 2.15); changes nothing.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -43,9 +44,16 @@ def counterparts() -> tuple[Counterpart, ...]:
 
 
 # Torch's FSDP1, where each name is defined; a torch that has dropped it has none of these modules.
+WRAPPER = f"{PUBLIC}.fully_sharded_data_parallel"
+FLAT_PARAM = f"{PUBLIC}._flat_param"
 _FSDP1 = {
-    "FullyShardedDataParallel": f"{PUBLIC}.fully_sharded_data_parallel",
+    "FullyShardedDataParallel": WRAPPER,
     "ShardedGradScaler": f"{PUBLIC}.sharded_grad_scaler",
+    "FlatParameter": FLAT_PARAM,
+    "FlatParamHandle": FLAT_PARAM,
+    "FlatParamShardMetadata": FLAT_PARAM,
+    "ParamInfo": FLAT_PARAM,
+    "SharedParamInfo": FLAT_PARAM,
     "_get_module_fsdp_state_if_fully_sharded_module": f"{PUBLIC}._common_utils",
     "_lazy_init": f"{PUBLIC}._runtime_utils",
 }
@@ -55,18 +63,36 @@ def counterparts_of_fsdp1() -> tuple[Counterpart, ...]:
     """What stands for torch's FSDP1, as of now. (Enums and configurations are torch's own objects here too.)"""
     ours = importlib.import_module("fsdp2.compat.fsdp1")
     wrapper: type = ours.FullyShardedDataParallel
-    bridged: dict[str, Callable[[Any, type], object]] = {
+    bridged: dict[str, Callable[[Any, Any], object]] = {
         "_get_module_fsdp_state_if_fully_sharded_module": bridges.state_of_wrapper,
         "_lazy_init": bridges.initialized_lazily,
     }
     pairs = []
     for name, module in _FSDP1.items():
         found = vars(importlib.import_module(module)).get(name) if importlib.util.find_spec(module) else None
-        own = None if name in bridged else getattr(ours, name)
-        if found is None or found is own or getattr(found, "__wrapped__", None) is not None:
-            continue  # there is none, or it is ours already
-        pairs.append(Counterpart(name, found, bridged[name](found, wrapper) if name in bridged else own))
+        is_torchs = getattr(found, "__module__", "").startswith(PUBLIC) and not hasattr(found, "__wrapped__")
+        if found is not None and is_torchs:
+            own = bridged[name](found, wrapper) if name in bridged else getattr(ours, name)
+            pairs.append(Counterpart(name, found, own))
     return tuple(pairs)
+
+
+def wrapped_by_torchs_fsdp1() -> list[str]:
+    """The names of classes of which torch's own FSDP1 has wrapped modules that are alive."""
+    found = vars(importlib.import_module(WRAPPER)) if importlib.util.find_spec(WRAPPER) else {}
+    wrapper = found.get("FullyShardedDataParallel")
+    if wrapper is None or not wrapper.__module__.startswith(PUBLIC):
+        return []
+    if _instances(wrapper):
+        gc.collect()  # those that nothing holds but cycles of their own, as a module's hooks make them
+    return sorted({type(each.module).__name__ for each in _instances(wrapper)})
+
+
+def _instances(cls: type) -> list[Any]:
+    classes = [cls]
+    for each in classes:  # those that are added too
+        classes += each.__subclasses__()
+    return [each for each in gc.get_referrers(*classes) if type(each) in classes]
 
 
 def torchs_own(name: str) -> object | None:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from fsdp2.compat import bridges, memory_tracking
-from fsdp2.compat.names import HOME, STATES, Counterpart
+from fsdp2.compat.names import FLAT_PARAM, HOME, IMPLEMENTATION, PUBLIC, STATES, WRAPPER, Counterpart
 
 
 class Substitutes:
@@ -24,10 +24,15 @@ class Substitutes:
         everywhere = {pair.name: pair for pair in pairs}
         self._everywhere = _by_identity(everywhere.values())
         self._in: dict[str, dict[int, Counterpart]] = {}
+        self._inside_fsdp1: dict[int, Counterpart] = {}
         self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
         self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
-        if not self._has_fully_shard:
-            return
+        if self._has_fully_shard:
+            self._bridge_fully_shard(everywhere)
+        if "FullyShardedDataParallel" in everywhere:
+            self._bridge_fsdp1(everywhere)
+
+    def _bridge_fully_shard(self, everywhere: dict[str, Counterpart]) -> None:
         module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
         ours = cast(type, module.ours)
         bridged: dict[str, Callable[..., object]] = {
@@ -44,13 +49,38 @@ class Substitutes:
             Counterpart("FSDPModule", module.torchs, bridges.either(cast(type, module.torchs), ours)),
             Counterpart("fully_shard", function.torchs, bridges.pipelined(function.ours, function.torchs, ours)),
         ]
-        for pair in (*offloading, state, *pipelining):
-            self._torchs[id(pair.ours)] = (pair.ours, pair.torchs)
-        # Imported after the swap, the modules of pipelining hold ours already.
-        late = [Counterpart(pair.name, everywhere[pair.name].ours, pair.ours) for pair in pipelining]
-        of_pipelining = self._everywhere | _by_identity([*pipelining, *late])
-        self._in = {name: of_pipelining for name in bridges.PIPELINING}
-        self._in |= {HOME: _by_identity(offloading), STATES: _by_identity([state])}
+        self._put(offloading, HOME)
+        self._put([state], STATES)
+        self._put_instead(pipelining, everywhere, bridges.PIPELINING)
+
+    def _bridge_fsdp1(self, everywhere: dict[str, Counterpart]) -> None:
+        wrapper = everywhere["FullyShardedDataParallel"]
+        both = Counterpart(wrapper.name, wrapper.torchs, bridges.wrappers_of_both(wrapper.torchs, wrapper.ours))
+        self._put_instead([both], everywhere, (*bridges.STATE_DICTS, WRAPPER))
+        flat = [
+            Counterpart(pair.name, pair.torchs, bridges.beneath(pair.torchs, cast(type, pair.ours)))
+            for pair in (everywhere["FlatParameter"], everywhere["FlatParamHandle"])
+        ]
+        records = [everywhere[name] for name in ("FlatParamShardMetadata", "ParamInfo", "SharedParamInfo")]
+        self._put([*flat, *records], FLAT_PARAM)
+        # Models that torch's own has wrapped go on: of its private modules nothing changes but what serves both.
+        serve_both = [pair for name, pair in everywhere.items() if name.startswith("_")]
+        self._inside_fsdp1 = _by_identity(serve_both)
+
+    def _put(self, pairs: list[Counterpart], module: str) -> None:
+        """These alone in that module."""
+        self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in pairs}
+        self._in[module] = _by_identity(pairs)
+
+    def _put_instead(
+        self, pairs: list[Counterpart], everywhere: dict[str, Counterpart], modules: Iterable[str]
+    ) -> None:
+        """These in the place of others of their names in those modules, beside what stands everywhere."""
+        self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in pairs}
+        # Imported after the swap, the modules hold ours already.
+        late = [Counterpart(pair.name, everywhere[pair.name].ours, pair.ours) for pair in pairs]
+        table = self._everywhere | _by_identity([*pairs, *late])
+        self._in |= dict.fromkeys(modules, table)
 
     def learn(self, module: ModuleType) -> None:
         """What ``module``, which not every program loads, defines: torch's memory tracker."""
@@ -63,7 +93,8 @@ class Substitutes:
 
     def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
         """The names in ``module`` that refer to one of torch's objects, with what should stand there."""
-        table = self._in.get(module.__name__, self._everywhere)
+        is_inside = module.__name__.startswith(f"{PUBLIC}._") and not module.__name__.startswith(IMPLEMENTATION)
+        table = self._in.get(module.__name__, self._inside_fsdp1 if is_inside else self._everywhere)
         return [(name, table[id(value)]) for name, value in list(vars(module).items()) if id(value) in table]
 
     def to_put_back(self, module: ModuleType) -> list[tuple[str, Any]]:

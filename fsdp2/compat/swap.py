@@ -22,6 +22,7 @@ from fsdp2.compat.names import (
     modules_of_others,
     modules_of_torch,
     without_counterpart,
+    wrapped_by_torchs_fsdp1,
 )
 from fsdp2.compat.substitutes import Substitutes
 from fsdp2_switch import VARIABLE, AfterImport, reaches_children, switched_on
@@ -53,7 +54,9 @@ class Swap:
     def __init__(self, pairs: tuple[Counterpart, ...]) -> None:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
-        self._later = AfterImport((*bridges.PIPELINING, memory_tracking.DEFINED_IN), self._replace_in)
+        self._later = AfterImport(
+            (*bridges.PIPELINING, *bridges.STATE_DICTS, memory_tracking.DEFINED_IN), self._replace_in
+        )
         self.lacking = without_counterpart()
         for module in list(modules_of_torch()):
             self._substitutes.learn(module)
@@ -98,7 +101,7 @@ class Swap:
         else:
             reason = (
                 f"If it was to happen in processes that this one started, set {VARIABLE}=1 for them; if the program "
-                "shards with FSDP1, DDP or DeepSpeed, this swap does not concern it."
+                "shards with DDP, DeepSpeed or an FSDP1 that was left to torch, this swap does not concern it."
             )
         warnings.warn(f"fsdp2.compat: fsdp2 sharded no module in this process. {reason}", stacklevel=2)
 
@@ -117,7 +120,7 @@ class Swap:
         return "\n".join(lines)
 
 
-def install(*, fsdp1: bool = False) -> Swap:
+def install(*, fsdp1: bool = True) -> Swap:
     """Put fsdp2's names in the place of torch's, in every module of torch, those imported later included.
 
     Call it before the libraries that shard models are imported, on every rank and in every process that a program
@@ -132,7 +135,7 @@ def install(*, fsdp1: bool = False) -> Swap:
     Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
 
     Args:
-        fsdp1: ``FullyShardedDataParallel`` and ``ShardedGradScaler`` too; see docs/fsdp1.md for what is not there yet.
+        fsdp1: ``FullyShardedDataParallel`` and what belongs to it too (docs/fsdp1.md); else FSDP1 stays torch's.
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.
@@ -146,30 +149,28 @@ def install(*, fsdp1: bool = False) -> Swap:
     return swap
 
 
-def put_in_place(*, fsdp1: bool = False) -> Swap:
+def put_in_place(*, fsdp1: bool = True) -> Swap:
     """`install`, without the warning at exit: in processes that happen to import what shards models."""
     if not torch.distributed.is_available():
         raise fsdp2.FSDPRuntimeError("fsdp2.compat needs torch.distributed, and this torch was built without it.")
     public = importlib.import_module(PUBLIC)
     importlib.import_module("torch.distributed._composable.fsdp")
     installed = public.fully_shard is fsdp2.fully_shard
+    sharded = [] if installed else [f"a {name} that torch's fully_shard has sharded" for name in _sharded_by_torch()]
+    if fsdp1:
+        wrapped = wrapped_by_torchs_fsdp1()
+        sharded += [f"a {name} that torch's FullyShardedDataParallel has wrapped" for name in wrapped]
     pairs = () if installed else counterparts()
     swap = Swap((*pairs, *counterparts_of_fsdp1()) if fsdp1 else pairs)
-    _warn_of_the_past(swap, installed)
-    return swap
-
-
-def _warn_of_the_past(swap: Swap, installed: bool) -> None:
-    """Say what the swap comes too late for: the program would go on with both implementations, and not notice."""
-    found = list(swap.too_early)
-    if not installed:
-        found += [f"a {name} that torch's fully_shard has sharded" for name in _sharded_by_torch()]
-    if found:
+    if swap.too_early or sharded:
+        # The program would go on with both implementations, and not notice.
         warnings.warn(
-            f"fsdp2.compat.install() comes too late for {', '.join(found)}: torch's own implementation stays in use "
-            "there. Install before importing what shards models, or run the program with `python -m fsdp2.compat`.",
-            stacklevel=4,
+            f"fsdp2.compat.install() comes too late for {', '.join((*swap.too_early, *sharded))}: torch's own "
+            "implementation stays in use there. Install before importing what shards models, or run the program with "
+            "`python -m fsdp2.compat`.",
+            stacklevel=3,
         )
+    return swap
 
 
 def _sharded_by_torch() -> list[str]:

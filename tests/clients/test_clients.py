@@ -144,9 +144,7 @@ def test_accelerate(client: Client, tmp_path: Path) -> None:
 
 
 ACCELERATE_FSDP1 = [
-    client(
-        "accelerate_fsdp1", f"{{folder}} {arguments}".strip(), packages=("accelerate",), options=("--fsdp1",), **facts
-    )
+    client("accelerate_fsdp1", f"{{folder}} {arguments}".strip(), packages=("accelerate",), **facts)
     for arguments, facts in (
         ("", {}),
         ("--state-dict SHARDED", {}),
@@ -163,8 +161,7 @@ def test_accelerate_with_fsdp1(client: Client, tmp_path: Path) -> None:
 
 
 LIGHTNING_FSDP1 = [
-    client("lightning_fsdp1", f"{{folder}} {kind}", packages=("lightning",), options=("--fsdp1",))
-    for kind in ("full", "sharded")
+    client("lightning_fsdp1", f"{{folder}} {kind}", packages=("lightning",)) for kind in ("full", "sharded")
 ]
 
 

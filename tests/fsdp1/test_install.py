@@ -1,4 +1,4 @@
-"""``install(fsdp1=True)``: programs that import FSDP1 from torch get this wrapper, and torch's own modules know it."""
+"""``install()``: programs that import FSDP1 from torch get this wrapper, and torch's own modules know it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as public
+import torch.distributed.fsdp._flat_param as flat_param
 import torch.distributed.fsdp.fully_sharded_data_parallel as defining
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+import fsdp2
 from fsdp2.compat import install
-from fsdp2.compat.fsdp1 import FullyShardedDataParallel
+from fsdp2.compat.fsdp1 import (
+    FlatParameter,
+    FlatParamHandle,
+    FlatParamShardMetadata,
+    FullyShardedDataParallel,
+    ParamInfo,
+    SharedParamInfo,
+    StateDictType,
+)
 from tests.harness import FakeWorlds, multi_rank
 
 # Other tests have imported torch's class by name, for comparison.
@@ -25,25 +35,72 @@ pytestmark = pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too
 
 def test_names_are_replaced_and_put_back(simulate: FakeWorlds) -> None:
     torchs = public.FullyShardedDataParallel
-    with install(fsdp1=True) as swap:
-        assert public.FullyShardedDataParallel is defining.FullyShardedDataParallel is FullyShardedDataParallel
-        assert "fully_sharded_data_parallel.FullyShardedDataParallel -> fsdp2.compat.fsdp1" in str(swap)
+    with install() as swap:
+        assert public.FullyShardedDataParallel is FullyShardedDataParallel
+        assert public.sharded_grad_scaler.ShardedGradScaler is fsdp2.ShardedGradScaler
+        assert "torch.distributed.fsdp.FullyShardedDataParallel -> fsdp2.compat.fsdp1" in str(swap)
         simulate(2)
         model: Any = public.FullyShardedDataParallel(nn.Linear(2, 2))
-        assert isinstance(model, FullyShardedDataParallel)
+        assert type(model) is FullyShardedDataParallel
         assert public.FullyShardedDataParallel.fsdp_modules(model) == [model]
-    assert public.FullyShardedDataParallel is torchs
-    with install():
+        with install() as inner:
+            assert inner.replacements == []
+        assert public.FullyShardedDataParallel is FullyShardedDataParallel
+    assert public.FullyShardedDataParallel is defining.FullyShardedDataParallel is torchs
+    with install(fsdp1=False):
         assert public.FullyShardedDataParallel is torchs
-        with install(fsdp1=True):
+        with install():
             assert public.FullyShardedDataParallel is FullyShardedDataParallel
         assert public.FullyShardedDataParallel is torchs
+
+
+def test_the_names_of_flat_parameters() -> None:
+    before = {name: getattr(flat_param, name) for name in flat_param.__all__}
+    with install():
+        assert {name for name in flat_param.__all__ if getattr(flat_param, name) is before[name]} == {
+            "HandleShardingStrategy"  # an enum, which is torch's own object here
+        }
+        assert flat_param.ParamInfo is ParamInfo and flat_param.SharedParamInfo is SharedParamInfo
+        assert flat_param.FlatParamShardMetadata is FlatParamShardMetadata
+        for cls in (flat_param.FlatParameter, flat_param.FlatParamHandle, FlatParameter, FlatParamHandle):
+            with pytest.raises(fsdp2.FSDPTypeError, match=f"{cls.__name__} cannot be made: fsdp2 does not flatten"):
+                cls(torch.ones(2))
+            assert not isinstance(nn.Parameter(torch.ones(2)), cls)
+    assert {name: getattr(flat_param, name) for name in flat_param.__all__} == before
+    for name in ("FlatParamShardMetadata", "ParamInfo", "SharedParamInfo"):
+        assert getattr(fsdp2.compat.fsdp1, name)._fields == before[name]._fields  # torch may fill in ours
+
+
+@multi_rank(2)
+@pytest.mark.filterwarnings("ignore:.*_get_pg_default_device", "ignore:Multiple backends are registered")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_models_that_torch_wrapped_before_go_on(world_size: int) -> None:
+    theirs = public.FullyShardedDataParallel  # torch's, as a program holds it that was imported too early
+    sizes: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    before = theirs(nn.Sequential(theirs(nn.Linear(3, 5), **sizes), nn.Linear(5, 2)), **sizes)
+    with pytest.warns(UserWarning, match="a Linear that torch's FullyShardedDataParallel has wrapped"):
+        swap = install()
+    with swap:
+        ours = public.FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+        late = theirs(nn.Linear(3, 5), **sizes)
+        for model, cls in ((before, theirs), (late, theirs), (ours, FullyShardedDataParallel)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            assert isinstance(model, defining.FullyShardedDataParallel) and isinstance(model, cls)
+            assert len(defining.FullyShardedDataParallel.fsdp_modules(model)) == len(cls.fsdp_modules(model)) > 0
+            weights, state = get_state_dict(model, optimizer)
+            assert weights.keys() == state["state"].keys() and not any("_fsdp" in name for name in weights)
+            with theirs.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+                assert cls.get_state_dict_type(model).state_dict_type is StateDictType.SHARDED_STATE_DICT
+        assert isinstance(late._handle.flat_param, flat_param.FlatParameter)
+    assert isinstance(late._handle.flat_param, flat_param.FlatParameter)
 
 
 @multi_rank(2)
 @pytest.mark.parametrize("full", [False, True])
 def test_dcp_asks_the_wrapper(full: bool, world_size: int) -> None:
-    with install(fsdp1=True):
+    with install():
         plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
         model = public.FullyShardedDataParallel(
             nn.Sequential(*[public.FullyShardedDataParallel(each) for each in plain])
@@ -78,7 +135,7 @@ dist.destroy_process_group()
 def test_the_command(ours: bool, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    command = [sys.executable, "-W", "ignore", "-m", "fsdp2.compat", *(["--fsdp1"] if ours else []), str(path)]
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp2.compat", *([] if ours else ["--keep-fsdp1"]), str(path)]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     kind = "fsdp2.compat.fsdp1.wrapper" if ours else "torch.distributed.fsdp.fully_sharded_data_parallel"
     assert f"{kind} ['0.bias', '0.weight', '1.bias', '1.weight']" in printed

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.compat import Swap, bridges, install
+from fsdp2.compat import Swap, bridges, fsdp1, install
 from fsdp2.compat.__main__ import Program, UsageError, main, parse
-from fsdp2.compat.names import HOME, counterparts, torchs_own
+from fsdp2.compat.names import HOME, counterparts, counterparts_of_fsdp1, torchs_own
 from fsdp2_switch import AfterImport, switched_on
 from tests.harness import FakeWorlds
 
@@ -36,6 +36,7 @@ PUBLIC_MODULES = [
 ]
 PIPELINING = ["torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"]
 NAMES = [pair.name for pair in counterparts()]
+FSDP1_NAMES = [pair.name for pair in counterparts_of_fsdp1() if not pair.name.startswith("_")]
 
 
 def module(name: str) -> ModuleType:
@@ -62,8 +63,11 @@ def test_names_are_replaced_and_put_back(name: str) -> None:
     with install():
         for key in held:
             assert vars(module(name))[key] is getattr(fsdp2, key), key
-        others = {key: value for key, value in bindings([name]).items() if key.rpartition(".")[2] not in NAMES}
-        assert others == {key: value for key, value in before.items() if key.rpartition(".")[2] not in NAMES}
+        for key in set(FSDP1_NAMES) & set(vars(module(name))):
+            assert vars(module(name))[key] is getattr(fsdp1, key), key
+        known = {*NAMES, *FSDP1_NAMES}
+        others = {key: value for key, value in bindings([name]).items() if key.rpartition(".")[2] not in known}
+        assert others == {key: value for key, value in before.items() if key.rpartition(".")[2] not in known}
     assert bindings([name]) == before
 
 

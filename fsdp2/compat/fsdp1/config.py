@@ -27,6 +27,16 @@ class _ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
+class _HandleShardingStrategy(Enum):
+    """The same, of a unit."""
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
 class _BackwardPrefetch(Enum):
     """When the next unit's parameters are gathered in backward."""
 
@@ -132,6 +142,7 @@ def _found(module: str) -> ModuleType | None:
 
 _API = _found("torch.distributed.fsdp.api")
 _WRAPPER = _found("torch.distributed.fsdp.fully_sharded_data_parallel")
+_FLAT_PARAM = _found("torch.distributed.fsdp._flat_param")
 
 
 def _torchs(ours: Any, module: ModuleType | None) -> Any:
@@ -145,6 +156,7 @@ def _torchs(ours: Any, module: ModuleType | None) -> Any:
 
 
 ShardingStrategy: Any = _torchs(_ShardingStrategy, _API)
+HandleShardingStrategy: Any = _torchs(_HandleShardingStrategy, _FLAT_PARAM)
 BackwardPrefetch: Any = _torchs(_BackwardPrefetch, _API)
 StateDictType: Any = _torchs(_StateDictType, _API)
 OptimStateKeyType: Any = _torchs(_OptimStateKeyType, _WRAPPER)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.compat.fsdp1.config import ShardingStrategy
+from fsdp2.compat.fsdp1.config import HandleShardingStrategy, ShardingStrategy
 
 _INSTEAD = {
     "unshard": "use wrapper.module.unshard()",
@@ -133,7 +133,7 @@ class FlatParamHandleView:
 
     @property
     def _sharding_strategy(self) -> Any:
-        return self._wrapper.sharding_strategy
+        return HandleShardingStrategy[self._wrapper.sharding_strategy.name]
 
     @property
     def uses_sharded_strategy(self) -> bool:

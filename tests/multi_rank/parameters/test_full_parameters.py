@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -747,6 +746,8 @@ def test_ranks_that_differ_raise_on_all() -> None:
 def test_what_fsdp1_shows_and_keeps(arguments: dict[str, bool]) -> None:
     case = UNEVEN_MLP
     model, theirs = shard(case), case.build()
+    from torch.distributed.fsdp import FullyShardedDataParallel  # other tests of this process put ours in its place
+
     theirs = FullyShardedDataParallel(theirs, device_id=torch.device("cpu"), use_orig_params=True)
     with full_parameters(model, **arguments), FullyShardedDataParallel.summon_full_params(theirs, **arguments):
         if dist.get_rank() == 0 or "rank0_only" not in arguments:
