@@ -21,7 +21,7 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
     write_model,
     write_optimizer,
 )
-from fsdp2.compat.fsdp1.flat_layout import FlatLayout, ParamEntry, UnitEntries, flat_layout, units_of
+from fsdp2.compat.fsdp1.layout import FlatLayout, ParamEntry, UnitEntries, lay_out, units_of
 from tests.harness import multi_rank
 from tests.harness.shared.fsdp1_flat import (
     OPTIMIZERS,
@@ -43,7 +43,7 @@ def layout_of(
     units = units_of(
         model, tower_units(model), use_orig_params=use_orig_params, ignored=list(model.ignored.parameters())
     )
-    return flat_layout(units, use_orig_params=use_orig_params, world_size=world_size)
+    return lay_out(units, use_orig_params=use_orig_params, world_size=world_size)
 
 
 def order_of(use_orig_params: bool, world_size: int) -> OptimizerOrder:
@@ -212,7 +212,7 @@ def test_onto_other_ranks_and_the_other_form(source: bool, target: bool, tmp_pat
 
 def small_layout(use_orig_params: bool, world_size: int = 2) -> FlatLayout:
     entries = [ParamEntry(name, torch.Size([3]), (1,), torch.float32) for name in ("a", "b")]
-    return flat_layout([UnitEntries("u", tuple(entries))], use_orig_params=use_orig_params, world_size=world_size)
+    return lay_out([UnitEntries("u", tuple(entries))], use_orig_params=use_orig_params, world_size=world_size)
 
 
 ORDER = OptimizerOrder(("u.a", "u.b"), ("u.a", "u.b"))
@@ -230,6 +230,8 @@ def test_scalars_and_numbers_of_any_kind_pass() -> None:
     named = read_optimizer(layout, states, FLAT_ORDER)
     assert named.names == ("u.a", "u.b")
     assert_same_values(named.of("u.b"), {**same, "m": torch.tensor([3.0, 4, 5])})
+    steps = [named.of(name)["step"] for name in named.names]  # an optimizer counts each of them up in place
+    assert steps[0].data_ptr() != steps[1].data_ptr()
     assert [group["params"] for group in named.param_groups] == [["u.a", "u.b"]]
 
 
@@ -319,7 +321,7 @@ def test_optimizer_states_that_do_not_fit(problem: str) -> None:
     use_orig_params, states, text = PROBLEMS[problem]
     with pytest.raises(FSDPValueError, match=text):
         if problem == "scalars":  # each parameter is on one rank here, and three ranks share one of each
-            wide = flat_layout(
+            wide = lay_out(
                 [UnitEntries("u", (ParamEntry("b", torch.Size([6]), (1,), torch.float32),))],
                 use_orig_params=False,
                 world_size=2,
@@ -356,7 +358,7 @@ def test_local_state_dicts_that_do_not_fit() -> None:
 def test_plain_shards_need_no_record() -> None:
     """With the padding at the end, or without: 7 elements on 4 ranks are 2, 2, 2 and 1."""
     entry = ParamEntry("w", torch.Size([7]), (1,), torch.float32)
-    layout = flat_layout([UnitEntries("", (entry,))], use_orig_params=False, world_size=4)
+    layout = lay_out([UnitEntries("", (entry,))], use_orig_params=False, world_size=4)
     values = torch.arange(7.0)
     cut = [{"_flat_param": part} for part in values.split(2)]
     padded = [*cut[:3], {"_flat_param": torch.tensor([6.0, 0.0])}]

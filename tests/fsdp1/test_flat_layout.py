@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPValueError
-from fsdp2.compat.fsdp1.flat_layout import (
+from fsdp2.compat.fsdp1.layout import (
     FlatParamShardMetadata,
     FlatUnit,
     ParamEntry,
     UnitEntries,
-    flat_layout,
+    lay_out,
     units_of,
 )
 from tests.harness import FakeWorlds
@@ -189,7 +189,7 @@ def compare(simulate: FakeWorlds, build: Callable[[], Built], use_orig_params: b
             ignored=ignored_of(arguments),
             compute_dtype=precision.param_dtype if precision is not None else None,
         )
-        layout = flat_layout(entries, use_orig_params=use_orig_params, world_size=world_size)
+        layout = lay_out(entries, use_orig_params=use_orig_params, world_size=world_size)
         wrapped = wrap_with_torch(model, units, use_orig_params, **arguments)
         handles = flat_units_of_torch(wrapped)
         assert [unit.name for unit in layout.units] == list(handles)
@@ -211,7 +211,7 @@ def test_layouts_are_torchs(
     if not use_orig_params and build in (one_unit, checkpointed_blocks, ignored_parameters):
         with pytest.raises(FSDPValueError, match=r"=False: of 'frozen\.weight' and 'scale' one requires"):
             entries = units_of(*build()[:2], use_orig_params=False)
-            flat_layout(entries, use_orig_params=False, world_size=world_size)
+            lay_out(entries, use_orig_params=False, world_size=world_size)
         return
     compare(simulate, build, use_orig_params, world_size)
 
@@ -283,10 +283,10 @@ def test_a_worked_example() -> None:
         for name, shape, stride in (("a", (3,), (1,)), ("b", (2, 2), (2, 1)), ("c", (1,), (1,)))
     ]
     unit = UnitEntries("layer", tuple(entries))
-    (plain,) = flat_layout([unit], use_orig_params=False, world_size=2).units
+    (plain,) = lay_out([unit], use_orig_params=False, world_size=2).units
     assert plain.key == "layer._flat_param" and (plain.numel, plain.shard_numel) == (8, 4)
     assert [entry.offset for entry in plain.entries] == [0, 3, 7]
-    (gaps,) = flat_layout([unit], use_orig_params=True, world_size=2).units
+    (gaps,) = lay_out([unit], use_orig_params=True, world_size=2).units
     assert [entry.offset for entry in gaps.entries] == [0, 4, 8] and (gaps.numel, gaps.shard_numel) == (10, 5)
     assert gaps.numels_with_padding == (3, 1, 4, 1, 1)
     assert gaps.shard_metadata(1) == FlatParamShardMetadata(
@@ -309,7 +309,7 @@ def test_what_has_no_flat_parameter(entries: list[Any], use_orig_params: bool, t
         ParamEntry(f"p{at}", torch.Size(shape), stride, dtype) for at, (shape, stride, dtype) in enumerate(entries)
     )
     with pytest.raises(FSDPValueError, match=text):
-        flat_layout([UnitEntries("block", parameters)], use_orig_params=use_orig_params, world_size=2)
+        lay_out([UnitEntries("block", parameters)], use_orig_params=use_orig_params, world_size=2)
 
 
 def test_a_unit_that_is_no_module_of_the_model() -> None:
@@ -321,7 +321,7 @@ def test_units_may_have_ranks_of_their_own() -> None:
     """NO_SHARD beside FULL_SHARD: one rank has it all."""
     entry = ParamEntry("w", torch.Size([5]), (1,), torch.float32)
     units = [UnitEntries("", (entry,)), UnitEntries("x", (entry,), world_size=1), UnitEntries("y", ())]
-    layout = flat_layout(units, use_orig_params=True, world_size=4)
+    layout = lay_out(units, use_orig_params=True, world_size=4)
     assert [(unit.name, unit.world_size, unit.shard_numel) for unit in layout.units] == [("", 4, 2), ("x", 1, 5)]
     assert [metadata.param_offsets for metadata in layout.shard_metadata(0)] == [((0, 1),), ((0, 4),)]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import FSDPValueError
-from fsdp2.compat.fsdp1 import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
+from fsdp2.compat.fsdp1 import FullyShardedDataParallel, HandleShardingStrategy, MixedPrecision, ModuleWrapPolicy
 from tests.harness import FakeWorlds, Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.models import UNEVEN_MLP
 
@@ -26,7 +26,7 @@ def test_handles(simulate: FakeWorlds) -> None:
     assert model[0]._flat_param._fqns == ("weight", "bias") and flat.dtype is torch.float32
     assert flat.requires_grad and flat.device == torch.device("cpu") and flat.numel() == 3 * 3 + 3
     assert torch.equal(flat.data, torch.cat([each.to_local().reshape(-1) for each in model.parameters()]))
-    assert handle.uses_sharded_strategy and handle._sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert handle.uses_sharded_strategy and handle._sharding_strategy is HandleShardingStrategy.FULL_SHARD
     assert all(parameter._fsdp_flattened for parameter in model.parameters())
     for read, says in (
         (lambda: handle.unshard, r"module.unshard\(\)"),

@@ -26,6 +26,7 @@ from fsdp2.compat.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp2.compat.fsdp1.flat_optim_state import flat_optim_state_dict, flat_optim_state_dict_to_load
 from fsdp2.compat.fsdp1.flat_param import (
     FlatParameter,
     FlatParamHandle,
@@ -43,6 +44,7 @@ from fsdp2.compat.fsdp1.policies import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from fsdp2.compat.fsdp1.wrapped_layout import flat_layout
 from fsdp2.compat.fsdp1.wrapper import FullyShardedDataParallel
 
 ShardedGradScaler = fsdp2.ShardedGradScaler
@@ -75,6 +77,9 @@ __all__ = [
     "StateDictType",
     "always_wrap_policy",
     "enable_wrap",
+    "flat_layout",
+    "flat_optim_state_dict",
+    "flat_optim_state_dict_to_load",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

@@ -38,7 +38,7 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
     write_model,
     write_optimizer,
 )
-from fsdp2.compat.fsdp1.flat_layout import FLAT_PARAM, FlatLayout, flat_layout, units_of
+from fsdp2.compat.fsdp1.layout import FLAT_PARAM, FlatLayout, lay_out, units_of
 from fsdp2.compat.fsdp1.names import clean
 from fsdp2.compat.fsdp1.sharded_files import load
 
@@ -86,7 +86,7 @@ class Wrapping:
             ignored=self.ignored,
             compute_dtype=self.compute_dtype,
         )
-        return flat_layout(entries, use_orig_params=use_orig_params, world_size=world_size)
+        return lay_out(entries, use_orig_params=use_orig_params, world_size=world_size)
 
     def order(self, layout: FlatLayout, *, as_given: bool) -> OptimizerOrder:
         """Of the optimizer's parameters: the user's, if there is one and it is ``as_given`` for this layout's form."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.compat.fsdp1.flat_layout import FLAT_PARAM, PADDING_VALUE, FlatEntry, FlatLayout, FlatUnit, Piece
-from fsdp2.compat.fsdp1.names import clean
+from fsdp2.compat.fsdp1.layout import FLAT_PARAM, PADDING_VALUE, FlatEntry, FlatLayout, FlatUnit, Piece
+from fsdp2.compat.fsdp1.names import WRAPPED, clean
 from fsdp2.compat.fsdp1.sharded_files import ShardedRecord
 
 State = Mapping[str, Any]
@@ -53,7 +53,13 @@ def whole_of(unit: FlatUnit, entry: FlatEntry, piece_on: Callable[[int, Piece], 
 
 
 def shard_of(
-    unit: FlatUnit, rank: int, whole: Callable[[FlatEntry], Tensor], *, dtype: torch.dtype, padding: float
+    unit: FlatUnit,
+    rank: int,
+    whole: Callable[[FlatEntry], Tensor],
+    *,
+    dtype: torch.dtype,
+    padding: float,
+    device: str = "cpu",
 ) -> Tensor:
     """The shard of one rank as it is in memory, (shard_numel,): gaps hold ``padding``, what is after the end zeros.
 
@@ -63,8 +69,9 @@ def shard_of(
         whole: A whole parameter. Asked for those of which the rank holds elements, in order.
         dtype: Of the shard.
         padding: What lies between parameters.
+        device: Of the shard.
     """
-    shard = torch.full((unit.shard_numel,), padding, dtype=dtype)
+    shard = torch.full((unit.shard_numel,), padding, dtype=dtype, device=device)
     shard[unit.saved_numel(rank) :] = 0
     for piece in unit.pieces(rank):
         shard[piece.offset_in_shard :][: piece.numel] = elements(piece, whole(piece.entry))
@@ -227,11 +234,16 @@ def write_model(layout: FlatLayout, whole: State, rank: int, keep: Keep = lambda
             continue
         values = {entry: _first(whole, each) for entry, each in names.items()}
         dtype = values[unit.entries[0]].dtype
-        shard = keep(shard_of(unit, rank, values.__getitem__, dtype=dtype, padding=PADDING_VALUE))
-        local[unit.key] = _record(unit, shard[: unit.saved_numel(rank)], rank)
-        if unit.use_orig_params:
-            local |= _pieces_by_name(unit, names, shard, rank)
+        local |= write_unit(
+            unit, keep(shard_of(unit, rank, values.__getitem__, dtype=dtype, padding=PADDING_VALUE)), rank
+        )
     return local | {name: value for name, value in whole.items() if name not in in_units}
+
+
+def write_unit(unit: FlatUnit, shard: Tensor, rank: int) -> dict[str, Any]:
+    """What of one unit the LOCAL state dict of ``rank`` has, whose shard is ``shard`` (as in memory)."""
+    local = {unit.key: _record(unit, shard[: unit.saved_numel(rank)], rank)}
+    return local | _pieces_by_name(unit, shard, rank) if unit.use_orig_params else local
 
 
 def _record(unit: FlatUnit, shard: Tensor, rank: int) -> Any:
@@ -245,16 +257,14 @@ def _record(unit: FlatUnit, shard: Tensor, rank: int) -> Any:
     )
 
 
-def _pieces_by_name(
-    unit: FlatUnit, names: Mapping[FlatEntry, tuple[str, ...]], shard: Tensor, rank: int
-) -> dict[str, Tensor]:
+def _pieces_by_name(unit: FlatUnit, shard: Tensor, rank: int) -> dict[str, Tensor]:
     """The pieces under their names, as torch saves them beside the flat parameter: views of it."""
     pieces = {piece.entry: piece for piece in unit.pieces(rank)}
     found = {}
-    for entry, each in names.items():
+    for entry in unit.entries:
         piece = pieces.get(entry)
         part = shard[:0] if piece is None else shard[piece.offset_in_shard :][: piece.numel]
-        found.update(dict.fromkeys(each, part))
+        found.update(dict.fromkeys(unit.names_of(entry), part))
     return found
 
 
@@ -310,11 +320,13 @@ class OptimizerOrder:
 
     @classmethod
     def of_model(cls, root: nn.Module, layout: FlatLayout) -> OptimizerOrder:
-        """The order of ``model.parameters()``, as it is once FSDP1 has wrapped the plain (or meta) model ``root``."""
+        """The order of ``model.parameters()``, as it is once torch's FSDP1 has wrapped the model ``root``."""
         flat = {} if layout.use_orig_params else {unit.name: unit for unit in layout.units}
         gone = {name for unit in flat.values() for entry in unit.entries for name in unit.names_of(entry)}
         names, trainable, seen = [], [], set()
         for prefix, module in root.named_modules():
+            if WRAPPED in module._modules:
+                continue  # a wrapper is no module of the model
             for param_name, parameter in module._parameters.items():
                 name = clean(f"{prefix}.{param_name}" if prefix else param_name)
                 if parameter is None or id(parameter) in seen or name in gone:
@@ -493,7 +505,13 @@ class _OptimizerReader:
         fits = [_is_per_element(unit, entry, rank, found[rank]) for rank in holders]
         name = unit.full_name(entry.fqn)
         if all(fits) and (holders or any(isinstance(value, Tensor) and value.ndim == 1 for value in found)):
-            return whole_of(unit, entry, lambda rank, piece: _piece_of(unit, piece, found[rank]))
+            is_outline = any(isinstance(value, Tensor) and value.is_meta for value in found)
+
+            def piece_on(rank: int, piece: Piece) -> Tensor:
+                part = _piece_of(unit, piece, found[rank])
+                return part.to("meta") if is_outline else part
+
+            return whole_of(unit, entry, piece_on)
         if not any(isinstance(value, Tensor) and value.numel() > 1 for value in found):
             said = [found[rank] for rank in holders] or [each for each in found if each is not None] or [None]
             return _agreed(name, key, said, "ranks")
@@ -509,6 +527,8 @@ class _OptimizerReader:
 
 
 def _is_per_element(unit: FlatUnit, entry: FlatEntry, rank: int, value: object) -> bool:
+    if isinstance(value, Tensor) and unit.keeps_shapes and value.shape == entry.shape:
+        return True
     if not isinstance(value, Tensor) or value.ndim != 1:
         return False
     if not unit.use_orig_params:
@@ -518,6 +538,8 @@ def _is_per_element(unit: FlatUnit, entry: FlatEntry, rank: int, value: object) 
 
 
 def _piece_of(unit: FlatUnit, piece: Piece, value: Tensor) -> Tensor:
+    if unit.keeps_shapes and value.shape == piece.entry.shape:
+        return piece.entry.flatten(value)
     return (value if unit.use_orig_params else value[piece.offset_in_shard :])[: piece.numel]
 
 
@@ -528,7 +550,7 @@ def _agreed(name: str, key: str, values: Sequence[Any], between: str) -> Any:
         tensors = isinstance(first, Tensor) and isinstance(value, Tensor)
         if not (torch.equal(first, value) if tensors else first == value):
             raise fsdp2.FSDPValueError(f"'{key}' of '{name}' differs between {between}: {first} and {value}")
-    return first
+    return first.clone() if isinstance(first, Tensor) else first  # each parameter counts its own steps
 
 
 def named_state(state: State, order: OptimizerOrder) -> NamedState:
@@ -613,12 +635,17 @@ class _OptimizerWriter:
         place = self.places.get(name)
         if place is None:
             return self.state.of(name)
-        piece = place[0].piece(place[1], self.rank) if self.rank < place[0].world_size else None
+        unit, entry = place
+        piece = unit.piece(entry, unit.rank_of(self.rank)) if unit.rank_of(self.rank) < unit.world_size else None
         if piece is None:
             return {}
+
+        def own(value: Tensor) -> Tensor:
+            return value.clone() if unit.keeps_shapes else elements(piece, value).clone()
+
         values = self.state.of(name)
         return {
-            key: self.keep(elements(piece, value).clone()) if self._is_whole(value, piece.entry, name, key) else value
+            key: self.keep(own(value)) if self._is_whole(value, entry, name, key) else value
             for key, value in values.items()
         }
 
@@ -641,7 +668,7 @@ class _OptimizerWriter:
             name = next((each for each in unit.names_of(entry) if each in self.has_state), None)
             if name is not None:
                 states[entry] = (name, self.state.of(name))
-        if not states or self.rank >= unit.world_size:
+        if not states or unit.rank_of(self.rank) >= unit.world_size:
             return {}
         flat: dict[str, Any] = {}
         for key in dict.fromkeys(key for _, kept in states.values() for key in kept):
@@ -657,10 +684,11 @@ class _OptimizerWriter:
         return flat
 
     def _shard(self, unit: FlatUnit, whole: Mapping[FlatEntry, Tensor]) -> Tensor:
-        dtype = next(iter(whole.values())).dtype
+        first = next(iter(whole.values()))
+        dtype, device = first.dtype, "meta" if first.is_meta else "cpu"
 
         def of(entry: FlatEntry) -> Tensor:
             found = whole.get(entry)
-            return torch.zeros(entry.shape, dtype=dtype) if found is None else found
+            return torch.zeros(entry.shape, dtype=dtype, device=device) if found is None else found
 
-        return shard_of(unit, self.rank, of, dtype=dtype, padding=0)
+        return shard_of(unit, unit.rank_of(self.rank), of, dtype=dtype, padding=0, device=device)

@@ -1,4 +1,4 @@
-"""The names of torch's ``_flat_param`` that programs import: records as of `flat_layout`, and two classes of nothing.
+"""The names of torch's ``_flat_param`` that programs import: records as of `layout`, and two classes of nothing.
 
 Parameters are never flat here, so nothing is an instance of `FlatParameter` or `FlatParamHandle`. What programs read of
 them is in `fsdp2.compat.fsdp1.inspection`.
@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.compat.fsdp1.config import HandleShardingStrategy
-from fsdp2.compat.fsdp1.flat_layout import FlatParamShardMetadata, ParamInfo, SharedParamInfo
+from fsdp2.compat.fsdp1.layout import FlatParamShardMetadata, ParamInfo, SharedParamInfo
 
 __all__ = [
     "FlatParamHandle",

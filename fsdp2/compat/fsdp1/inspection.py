@@ -13,16 +13,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.compat.fsdp1.config import HandleShardingStrategy, ShardingStrategy
+from fsdp2.compat.fsdp1.config import HandleShardingStrategy
+from fsdp2.compat.fsdp1.layout import FlatParamShardMetadata
+from fsdp2.compat.fsdp1.wrapped_layout import unit_of
 
 _INSTEAD = {
     "unshard": "use wrapper.module.unshard()",
-    "shard_metadata": "use fsdp2.compat.fsdp1.flat_layout",
     "_full_param_padded": "use fsdp2.full_parameters(wrapper)",
     "_saved_grad_shard": "use parameter.grad.to_local()",
     "_params": "use wrapper.parameters()",
     "_param_infos": "use wrapper.named_parameters()",
-    "_shard_param_infos": "use fsdp2.compat.fsdp1.flat_layout",
+    "_shard_param_infos": "use fsdp2.compat.fsdp1.flat_layout(model)",
 }
 
 
@@ -138,7 +139,13 @@ class FlatParamHandleView:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether anything is sharded."""
-        return self._wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
+        return bool(self._wrapper.is_sharded)
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What of the unit this rank would hold under torch's FSDP1."""
+        unit = unit_of(self._wrapper)
+        assert unit is not None, "a handle has parameters"
+        return unit.shard_metadata(self._wrapper.rank if self._wrapper.is_sharded else 0)
 
     @property
     def _offload_params(self) -> bool:

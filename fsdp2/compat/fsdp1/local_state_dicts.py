@@ -1,7 +1,6 @@
 """LOCAL state dicts: of each unit the shard of the flat parameter that torch's FSDP1 would have, written and read.
 
-Here a rank holds rows of every parameter, and there a piece of all of them: one unit is gathered at a time, and each
-rank keeps (or takes) what is its own.
+Here a rank holds rows of every parameter, and there a piece of all of them: see `fsdp2.compat.fsdp1.exchange`.
 """
 
 from __future__ import annotations
@@ -11,52 +10,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.compat.fsdp1 import whole
-from fsdp2.compat.fsdp1.flat_checkpoints import whole_of, write_model
-from fsdp2.compat.fsdp1.flat_layout import FLAT_PARAM, FlatEntry, FlatLayout, FlatUnit, Piece, flat_layout, units_of
-
-
-def layout_of(wrapper: Any) -> FlatLayout | None:
-    """The flat parameter of the wrapper's unit; None if it has no parameters.
-
-    Raises:
-        FSDPNotImplementedError: parameters are tensor parallel too.
-        FSDPValueError: torch's FSDP1 has no flat parameter of such parameters.
-    """
-    module, below = wrapper._fsdp_wrapped_module, wrapper._wrappers_below()
-    own = wrapper.own_parameters()
-    taken = {parameter for each in below for parameter in each.own_parameters().values()}  # ties: the first has them
-    for name, parameter in own.items():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > wrapper._device_mesh.ndim:
-            raise fsdp2.FSDPNotImplementedError(
-                f"LOCAL_STATE_DICT of '{name}', which is tensor parallel: use SHARDED_STATE_DICT, whose tensors say "
-                "how they are cut."
-            )
-    units = units_of(
-        module,
-        [module, *below],
-        use_orig_params=wrapper._use_orig_params,
-        ignored={*module.parameters()} - {*own.values()} | taken,
-        compute_dtype=wrapper.mixed_precision.param_dtype,
-    )
-    unit = next(each for each in units if not each.name)
-    if not unit.parameters:
-        return None
-    return flat_layout([unit], use_orig_params=wrapper._use_orig_params, world_size=wrapper.world_size)
+from fsdp2.compat.fsdp1.exchange import exchange_of
+from fsdp2.compat.fsdp1.flat_checkpoints import write_unit
+from fsdp2.compat.fsdp1.layout import FLAT_PARAM, PADDING_VALUE
+from fsdp2.compat.fsdp1.wrapped_layout import unit_of
 
 
 def written(wrapper: Any, values: Mapping[str, torch.Tensor], *, offload: bool) -> dict[str, Any]:
     """What a LOCAL state dict has in the place of ``values``, this unit's parameters by all names. Collective."""
-    layout = layout_of(wrapper)
-    if layout is None:
+    unit = unit_of(wrapper)
+    if unit is None:
         return dict(values)
-    (unit,) = layout.units
     names = {name for entry in unit.entries for name in unit.names_of(entry)}
-    gathered = {unit.names_of(entry)[0]: whole.whole(values[entry.fqn], offload=offload) for entry in unit.entries}
-    local = write_model(layout, gathered, wrapper.rank)
+    dtype = values[unit.entries[0].fqn].dtype
+    own = {entry: values[entry.fqn] for entry in unit.entries}
+    shard = exchange_of(wrapper, unit, values).to_shard(own, dtype=dtype, padding=PADDING_VALUE)
+    local = write_unit(unit, shard.cpu() if offload else shard, wrapper.rank)
     return {**local, **{name: value for name, value in values.items() if name not in names}}
 
 
@@ -66,10 +37,9 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
     Raises:
         FSDPRuntimeError: it is of another wrapping, or number of ranks, or not there on every rank.
     """
-    layout = layout_of(wrapper)
-    if layout is None:
+    unit = unit_of(wrapper)
+    if unit is None:
         return
-    (unit,) = layout.units
     given = _shard(state_dict.pop(f"{inner}{FLAT_PARAM}", None))
     group, device = wrapper.process_group, wrapper.compute_device
     numel = -1 if given is None else given.numel()
@@ -88,22 +58,11 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
             "python -m fsdp2.compat.fsdp1.convert."
         )
     assert given is not None, "on every rank"
-    sent = torch.zeros(unit.shard_numel, dtype=given.dtype, device=device)
-    sent[: given.numel()] = given.detach().to(device).reshape(-1)
-    received = sent.new_empty(wrapper.world_size * unit.shard_numel)
-    dist.all_gather_into_tensor(received, sent, group=group)
-    shards = received.view(wrapper.world_size, -1)
-    for entry in unit.entries:
-        value = _whole_of(unit, entry, shards)
+    shard = torch.zeros(unit.shard_numel, dtype=given.dtype, device=device)
+    shard[: given.numel()] = given.detach().to(device).reshape(-1)
+    for entry, value in exchange_of(wrapper, unit, wrapper.own_parameters()).to_rows(shard).items():
         for name in unit.names_of(entry):
             state_dict[f"{inner}{name}"] = value
-
-
-def _whole_of(unit: FlatUnit, entry: FlatEntry, shards: torch.Tensor) -> torch.Tensor:
-    def piece_on(rank: int, piece: Piece) -> torch.Tensor:
-        return shards[rank, piece.offset_in_shard : piece.offset_in_shard + piece.numel]
-
-    return whole_of(unit, entry, piece_on)
 
 
 def _shard(value: Any) -> torch.Tensor | None:

@@ -22,7 +22,6 @@ from fsdp2.compat.fsdp1.config import (
     LocalStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictSettings,
     StateDictType,
 )
@@ -59,11 +58,13 @@ def after_state_dict(
     settings = wrapper.settings
     kind, config = settings.state_dict_type, settings.state_dict_config
     offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
-    is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
+    is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper.is_sharded
     drops = is_full and config.rank0_only and not wrapper.ranks.is_first
-    is_whole = is_full or wrapper.sharding_strategy is ShardingStrategy.NO_SHARD
+    is_whole = is_full or not wrapper.is_sharded
     same = _first_names(wrapper, inner)
     buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
+    first_only = is_full and config.rank0_only
+    wholes = _whole_parameters(wrapper, offload=offload, first_only=first_only) if is_whole else {}
     done: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(inner)]:
         value = state_dict.pop(key)
@@ -74,7 +75,9 @@ def after_state_dict(
             else:
                 if key in buffers:
                     value = value.to(buffers[key])
-                if isinstance(value, DTensor) and is_whole:
+                if key.removeprefix(inner) in wholes:
+                    value = wholes[key.removeprefix(inner)]
+                if isinstance(value, DTensor) and is_whole and not drops:
                     value = whole.whole(value, offload=offload)
                 elif offload:
                     value = value.cpu()
@@ -87,6 +90,21 @@ def after_state_dict(
         values = {name: state_dict.pop(key) for name, key in own.items()}
         local = local_state_dicts.written(wrapper, values, offload=offload)
         state_dict.update({f"{prefix}{name}": value for name, value in local.items()})
+
+
+def _whole_parameters(wrapper: Any, *, offload: bool, first_only: bool) -> dict[str, torch.Tensor]:
+    """The sharded parameters of the wrapper's unit, whole (of tensor parallelism, DTensors of that), in own memory.
+
+    One all-gather. With ``first_only`` the other ranks get nothing. Collective.
+    """
+    sharded = {name for name, each in wrapper.own_parameters().items() if isinstance(each, DTensor)}
+    if not sharded:
+        return {}
+    with fsdp2.full_parameters(
+        wrapper.module, recurse=False, writeback=False, rank0_only=first_only, offload_to_cpu=offload
+    ):
+        own = wrapper.own_parameters()
+        return {name: own[name].detach() for name in sharded}
 
 
 def _first_names(wrapper: Any, inner: str) -> dict[str, str]:

@@ -361,6 +361,11 @@ class FullyShardedDataParallel(nn.Module):
                     module._parameters[name] = replacements[parameter]
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether its parameters are sharded, and not whole on every rank."""
+        return self.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+    @property
     def _has_params(self) -> bool:
         return bool(self.own_parameters())
 

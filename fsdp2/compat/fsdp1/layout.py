@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -156,6 +156,14 @@ class FlatEntry:
         """The offset after its last element."""
         return self.offset + self.numel
 
+    def is_outermost(self, dim: int) -> bool:
+        """Whether the entries of ``dim`` follow each other in memory, whole."""
+        return not self.shape or self.numel == 0 or _memory_order(self.stride)[0] == dim
+
+    def with_rows(self, rows: int) -> FlatEntry:
+        """The same with so many entries of dim 0, which must be outermost."""
+        return replace(self, shape=torch.Size((rows, *self.shape[1:])))
+
     def flatten(self, whole: Tensor) -> Tensor:
         """The elements of ``whole`` (``shape``) as they lie in the flat parameter: (numel,); a view if it lies so."""
         return whole.permute(_memory_order(self.stride)).reshape(-1)
@@ -221,6 +229,15 @@ class FlatUnit:
     def requires_grad(self) -> bool:
         """Whether any of the parameters does."""
         return any(entry.requires_grad for entry in self.entries)
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether what optimizers see of it are whole parameters in their shapes: ``NO_SHARD``, not flat."""
+        return self.use_orig_params and self.world_size == 1
+
+    def rank_of(self, rank: int) -> int:
+        """Whose shard ``rank`` has; of a unit that is not sharded all have the first."""
+        return 0 if self.world_size == 1 else rank
 
     @property
     def shard_numel(self) -> int:
@@ -333,7 +350,7 @@ class FlatLayout:
         return tuple(unit.shard_metadata(rank) for unit in self.units)
 
 
-def flat_layout(units: Iterable[UnitEntries], *, use_orig_params: bool, world_size: int) -> FlatLayout:
+def lay_out(units: Iterable[UnitEntries], *, use_orig_params: bool, world_size: int) -> FlatLayout:
     """The layout that torch's FSDP1 would make of ``units``. Units without parameters have no flat parameter.
 
     Args:
@@ -346,7 +363,7 @@ def flat_layout(units: Iterable[UnitEntries], *, use_orig_params: bool, world_si
 
     Example:
         >>> entry = ParamEntry("weight", torch.Size([3]), (1,), torch.float32)
-        >>> layout = flat_layout([UnitEntries("", (entry,))], use_orig_params=True, world_size=2)
+        >>> layout = lay_out([UnitEntries("", (entry,))], use_orig_params=True, world_size=2)
         >>> layout.units[0].numel, layout.units[0].shard_numel
         (4, 2)
     """
