@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +122,8 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
     if isinstance(before, TracedState) and before.groups == tuple(ready):
         before.escapes = 0
     else:
-        state.graph_hooks = TracedState(tuple(ready), state.policy, state.modules[0])
+        policy = dataclasses.replace(state.policy, inputs=None) if state.in_full_precision else state.policy
+        state.graph_hooks = TracedState(tuple(ready), policy, state.modules[0])
 
 
 def _gathers_again(state: FSDPState) -> bool:

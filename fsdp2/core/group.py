@@ -236,6 +236,16 @@ class FSDPParamGroup:
             self._bind_transports()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)
+        if settings.full_precision is not before.full_precision:
+            self._compute_in_full_precision(settings.full_precision)
+
+    def _compute_in_full_precision(self, full: bool) -> None:
+        if self.comm is not None:
+            self.comm.finish_reduces()
+        self.quiesce()
+        for param in self.params:
+            param.in_full_precision = full
+        self._lay_out_anew()
 
     def _refuse_rescaling(self) -> None:
         if self.comm is not None:
@@ -302,6 +312,10 @@ class FSDPParamGroup:
         if self.comm is not None:
             self.comm.finish_reduces()  # what is in flight was packed by the old plan
         self._take_over(self._replacements())
+        self._lay_out_anew()
+
+    def _lay_out_anew(self) -> None:
+        """Build buffers and, if there was one, the plan for what the parameters are now."""
         self._gathered = None
         with torch.inference_mode(False):
             self._lay_out()

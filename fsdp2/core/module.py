@@ -322,6 +322,24 @@ class FSDPModule:
         self._configure(recurse, keeps_unsharded_storage=keep)
 
     @checked()
+    def set_full_precision(self, full_precision: bool, *, recurse: bool = True) -> None:
+        """Whether to compute in the parameters' original dtype, as if the policies had no ``param_dtype``.
+
+        For evaluation in full precision of a model that is trained in another. Inputs are not cast then. Unsharded
+        buffers are laid out anew by each change. Every rank must set the same.
+
+        Raises:
+            FSDPRuntimeError: a forward or backward is running, or gradients wait for their reduction, in the dtypes of
+                before; whole parameters are lent by `full_parameters`.
+        """
+        states = self._states(recurse)
+        for state in states:
+            state.refuse_other_precision()
+        for state in states:
+            state.in_full_precision = full_precision
+        self._configure(recurse, full_precision=full_precision)
+
+    @checked()
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers this module's parameters. False where it needs none of them (an embedding).
 
@@ -379,6 +397,22 @@ class FSDPModule:
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
         self._configure_as_root("set_prefetch_budget", prefetch_bytes=nbytes)
+
+    @checked()
+    def set_backward_prefetch(self, when: str) -> None:
+        """When a unit's backward gathers ahead the units that come next.
+
+        "before" its own gradients are computed, the default: communication runs behind that computation. "after" it
+        was resharded: a unit's memory less, and the gather runs behind the end of the backward alone. "never": each
+        unit is gathered when its own backward begins. Forwards, and modules with a list of their own
+        (`set_modules_to_backward_prefetch`), are not affected. Set it on the root, the same on all ranks, outside of
+        forward and backward.
+
+        Raises:
+            FSDPValueError: another word.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        self._configure_as_root("set_backward_prefetch", backward_prefetch=when)
 
     # -- gradients
 

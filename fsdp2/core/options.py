@@ -444,6 +444,7 @@ class GroupSettings:
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
         unshards_in_backward: whether backward needs the parameters.
         keeps_unsharded_storage: resharding leaves the unsharded buffers their memory, so that addresses repeat.
+        full_precision: parameters are gathered in their original dtype, whatever the policy's ``param_dtype``.
     """
 
     requires_gradient_sync: bool = True
@@ -462,6 +463,7 @@ class GroupSettings:
     gathers_on_compute: bool = False
     unshards_in_backward: bool = True
     keeps_unsharded_storage: bool = False
+    full_precision: bool = False
 
     def __post_init__(self) -> None:
         factor = self.divide_factor
@@ -526,23 +528,29 @@ class RootSettings:
         is_last_backward: whether the end of the next backward waits for all reductions.
         finalizes_manually: the user says when a backward has ended, with ``finalize_backward``.
         prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: one unit's.
+        backward_prefetch: when a unit's backward gathers ahead what comes next: before, after, or never.
         pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
     """
 
     is_last_backward: bool = True
     finalizes_manually: bool = field(default=False, metadata={"setter": "set_manual_backward_finalization"})
     prefetch_bytes: int | None = field(default=None, metadata={"setter": "set_prefetch_budget"})
+    backward_prefetch: str = field(default="before", metadata={"setter": "set_backward_prefetch"})
     pools_memory: bool | None = field(default=None, metadata={"setter": "set_communication_memory_pool"})
 
     def __post_init__(self) -> None:
         nbytes = self.prefetch_bytes
         if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
             raise FSDPValueError(f"the prefetch budget must be a number of bytes >= 0 or None, got {nbytes!r}.")
+        if self.backward_prefetch not in ("before", "after", "never"):
+            raise FSDPValueError(
+                f"set_backward_prefetch takes 'before', 'after' or 'never', got {self.backward_prefetch!r}."
+            )
 
     def setter_called(self) -> str | None:
         """The method that was called here, though it means nothing but on the root, if any was."""
         for each in dataclasses.fields(self):
-            if "setter" in each.metadata and getattr(self, each.name) is not each.default:
+            if "setter" in each.metadata and not _is_default(self, each):
                 return str(each.metadata["setter"])
         return None
 
@@ -564,8 +572,13 @@ def described(settings: GroupSettings | RootSettings, *, without: tuple[str, ...
     return {
         field.name: _shown(getattr(settings, field.name))
         for field in dataclasses.fields(settings)
-        if field.name not in without and getattr(settings, field.name) is not field.default
+        if field.name not in without and not _is_default(settings, field)
     }
+
+
+def _is_default(settings: Any, field: dataclasses.Field[Any]) -> bool:
+    value = getattr(settings, field.name)
+    return value is field.default or (isinstance(value, str) and value == field.default)  # strings may be unpickled
 
 
 def _shown(value: Any) -> str:
@@ -573,4 +586,4 @@ def _shown(value: Any) -> str:
         return "a tensor"
     if isinstance(value, Comm) or (callable(value) and hasattr(value, "allocate")):
         return type(value).__name__
-    return str(value) if value is None or isinstance(value, (bool, int, float)) else "set"
+    return str(value) if value is None or isinstance(value, (bool, int, float, str)) else "set"

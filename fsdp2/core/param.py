@@ -183,6 +183,7 @@ class FSDPParam:
         grad_dtype: the user's policy for gradients: whether there is one, and the dtype (None: as they arrive).
         arrived_dtype: where they are reduced as they arrive, the widest dtype that has; None before.
         group: that holds it.
+        in_full_precision: the policy's ``param_dtype`` does not count, see `GroupSettings`.
         write_counter: of the group.
         identity_changes: (of the class) how many sharded parameters were ever created or replaced.
     """
@@ -194,6 +195,7 @@ class FSDPParam:
         "grad_dtype",
         "group",
         "group_name",
+        "in_full_precision",
         "local",
         "path",
         "policy",
@@ -264,6 +266,7 @@ class FSDPParam:
         self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
         self.arrived_dtype: torch.dtype | None = None
         self.group: Any = None
+        self.in_full_precision = False
 
     def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
         """Register the sharded parameter in further modules, which hold its original (or itself)."""
@@ -312,7 +315,7 @@ class FSDPParam:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype of the unsharded parameter."""
-        dtype = self.policy.param_dtype
+        dtype = None if self.in_full_precision else self.policy.param_dtype
         return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
 
     @property

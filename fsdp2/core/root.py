@@ -133,6 +133,7 @@ class Iteration:
         reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
         postponed: what is to be gathered ahead as soon as there is room.
+        following: a unit, and what is to be gathered ahead when its backward has ended.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
     """
 
@@ -140,6 +141,7 @@ class Iteration:
         "ahead",
         "creates_graph",
         "failed",
+        "following",
         "in_backward",
         "in_forward",
         "is_second",
@@ -163,6 +165,7 @@ class Iteration:
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
         self.postponed: Postponed | None = None
+        self.following: tuple[Unit, Sequence[Unit]] | None = None
         self.recomputed: Unit | None = None
 
 
@@ -341,6 +344,9 @@ class FSDPRoot:
                 needed = tuple(each for each in unit if each.settings.unshards_in_backward)
         self._gather(needed, for_backward=True)
         expected = self._advance(self._backward_order, unit)
+        if then is None and self.settings.backward_prefetch != "before":
+            iteration.following = (unit, expected) if self.settings.backward_prefetch == "after" else None
+            return
         is_large = False
         for group in unit:
             is_large = is_large or group.reducer.large != ()
@@ -353,6 +359,12 @@ class FSDPRoot:
             iteration.postponed.watch()
         else:
             self._gather_ahead(expected if then is None else then, for_backward=True)
+
+    def gather_following(self, unit: Unit) -> None:
+        """The backward of ``unit`` has ended: gather what comes next, if that was to wait for it. Collective."""
+        following, self.iteration.following = self.iteration.following, None
+        if following is not None and following[0] is unit:
+            self._gather_ahead(following[1], for_backward=True)
 
     def _postpones(self, unit: Unit) -> bool:
         """Whether what follows ``unit``, of large gradients, is gathered later. [Note: half a backward each]"""

@@ -264,6 +264,7 @@ class FSDPState:
         self.unit = unit
         self.mesh = arguments.mesh
         self.policy = policy
+        self.in_full_precision = False
         self.root: FSDPRoot | None = None
         self.roots: list[FSDPRoot] = []
         self.own_root: FSDPRoot | None = None
@@ -486,7 +487,7 @@ class FSDPState:
             if self.is_root and self.mesh.device.type != "cpu":
                 device = self.mesh.device
                 inputs = map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, self._replaced)
-        if self.policy.inputs is not None:
+        if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
         if hooks and (len(self.modules) == 1 or self._begins_round(module)) and self.unit and torch.is_grad_enabled():
@@ -671,6 +672,22 @@ class FSDPState:
         if not self._to_run:
             self._leave_as_set()
 
+    def refuse_other_precision(self) -> None:
+        """Refuse to change the dtype that its parameters are gathered in, if something depends on the one of now.
+
+        Raises:
+            FSDPRuntimeError: it does.
+        """
+        if self.root is not None and self.root.is_running():
+            raise FSDPRuntimeError("set_full_precision() must be called outside of forward and backward.")
+        for group in self._own:
+            group.refuse_loan("set_full_precision()")
+            if group.reducer.accumulated or group.reducer.awaits_all_reduce() or group.reducer.awaits_last():
+                raise FSDPRuntimeError(
+                    f"set_full_precision() on '{group.name}', whose gradients wait for their reduction: call it after "
+                    "a backward that reduces, or after zero_grad()."
+                )
+
     # -- backward
 
     def _pre_backward(self, gradient: torch.Tensor) -> None:
@@ -746,6 +763,8 @@ class FSDPState:
             for group in self.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
+        if iteration.following is not None:
+            root.gather_following(self.unit)
         if reduces:
             root.reduce_or_keep(self._own)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.harness.compiled.models import WIDTH, batch, batch_of, build, by_blocks, loss_of, multi_rank, shard, whole
-from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
+from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -156,3 +156,26 @@ def test_gradients_in_a_dtype_of_their_own() -> None:
 
     with compiling() as graphs:
         assert_trains_alike(graphs, build, shard_mixed, one_backward(batch))
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+def test_evaluation_in_full_precision(compile: Any) -> None:
+    """Graphs follow `FSDPModule.set_full_precision`, and go back."""
+    models: list[Any] = [build(), build()]
+    for model in models:
+        shard(model, mp_policy=HALF)
+    with compiling() as graphs:
+        called = [compile(models[0], graphs.backend()), models[1]]
+        for number, full in enumerate((False, True, False)):
+            for model in models:
+                model.set_full_precision(full)
+            with torch.no_grad():
+                found, expected = (each(batch_of(number, 0)) for each in called)
+            assert found.dtype == expected.dtype == (torch.float32 if full else torch.bfloat16)
+            assert torch.equal(found, expected)
+            for each in called:
+                loss_of(each(batch_of(number, 1))).backward()
+            for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+                assert_equal(name, mine(ours.grad), mine(theirs.grad))

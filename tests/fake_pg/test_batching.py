@@ -252,6 +252,51 @@ def test_a_budget_bounds_the_peak(blocks_ahead: int) -> None:
         )
 
 
+@pytest.mark.parametrize("when", ["after", "never"])
+def test_backward_gathers_after_a_unit_or_nothing_ahead(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(4):
+        model = stack(3)
+        step(model)
+        model.set_backward_prefetch(when)
+        with launches(model, monkeypatch) as trace:
+            step(model)
+        backward = trace[trace.index("forward 2") + 1 :]
+        ahead = ["gather 1", "reduce"] if when == "after" else ["reduce", "gather 1"]
+        then = ["gather 0", "reduce"] if when == "after" else ["reduce", "gather 0"]
+        names = [each for each in backward if not each.startswith("backward")]
+        assert names == ["gather 2", *ahead, *then, "reduce", "reduce"]
+        begins = [backward.index(f"backward {name}") for name in "210"]
+        assert begins[0] < backward.index("gather 1") and begins[1] < backward.index("gather 0"), "none beside another"
+        assert trace.index("gather 2") < trace.index("forward 1"), "forwards gather ahead as ever"
+        model.set_backward_prefetch("before")
+        with launches(model, monkeypatch) as trace:
+            step(model)
+        assert trace.index("gather 1") < trace.index("backward 2")
+
+
+@pytest.mark.parametrize(("when", "blocks"), [("before", 2), ("after", 1), ("never", 1)])
+def test_gathering_after_a_unit_takes_its_memory_less(when: str, blocks: int) -> None:
+    with fake_world(4):
+        model = stack(8, width=512, layers=1)  # gathered in place: no staging buffers
+        step(model, 512)
+        root, block, *_ = map(unsharded_bytes, groups_of(model))
+        model.set_backward_prefetch(when)
+        loss = model(torch.ones(2, 512)).sum()
+        with PeakMeter(model) as meter:
+            loss.backward()
+        assert root + blocks * block <= meter.peak <= root + blocks * block + DIRECT_ALIGNMENT_BYTES
+
+
+def test_a_wrong_moment_is_refused() -> None:
+    with fake_world(4):
+        model = stack(2)
+        with pytest.raises(FSDPValueError, match="takes 'before', 'after' or 'never', got 'post'"):
+            model.set_backward_prefetch("post")
+        step(model)
+        with pytest.raises(FSDPRuntimeError, match="must be called on the root, Sequential, not on '0'"):
+            model[0].set_backward_prefetch("after")
+
+
 def test_a_wrong_budget_is_refused() -> None:
     with fake_world(4):
         model = stack(2)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from fsdp2 import FSDPModule, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.compat.fsdp1 import (
     BackwardPrefetch,
@@ -189,6 +190,54 @@ def test_prefetching(prefetch: str | None, world_size: int) -> None:
         backward_prefetch=prefetch and BackwardPrefetch[prefetch], forward_prefetch=True, limit_all_gathers=False
     )
     assert_trains_like(Reference(UNEVEN_MLP, world_size=world_size), model, adamw(list(model.parameters())), steps=3)
+    settings = fsdp2.fully_shard.state(model.module).root.settings  # type: ignore[attr-defined]
+    moments = {None: "never", "BACKWARD_PRE": "before", "BACKWARD_POST": "after"}
+    assert settings.backward_prefetch == moments[prefetch]
+
+
+class Reporting(nn.Module):
+    """Notes the dtypes that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.register_buffer("shift", torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = (x.dtype, self.layer.weight.dtype, self.shift.dtype)
+        return self.layer(x) + self.shift
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("kind", ["ours", "torchs"])
+def test_full_precision_in_evaluation(asked: bool, kind: str, world_size: int) -> None:
+    """``FSDP_USE_FULL_PREC_IN_EVAL=1``, here and with torch's own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
+
+    half = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
+    wrap: Any = FullyShardedDataParallel if kind == "ours" else Torchs
+    arguments = {"mixed_precision": half, "device_id": torch.device("cpu"), "use_orig_params": True}
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1" if asked else "0")
+        model = wrap(nn.Sequential(wrap(Reporting(), **arguments), Reporting()), **arguments)
+    plain = nn.Sequential(Reporting(), Reporting())
+    x = torch.rand(2, 5)
+    for _ in range(2):
+        model.train()
+        model(x).sum().backward()
+        inner, outer = (each for each in model.modules() if isinstance(each, Reporting))
+        assert inner.seen == outer.seen == (torch.bfloat16,) * 3
+        model.eval()
+        with torch.no_grad():
+            found = model(x)
+        expected = torch.float32 if asked else torch.bfloat16
+        assert inner.seen == outer.seen == (expected,) * 3
+        if asked and kind == "ours":
+            plain.load_state_dict(model.state_dict())
+            torch.testing.assert_close(found, plain(x).detach(), rtol=1e-6, atol=1e-6)
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 @multi_rank(2)

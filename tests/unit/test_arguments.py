@@ -127,6 +127,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "set_modules_to_forward_prefetch": {"modules": []},
     "set_modules_to_backward_prefetch": {"modules": []},
     "set_prefetch_budget": {"nbytes": None},
+    "set_backward_prefetch": {"when": "before"},
+    "set_full_precision": {"full_precision": False},
     "set_requires_gradient_sync": {"requires_gradient_sync": True},
     "set_requires_all_reduce": {"requires_all_reduce": True},
     "set_is_last_backward": {"is_last_backward": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -104,8 +105,9 @@ class FullyShardedDataParallel(nn.Module):
         mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
         self._device_mesh = mesh
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        self._is_nested = self._is_ready = False
+        self._is_nested = self._is_ready = self._in_full_precision = False
         self._reduces = True
+        self._evaluates_in_full_precision = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -257,9 +259,12 @@ class FullyShardedDataParallel(nn.Module):
         """The module's."""
         if not self._is_ready:
             self._begin()
+        if self._evaluates_in_full_precision and not self._is_nested:
+            for each in (self, *self._wrappers_below()):
+                each._compute_in_full_precision(not each.training)
         precision = self.mixed_precision
         casts = precision.cast_forward_inputs if self._is_nested else precision.cast_root_forward_inputs
-        if casts and precision.param_dtype is not None:
+        if casts and precision.param_dtype is not None and not self._in_full_precision:
             args, kwargs = cast_inputs(args, precision.param_dtype), cast_inputs(kwargs, precision.param_dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
 
@@ -270,8 +275,18 @@ class FullyShardedDataParallel(nn.Module):
                 each._is_ready = True
                 if each.mixed_precision.buffer_dtype is not None:
                     each._buffer_dtypes = cast_buffers(each._own_modules(), each.mixed_precision.buffer_dtype)
-        if self.backward_prefetch is None and not self._is_nested:
-            self._unit.set_prefetch_budget(0)
+        if not self._is_nested and self.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+            self._unit.set_backward_prefetch("never" if self.backward_prefetch is None else "after")
+
+    def _compute_in_full_precision(self, full: bool) -> None:
+        """Compute in the parameters' and the buffers' own dtypes, or again as mixed precision says."""
+        if full is not self._in_full_precision:
+            self._in_full_precision = full
+            self._unit.set_full_precision(full, recurse=False)
+            for (module, name), dtype in self._buffer_dtypes.items():
+                buffer = module._buffers[name]
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(dtype if full else self.mixed_precision.buffer_dtype)
 
     def _refuse_below_root(self, what: str) -> None:
         if self._is_nested:

@@ -34,7 +34,7 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.features.custom_collectives import OURS
 from fsdp2.features.reshard_to_fewer import PostForwardShards
 
-_COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "is_captured")
+_COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "in_full_precision", "is_captured")
 _TRAVELS_OF_PARAM = ("fqn", "sharding", "policy", "shape", "grad_dtype", "arrived_dtype")
 PICKLED = (*_COPIED, *_TRAVELS_OF_PARAM)
 """The names of what travels by name."""

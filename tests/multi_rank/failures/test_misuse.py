@@ -170,6 +170,8 @@ SETTINGS = {
     setting("set_modules_to_forward_prefetch", nn.Module): r"forward_prefetch=\['0'\]",
     setting("set_modules_to_backward_prefetch", nn.Module): r"backward_prefetch=\['0'\]",
     setting("set_prefetch_budget", 0): r"root: set prefetch_bytes=0",
+    setting("set_backward_prefetch", "never"): r"root: set backward_prefetch=never",
+    setting("set_full_precision", True): r"full_precision=True",
     setting("set_is_last_backward", False): r"is_last_backward=False",
     setting("set_manual_backward_finalization", True): r"finalizes_manually=True",
 }
