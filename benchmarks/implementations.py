@@ -1,7 +1,8 @@
 """Names of implementations -> models ready to train, and the fake process group they train in.
 
-An implementation is a `fully_shard` function with torch's signature; `unsharded` is the model as it is. The
-suffix `-again` gives a second instance of the same implementation: an A/A control, whose ratio to the first
+An implementation is a `fully_shard` function with torch's signature, or a `FullyShardedDataParallel` class: torch's
+(`fsdp1`, and `fsdp1-flat` with ``use_orig_params=False``) or fsdp2's (`wrapper`). `unsharded` is the model as it is.
+The suffix `-again` gives a second instance of the same implementation: an A/A control, whose ratio to the first
 one shows what the measurement itself scatters. `-pooled` (of fsdp2) keeps the memory of communication.
 """
 
@@ -30,7 +31,14 @@ VARIANTS: dict[str, tuple[str, object]] = {
 # Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
 SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
 IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
-NAMES_HELP = f"{', '.join(IMPLEMENTATIONS)}, or any of them with '{AGAIN}', fsdp2 with one of {', '.join(VARIANTS)}"
+# Implementation -> the module that has `FullyShardedDataParallel` and what belongs to it.
+WRAPPING_MODULES = {
+    "fsdp1": "torch.distributed.fsdp",
+    "fsdp1-flat": "torch.distributed.fsdp",
+    "wrapper": "fsdp2.compat.fsdp1",
+}
+_NAMES = (*IMPLEMENTATIONS, *WRAPPING_MODULES)
+NAMES_HELP = f"{', '.join(_NAMES)}, or any of them with '{AGAIN}', fsdp2 with one of {', '.join(VARIANTS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +88,12 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
     Raises ValueError for an unknown name.
     """
     base_name = base_of(name)
-    if base_name not in IMPLEMENTATIONS or (_variant_of(name) and base_name != "fsdp2"):
+    if base_name not in _NAMES or (_variant_of(name) and base_name != "fsdp2"):
         raise ValueError(f"unknown implementation '{name}': expected {NAMES_HELP}")
     if base_name == UNSHARDED:
         return True
+    if base_name in WRAPPING_MODULES:
+        return hasattr(importlib.import_module(WRAPPING_MODULES[base_name]), "FullyShardedDataParallel")
     needed = ["fully_shard"] if param_dtype == torch.float32 else ["fully_shard", "MixedPrecisionPolicy"]
     module = importlib.import_module(SHARDING_MODULES[base_name])
     return all(hasattr(module, name) for name in needed)
@@ -91,12 +101,14 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
 
 def build_contender(
     name: str, spec: ModelSpec, *, mesh: DeviceMesh, options: ShardingOptions
-) -> tuple[StackedBlocks, torch.Tensor]:
+) -> tuple[nn.Module, torch.Tensor]:
     """A model of shape `spec` under implementation `name`, and its input `(batch_rows, dim)`."""
     model = build_model(spec)
     inputs = torch.linspace(-1, 1, spec.batch_rows * spec.dim).view(spec.batch_rows, spec.dim)
     if base_of(name) == UNSHARDED:
         return model.to(options.param_dtype), inputs.to(options.param_dtype)
+    if base_of(name) in WRAPPING_MODULES:
+        return wrap_blocks(base_of(name), model, mesh=mesh, options=options), inputs
     shard_blocks(name, model, mesh=mesh, options=options)
     return model, inputs
 
@@ -113,6 +125,24 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     if variant := _variant_of(name):
         method, argument = VARIANTS[variant]
         getattr(model, method)(argument)
+
+
+def wrap_blocks(name: str, model: StackedBlocks, *, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
+    """Wraps every one of `model.blocks`, and `model`, with FSDP1's class of implementation `name`."""
+    module = importlib.import_module(WRAPPING_MODULES[name])
+    arguments: dict[str, object] = {
+        "process_group": mesh.get_group(),  # of a mesh, torch has no LOCAL state dict
+        "device_id": torch.device("cpu"),
+        "use_orig_params": name != "fsdp1-flat",
+    }
+    if options.reshard_after_forward is False:
+        arguments["sharding_strategy"] = module.ShardingStrategy.SHARD_GRAD_OP
+    if options.param_dtype != torch.float32:
+        arguments["mixed_precision"] = module.MixedPrecision(options.param_dtype, torch.float32)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = module.FullyShardedDataParallel(block, **arguments)
+    wrapped: nn.Module = module.FullyShardedDataParallel(model, **arguments)
+    return wrapped
 
 
 def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 from benchmarks.copies import tensors_in
 from benchmarks.counts import LocalDispatchMode
@@ -51,7 +52,7 @@ class LiveBytes(LocalDispatchMode):
         self.peak = self.live()
 
     def _track(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):  # by which DTensor tries operators out
             return
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)

@@ -43,6 +43,11 @@ class Trainer:
         self._fused = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         self._loss: torch.Tensor | None = None
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one of the phase AdamW foreach."""
+        return self._foreach
+
     def kept_storages(self) -> list[torch.UntypedStorage]:
         """Memory that a pool of fsdp2 keeps for later uses; it is live, though no tensor lies on it."""
         state = getattr(self.model, "_get_fsdp_state", None)
@@ -58,7 +63,11 @@ class Trainer:
             self._loss.backward()
             self._loss = None
         elif phase is Phase.CLIP:
-            torch.nn.utils.clip_grad_norm_(self.parameters, max_norm=1.0)
+            own = getattr(self.model, "clip_grad_norm_", None)  # FSDP1's, which knows that gradients are flat
+            if own is None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, max_norm=1.0)
+            else:
+                own(1.0)
         elif phase is Phase.ADAMW_FOREACH:
             self._foreach.step()
         elif phase is Phase.ADAMW_FUSED:
@@ -82,6 +91,8 @@ class Trainer:
         """Overwrites the gradients: arithmetic on the NaNs or denormals of the fake group may be slow."""
         for parameter in self.parameters:
             gradient = parameter.grad
+            if gradient is None and not parameter.numel():
+                continue  # under FSDP1, of a parameter of which this rank holds nothing
             if gradient is None:
                 raise RuntimeError(
                     f"implementation '{self.name}' left a parameter of shape {tuple(parameter.shape)} "

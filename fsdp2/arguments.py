@@ -209,7 +209,11 @@ def _kinds(hint: Any) -> frozenset[type]:
 def _is_iterable_of(item: Any, value: Any) -> bool:
     if isinstance(value, (str, bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
-    return not isinstance(value, (list, tuple, set, frozenset)) or all(accepts(item, each) for each in value)
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return True
+    if item is torch.Tensor:  # of which there may be thousands: one of each type is looked at
+        value = dict(zip(map(type, value), value, strict=True)).values()
+    return all(accepts(item, each) for each in value)
 
 
 def _text(hint: Any) -> str:

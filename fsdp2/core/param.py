@@ -107,7 +107,16 @@ def is_orphan_copy(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "_fsdp_successor", parameter) is None
 
 
-OWN = ("_is_param", "_fsdp_param", "_fsdp_successor", "_fsdp_former", "share_memory_", "__deepcopy__", "__reduce_ex__")
+OWN = (
+    "_is_param",
+    "_fsdp_param",
+    "_fsdp_successor",
+    "_fsdp_former",
+    "_fsdp_delivered",
+    "share_memory_",
+    "__deepcopy__",
+    "__reduce_ex__",
+)
 """Attributes of parameters that are not the user's."""
 
 

@@ -44,6 +44,7 @@ from fsdp2.core.mesh import device_of
 from fsdp2.core.param import fsdp_param_of, replacement_of
 from fsdp2.core.sharding import RankGroup, ReductionGroups, reduction_groups_of
 from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.optim.delivered import delivered_of
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -96,6 +97,8 @@ def clip_grad_norm_(
     slots = _Slots.of(every, gradients)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
     _scale(slots.groups(), max_norm, total, foreach)
+    if slots.written_unseen:
+        torch.autograd.graph.increment_version(slots.written_unseen)
     return total
 
 
@@ -128,7 +131,8 @@ def clip_grads_with_norm_(
 ) -> None:
     """Multiply the gradients of ``parameters`` by ``min(1, max_norm / (total_norm + 1e-6))``, in place.
 
-    The second half of `clip_grad_norm_`. No communication, unless ``total_norm`` is a DTensor.
+    The second half of `clip_grad_norm_`, whose norm may differ from `get_total_norm`'s in the last bit: it adds up
+    gradients on one buffer as one tensor. No communication, unless ``total_norm`` is a DTensor.
 
     Args:
         parameters: as for `clip_grad_norm_`.
@@ -199,7 +203,7 @@ class _Slot:
 
     Attributes:
         of_each: for each parameter in turn, None if it has none.
-        gradients: of them, those that have elements on this rank.
+        gradients: of them, those that have elements on this rank; those of one buffer as one, with zeros between them.
         groups: the same by device and dtype.
     """
 
@@ -216,6 +220,7 @@ class _Slots:
         slots: one for each spread that some parameter has.
         device: where numbers are added up: of the first mesh, else of the first parameter; None without parameters.
         dtype: of the norm; by the parameters, for all ranks have those.
+        written_unseen: whose versions do not change with those of the tensors that are scaled in their place.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -223,6 +228,7 @@ class _Slots:
         first = next((each for each in tensors if isinstance(each, DTensor)), None)
         self.device = device_of(first.device_mesh) if first is not None else tensors[0].device if tensors else None
         self.dtype = torch.float32
+        self.written_unseen: tuple[torch.Tensor, ...] = ()
         # By mesh and placements, which parameters share: looking at each of them costs microseconds.
         self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
 
@@ -269,7 +275,10 @@ class _Slots:
             return False
         self._widen_for([tensors[index] for index in examples])
         slots[0].of_each = [*below]
-        slots[0].gradients = list(filter(torch.Tensor.numel, below))
+        delivered = None if tensors is gradients else delivered_of(tensors)
+        slices = None if delivered is None else delivered.slices()
+        slots[0].gradients = list(filter(torch.Tensor.numel, below)) if slices is None else slices
+        self.written_unseen = () if slices is None else tuple(below)
         return True
 
     def _widen_for(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -3,13 +3,6 @@
 ``torch.amp.GradScaler`` does the rest: the scale, how it grows, what is stepped. Here is only how the gradients of an
 optimizer are unscaled, and how the ranks learn that one of them was not finite.
 
-[Note: what is unscaled as one tensor]
-The sharded gradients of a group lie on one buffer. Where the ``.grad`` of parameters that follow each other there are
-the ones that were delivered, the slice from the first to the last is unscaled, and what is not theirs in it is zeros:
-the alignment of packed gradients, and the rows that this rank is short of. A slice ends before anything else: a
-parameter that the optimizer does not hold (another one may, which unscales it itself), a gap between gradients that
-travelled alone, which nothing was ever written to, and the numbers that say which parameters had a gradient.
-
 [Note: who must agree]
 Which ranks these are follows from the parameters of the optimizer, never from their gradients, which a rank may lack:
 those of all meshes that a parameter is on, replicas included. One all-reduce over a process group that there is
@@ -20,10 +13,9 @@ that has them in turn: a maximum over rows and then over columns is one over all
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,85 +25,14 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked_class
-from fsdp2.core.gradients import GradientBucket
-from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
-from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.sharding import RankGroup
 from fsdp2.errors import FSDPValueError
+from fsdp2.optim.delivered import Delivered
 from fsdp2.optim.guard import GUARD
 
-_gradient_of = operator.attrgetter("grad")
 
-
-class _Together(NamedTuple):
-    """Parameters of one optimizer whose gradients are delivered on one buffer.
-
-    Attributes:
-        params: the sharded parameters, in the order in which their gradients lie.
-        bucket: that delivers them.
-        positions: of each, there.
-        pieces: (start, numel) in the buffer of what is unscaled as one tensor.
-    """
-
-    params: tuple[torch.Tensor, ...]
-    bucket: weakref.ref[GradientBucket]
-    positions: tuple[int, ...]
-    pieces: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, params: Iterable[FSDPParam], bucket: GradientBucket) -> _Together:
-        """Those of ``bucket`` that are among ``params``; see [Note: what is unscaled as one tensor]."""
-        held = set(params)
-        slots = bucket.layout.slots
-        positions: list[int] = []
-        pieces: list[tuple[int, int]] = []
-        for position in sorted(range(len(slots)), key=lambda index: slots[index].offset):
-            param, slot = bucket.params[position], slots[position]
-            if param not in held:
-                continue
-            positions.append(position)
-            is_owned = slot.partition.owner is not None
-            numel = (
-                param.local.numel() if is_owned else slot.shard_numel
-            )  # at another owner's place lies something else
-            pad_numel = 0 if slot.direct or is_owned else slot.pad_numel
-            start, length = pieces[-1] if pieces else (-1, 0)
-            if numel and start + length == slot.offset - pad_numel:
-                pieces[-1] = (start, slot.offset + numel - start)
-            elif numel:
-                pieces.append((slot.offset, numel))
-        ordered = tuple(positions)
-        return cls(tuple(bucket.params[each].sharded for each in ordered), weakref.ref(bucket), ordered, tuple(pieces))
-
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """What is to be unscaled of them: slices of the buffer, or each by itself if one is not as it was delivered."""
-        bucket = self.bucket()
-        delivered = None if bucket is None else bucket.delivered
-        found = list(map(_gradient_of, self.params))
-        if delivered is not None and all(
-            map(operator.is_, found, map(delivered.gradients.__getitem__, self.positions))
-        ):
-            return (delivered.slice(*piece) for piece in self.pieces)
-        return _each(self.params)
-
-
-def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The local gradient of each of ``params`` that has one, and elements of it on this rank."""
-    for param in params:
-        gradient = param.grad
-        if gradient is None:
-            continue
-        if gradient.is_sparse:
-            # What several entries of one place add up to may be infinite, though none of them is.
-            param.grad = gradient = gradient.coalesce()
-            gradient = gradient.values()
-        local = _torch.wait_for_tensor(_torch.plain_of(gradient))
-        if local.numel():
-            yield local
-
-
-class _Plan:
+class _Plan(Delivered):
     """How the gradients of one optimizer are unscaled, as long as it holds the same parameters.
 
     Attributes:
@@ -120,37 +41,13 @@ class _Plan:
     """
 
     def __init__(self, params: list[torch.Tensor]) -> None:
-        self._params = params
-        owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
-        groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
-        self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = tuple(map(weakref.ref, groups))
-        buckets = [bucket for group in groups for bucket in group.reducer.buckets]
-        self._buckets = tuple(map(weakref.ref, buckets))
-        self._together = [_Together.of(owners, bucket) for bucket in buckets]
-        delivered = {id(param) for together in self._together for param in together.params}
-        self._others = [param for param in params if id(param) not in delivered]
+        super().__init__(params)
         meshes = [_torch.spec_of(param).mesh for param in params if isinstance(param, DTensor)]
         self.meshes: tuple[DeviceMesh, ...] = tuple({id(mesh): mesh for mesh in meshes}.values())
 
     @functools.cached_property
     def reductions(self) -> list[RankGroup]:
         return _groups_of(self.meshes)
-
-    def is_of(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of ``params``, whose gradients are laid out as they were."""
-        if len(params) != len(self._params) or not all(map(operator.is_, params, self._params)):
-            return False
-        groups = [reference() for reference in self._groups]
-        now = [bucket for group in groups if group is not None for bucket in group.reducer.buckets]
-        return len(now) == len(self._buckets) and all(
-            bucket is reference() for bucket, reference in zip(now, self._buckets, strict=True)
-        )
-
-    def gradients(self) -> Iterator[torch.Tensor]:
-        """Local tensors, none empty, that are all gradients of the optimizer, and zeros."""
-        for together in self._together:
-            yield from together.gradients()
-        yield from _each(self._others)
 
 
 @checked_class()

@@ -7,6 +7,7 @@ collectives, never for values. Owns the life of the simulated world.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
             f"cannot simulate rank {rank} of {world_size}: this process is already rank {dist.get_rank()} of "
             f"{dist.get_world_size()}; leave that world first"
         )
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    sys.excepthook = hook  # torch puts one around it for every group, and a process here has hundreds
     try:
         yield
     finally:

@@ -32,6 +32,24 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield clean(name), parameter
 
 
+def parameters_below(module: nn.Module) -> list[nn.Parameter]:
+    """``list(module.parameters())``, in a fifth of its time: for what is called in every step."""
+    found: dict[nn.Parameter | None, None] = {}
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is None or each in seen:
+            continue
+        seen.add(each)
+        if each._parameters:
+            found.update(dict.fromkeys(each._parameters.values()))
+        if each._modules:
+            waiting += reversed(each._modules.values())
+    found.pop(None, None)
+    return list(found)  # type: ignore[arg-type]
+
+
 class Inside:
     """What `torch.distributed.checkpoint.state_dict` asks a module for whose names differ from those of its state dict.
 

@@ -352,7 +352,7 @@ def test_a_process_group_becomes_a_mesh() -> None:
 
 @multi_rank(2)
 def test_the_two_halves() -> None:
-    """Also with a norm that torch made, a DTensor."""
+    """Also with a norm that torch made, a DTensor. The whole adds up gradients of one buffer in another order."""
     models = [shard(MLP) for _ in range(3)]
     for model in models:
         loss_of(MLP, model).backward()
@@ -360,10 +360,10 @@ def test_the_two_halves() -> None:
     for model, total_norm in zip(models[1:], (get_total_norm, nn.utils.get_total_norm), strict=True):
         norms.append(total_norm([each.grad for each in model.parameters()]))
         clip_grads_with_norm_(model.parameters(), MAX_NORM, norms[-1])
-    assert torch.equal(norms[0], norms[1]) and isinstance(norms[2], DTensor)
+    assert torch.allclose(norms[0], norms[1], rtol=NORMS.rtol, atol=NORMS.atol) and isinstance(norms[2], DTensor)
     for a, b, c in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(a.grad.to_local(), b.grad.to_local())
-        assert torch.allclose(a.grad.to_local(), c.grad.to_local(), rtol=NORMS.rtol, atol=NORMS.atol)
+        for other in (b, c):
+            assert torch.allclose(a.grad.to_local(), other.grad.to_local(), rtol=NORMS.rtol, atol=NORMS.atol)
 
 
 @multi_rank(2)

@@ -1,0 +1,146 @@
+"""The gradients of some parameters, those that lie on one buffer as one tensor: for what treats all elements alike.
+
+[Note: what is one tensor]
+The sharded gradients of a group lie on one buffer. Where the ``.grad`` of parameters that follow each other there are
+the ones that were delivered, the slice from the first to the last is one tensor, and what is not theirs in it is zeros:
+the alignment of packed gradients, and the rows that this rank is short of. A slice ends before anything else: a
+parameter that is not among them (another optimizer may hold it), a gap between gradients that travelled alone, which
+nothing was ever written to, and the numbers that say which parameters had a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.core.gradients import GradientBucket
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import FSDPParam, Link, fsdp_param_of
+
+_gradient_of = operator.attrgetter("grad")
+
+
+class _Together(NamedTuple):
+    """Parameters whose gradients are delivered on one buffer.
+
+    Attributes:
+        params: the sharded parameters, in the order in which their gradients lie.
+        bucket: that delivers them.
+        positions: of each, there.
+        pieces: (start, numel) in the buffer of what is one tensor.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    bucket: weakref.ref[GradientBucket]
+    positions: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, params: Iterable[FSDPParam], bucket: GradientBucket) -> _Together:
+        """Those of ``bucket`` that are among ``params``; see [Note: what is one tensor]."""
+        held = set(params)
+        slots = bucket.layout.slots
+        positions: list[int] = []
+        pieces: list[tuple[int, int]] = []
+        for position in sorted(range(len(slots)), key=lambda index: slots[index].offset):
+            param, slot = bucket.params[position], slots[position]
+            if param not in held:
+                continue
+            positions.append(position)
+            is_owned = slot.partition.owner is not None
+            numel = (
+                param.local.numel() if is_owned else slot.shard_numel
+            )  # at another owner's place lies something else
+            pad_numel = 0 if slot.direct or is_owned else slot.pad_numel
+            start, length = pieces[-1] if pieces else (-1, 0)
+            if numel and start + length == slot.offset - pad_numel:
+                pieces[-1] = (start, slot.offset + numel - start)
+            elif numel:
+                pieces.append((slot.offset, numel))
+        ordered = tuple(positions)
+        return cls(tuple(bucket.params[each].sharded for each in ordered), weakref.ref(bucket), ordered, tuple(pieces))
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients: slices of the buffer, or each by itself if one is not as it was delivered."""
+        slices = self.slices()
+        return _each(self.params) if slices is None else iter(slices)
+
+    def slices(self) -> list[torch.Tensor] | None:
+        """The slices of the buffer; None if a gradient is not as it was delivered."""
+        bucket = self.bucket()
+        delivered = None if bucket is None else bucket.delivered
+        found = map(_gradient_of, self.params)
+        if delivered is None or not all(map(operator.is_, found, map(delivered.gradients.__getitem__, self.positions))):
+            return None
+        return [delivered.slice(*piece) for piece in self.pieces]
+
+
+def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The local gradient of each of ``params`` that has one, and elements of it on this rank."""
+    for param in params:
+        gradient = param.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            # What several entries of one place add up to may be infinite, though none of them is.
+            param.grad = gradient = gradient.coalesce()
+            gradient = gradient.values()
+        local = _torch.wait_for_tensor(_torch.plain_of(gradient))
+        if local.numel():
+            yield local
+
+
+class Delivered:
+    """Parameters, and where their gradients are delivered; good as long as they are the same, laid out as they were."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = tuple(params)
+        owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
+        groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
+        self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = tuple(map(weakref.ref, groups))
+        buckets = [bucket for group in groups for bucket in group.reducer.buckets]
+        self._buckets = tuple(map(weakref.ref, buckets))
+        self._together = [_Together.of(owners, bucket) for bucket in buckets]
+        delivered = {id(param) for together in self._together for param in together.params}
+        self._others = [param for param in params if id(param) not in delivered]
+
+    def is_of(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made of ``params``, whose gradients are laid out as they were."""
+        if len(params) != len(self._params) or not all(map(operator.is_, params, self._params)):
+            return False
+        groups = [reference() for reference in self._groups]
+        now = [bucket for group in groups if group is not None for bucket in group.reducer.buckets]
+        return len(now) == len(self._buckets) and all(
+            bucket is reference() for bucket, reference in zip(now, self._buckets, strict=True)
+        )
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Local tensors, none empty, that are all gradients of the parameters, and zeros."""
+        for together in self._together:
+            yield from together.gradients()
+        yield from _each(self._others)
+
+    def slices(self) -> list[torch.Tensor] | None:
+        """The same, if each lies on a buffer as it was delivered, and no parameter comes twice; else None."""
+        if sum(len(together.params) for together in self._together) != len(self._params):
+            return None
+        with _torch.plain_attributes():
+            found = [together.slices() for together in self._together]
+        return None if any(each is None for each in found) else [part for each in found if each for part in each]
+
+
+def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:
+    """Where the gradients of ``params`` are delivered, remembered by the first of them; None if that is not sharded."""
+    if not params or fsdp_param_of(params[0]) is None:
+        return None
+    link: Link[Delivered] | None = getattr(params[0], "_fsdp_delivered", None)
+    known = None if link is None else link.target
+    if known is None or not known.is_of(params):
+        known = Delivered(params)
+        params[0]._fsdp_delivered = Link(known)  # type: ignore[attr-defined]
+    return known
