@@ -159,7 +159,9 @@ def _loaded(value: Any, parameter: nn.Parameter, name: str) -> Any:
     if whole.is_sharded_tensor(value):
         return whole.from_sharded_tensor(value, parameter, name)
     if isinstance(value, torch.Tensor):
-        return whole.like(value, parameter)
+        found = whole.like(value, parameter)
+        # All parameters of a flat one have the same tensor as their step in torch's FULL state: steps would add up.
+        return found.clone() if found is value else found
     return value
 
 
