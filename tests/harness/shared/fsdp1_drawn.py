@@ -145,7 +145,7 @@ class Bare(nn.Module):
         nn.init.ones_(self.shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x * self.scale + self.shift) + self.count
+        return self.layer(x * self.scale + self.shift) + 0.1 * self.count
 
 
 class Conv(nn.Module):
@@ -237,7 +237,7 @@ def case_of(drawn: Draw) -> ModelCase:
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3),
     "groups": lambda parameters: torch.optim.AdamW(
         [
