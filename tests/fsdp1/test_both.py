@@ -7,82 +7,42 @@ what is expected of each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2.compat import fsdp1
 from fsdp2.compat.fsdp1 import (
     BackwardPrefetch,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    LocalStateDictConfig,
     MixedPrecision,
     ModuleWrapPolicy,
-    OptimStateKeyType,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictSettings,
-    StateDictType,
+    policies,
 )
 from tests.harness import Accumulation, Reference, multi_rank
-from tests.harness.compare import Tolerance, assert_same
+from tests.harness.compare import assert_same
 from tests.harness.models import UNEVEN_MLP
+from tests.harness.shared.fsdp1_both import (
+    CPU,
+    SUMS,
+    backward,
+    both,
+    class_of,
+    numel_here,
+    plain_name,
+    sgd,
+    whole_gradients,
+    whole_weights,
+    wrapped,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
-
-CPU = torch.device("cpu")
-SUMS = Tolerance(rtol=1e-5, atol=1e-6, reason="flat parameters are reduced and summed in other pieces (fp32)")
-FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-LOCAL = StateDictType.LOCAL_STATE_DICT
-both = pytest.mark.parametrize("kind", ["torch", "fsdp2"])
-
-
-def class_of(kind: str) -> Any:
-    """Torch's is imported here: other tests of a process may put ours in its place."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Torchs
-
-    return Torchs if kind == "torch" else FullyShardedDataParallel
-
-
-def wrapped(kind: str, module: nn.Module | None = None, **arguments: Any) -> Any:
-    """`UNEVEN_MLP`, each layer a unit, or ``module``."""
-    arguments = {"device_id": CPU, "use_orig_params": True, **arguments}
-    if module is None:
-        arguments.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.Linear}))
-    return class_of(kind)(UNEVEN_MLP.build() if module is None else module, **arguments)
-
-
-def plain_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
-def backward(model: nn.Module, step: int = 0, micro: int = 0) -> Tensor:
-    loss = UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, step, dist.get_rank(), micro))
-    loss.backward()
-    return loss.detach()
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def whole_gradients(model: Any) -> dict[str, Tensor | None]:
-    with type(model).summon_full_params(model, writeback=False, with_grads=True):
-        return {plain_name(name): None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def whole_weights(model: Any) -> dict[str, Tensor]:
-    with type(model).summon_full_params(model, writeback=False):
-        return {plain_name(name): p.detach().clone() for name, p in model.named_parameters()}
-
 
 # ---- training ---------------------------------------------------------------------------------------
 
@@ -213,11 +173,7 @@ def test_summoning_of_one_unit(kind: str, world_size: int) -> None:
         local = [each.to_local() if isinstance(each, DTensor) else each for each in others]
         assert sum(each.numel() for each in local) < sum(each.numel() for each in UNEVEN_MLP.build()[2:].parameters())
     with type(model).summon_full_params(model, recurse=False):  # the root's own: there are none
-        assert sum(_numel_here(each) for each in model.parameters()) < sum(map(torch.Tensor.numel, _all(whole)))
-
-
-def _numel_here(parameter: Tensor) -> int:
-    return parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+        assert sum(numel_here(each) for each in model.parameters()) < sum(map(torch.Tensor.numel, _all(whole)))
 
 
 def _all(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
@@ -299,6 +255,11 @@ def test_attributes(kind: str, world_size: int) -> None:
     assert [each._is_root for each in every] == [True] + [False] * (len(every) - 1)
     assert model._flat_param is None and every[1]._flat_param.dtype is torch.float32
     assert len(model._all_handles) == len(every) - 1
+    given = (model.cpu_offload.offload_params, model.backward_prefetch, model.forward_prefetch, model.limit_all_gathers)
+    assert given == (False, BackwardPrefetch.BACKWARD_PRE, False, True)
+    assert model.mixed_precision == MixedPrecision()
+    for name in ("training_state", "params"):  # of flat parameters, and of what is done with them
+        assert hasattr(model, name) is (kind == "torch"), name
 
 
 @multi_rank(2)
@@ -387,7 +348,7 @@ def test_mixed_precision(kind: str, buffers: torch.dtype | None, world_size: int
     assert output.dtype is torch.promote_types(torch.bfloat16, buffers or torch.float32)
     assert plain.norm.running_mean.dtype is torch.float32  # a class that is ignored
     output.float().square().sum().backward()
-    assert {p.grad.dtype for p in model.parameters() if p.grad is not None and _numel_here(p)} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None and numel_here(p)} == {torch.float32}
     saved = model.state_dict()
     assert saved["layer.weight"].dtype is torch.float32
     assert saved["scale"].dtype is (buffers if kind == "torch" and buffers else torch.float32)  # torch keeps the cast
@@ -430,318 +391,98 @@ def test_gradients_of_low_precision_are_kept_if_asked(kind: str, world_size: int
     assert grads and {grad.dtype for grad in grads} == {torch.bfloat16}
 
 
-# ---- state dicts ------------------------------------------------------------------------------------
+# ---- around it --------------------------------------------------------------------------------------
+
+
+def test_enums_and_configurations_are_torchs_own() -> None:
+    from torch.distributed.fsdp import api, fully_sharded_data_parallel
+
+    for name in (*api.__all__, "OptimStateKeyType"):
+        theirs = getattr(api, name, None) or getattr(fully_sharded_data_parallel, name)
+        assert getattr(fsdp1, name) is theirs, name
 
 
 @multi_rank(2)
 @both
-def test_what_full_state_dicts_hold(kind: str, world_size: int) -> None:
-    model, plain = wrapped(kind), UNEVEN_MLP.build()
-    assert_same("weights", {name: value.detach() for name, value in model.state_dict().items()}, plain.state_dict())
-    config = FullStateDictConfig(offload_to_cpu=kind == "fsdp2", rank0_only=True)  # as of summoning
-    with type(model).state_dict_type(model, FULL, config):
-        saved = model.state_dict()
-    assert list(saved) == (list(plain.state_dict()) if dist.get_rank() == 0 else [])
+def test_the_device(kind: str, world_size: int) -> None:
+    """Torch's needs to be told that it is the CPU; ours takes what is there."""
+    make = functools.partial(class_of(kind), nn.Linear(2, 2))
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator, which both would take")
+    if kind == "torch":
+        with pytest.raises(RuntimeError, match="needs a non-CPU accelerator device"):
+            make()
+    else:
+        assert make().compute_device == CPU
+    assert class_of(kind)(nn.Linear(2, 2), device_id=CPU).compute_device == CPU
 
 
 @multi_rank(2)
 @both
-@pytest.mark.parametrize("offload", [False, True])
-def test_what_sharded_state_dicts_hold(kind: str, offload: bool, world_size: int) -> None:
-    model, plain = wrapped(kind), UNEVEN_MLP.build()
-    with type(model).state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)):
-        saved = model.state_dict()
-    assert {name: tuple(value.size()) for name, value in saved.items()} == {
-        name: tuple(value.shape) for name, value in plain.state_dict().items()
-    }
-    assert {type(value).__name__ for value in saved.values()} == {"ShardedTensor" if kind == "torch" else "DTensor"}
-    for name, whole in plain.state_dict().items():
-        value = saved[name]
-        rows = value.to_local() if kind == "fsdp2" else _rows(value)
-        parts = list(whole.chunk(world_size))
-        expected = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
-        assert torch.equal(rows, expected), name
-    with type(model).state_dict_type(model, SHARDED):
-        model.load_state_dict(saved)
-
-
-def _rows(value: Any) -> Tensor:
-    shards = value.local_shards()
-    return shards[0].tensor if shards else torch.empty(0, *value.size()[1:])
+def test_variables_of_the_environment(kind: str, world_size: int) -> None:
+    """How torch's sets views and checks them: nothing here. Its fakes, which communicate nothing: not here."""
+    harmless = ("FSDP_USE_UNSAFE_SETATTR", "FSDP_SKIP_WRITEBACK_CHECK")
+    fakes = () if kind == "torch" else ("FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (*harmless, *fakes):
+            patch.setenv(name, "1")
+        model = wrapped(kind)
+        optimizer, reference = sgd(model.parameters()), Reference(UNEVEN_MLP, world_size=world_size, make_optimizer=sgd)
+        for step in range(2):
+            record = reference.step()
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same("weights", whole_weights(model), record.parameters, tolerance=SUMS)
 
 
 @multi_rank(2)
 @both
-def test_sharded_state_dicts_of_a_mesh_are_dtensors_in_both(kind: str, world_size: int) -> None:
-    model = wrapped(kind, device_mesh=init_device_mesh("cpu", (world_size,)))
-    with type(model).state_dict_type(model, SHARDED):
-        saved = model.state_dict()
-    assert all(isinstance(value, DTensor) for value in saved.values())
-    plain = UNEVEN_MLP.build().state_dict()
-    assert_same("weights", {name: value.full_tensor().detach() for name, value in saved.items()}, plain)
+def test_wrapping_by_hand_and_by_wrap(kind: str, world_size: int) -> None:
+    from torch.distributed.fsdp import wrap as torchs
+
+    cls, module = class_of(kind), torchs if kind == "torch" else policies
+    plain = nn.Linear(2, 2)
+    assert module.wrap(plain) is plain
+    with module.enable_wrap(wrapper_cls=cls, device_id=CPU, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP):
+        first = module.wrap(nn.Linear(2, 2))
+        second = module.wrap(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.FULL_SHARD)
+    assert first.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert second.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert module.wrap(plain) is plain
 
 
-@multi_rank(2)
-@both
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_what_local_state_dicts_hold(kind: str, use_orig_params: bool, world_size: int) -> None:
-    model = wrapped(kind, use_orig_params=use_orig_params)
-    with type(model).state_dict_type(model, LOCAL, LocalStateDictConfig()):
-        saved = model.state_dict()
-    units = {name.split(".")[0] for name, _ in UNEVEN_MLP.build().named_parameters()}
-    flat = {f"{unit}._flat_param" for unit in units}
-    pieces = {name for name, _ in UNEVEN_MLP.build().named_parameters()} if use_orig_params else set()
-    assert set(saved) == flat | pieces
-
-
-@multi_rank(2)
-@both
-def test_settings(kind: str, world_size: int) -> None:
-    model = wrapped(kind)
-    cls = type(model)
-    before = cls.get_state_dict_type(model)
-    assert isinstance(before, StateDictSettings) and before.state_dict_type is FULL
-    assert cls.set_state_dict_type(model, SHARDED).state_dict_type is FULL
-    assert cls.get_state_dict_type(model).state_dict_type is SHARDED
-    assert cls.get_state_dict_type(model[0]).state_dict_config == ShardedStateDictConfig()
-    cls.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig())
-    assert cls.get_state_dict_type(model).state_dict_config.rank0_only
-    with cls.state_dict_type(model, LOCAL):
-        assert cls.get_state_dict_type(model).state_dict_type is LOCAL
-    assert cls.get_state_dict_type(model).state_dict_type is FULL
-    with pytest.raises(RuntimeError):
-        cls.set_state_dict_type(model, FULL, ShardedStateDictConfig())
-    with pytest.raises(KeyError), cls.state_dict_type(model, SHARDED):
-        raise KeyError
-    after = cls.get_state_dict_type(model).state_dict_type
-    assert after is (SHARDED if kind == "torch" else FULL)  # torch leaves it
-
-
-@multi_rank(2)
-@both
-@pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-@pytest.mark.parametrize("directly", [False, True])
-def test_training_goes_on_from_state_dicts(kind: str, state_dict_type: str, directly: bool, world_size: int) -> None:
-    chosen = StateDictType[state_dict_type]
-    model = wrapped(kind, use_orig_params=False)
-    optimizer = sgd(model.parameters())
-    backward(model)
-    optimizer.step()
-    other = wrapped(kind, UNEVEN_MLP.build(1), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=False)
-    others = sgd(other.parameters())
-    cls = type(model)
-    with cls.state_dict_type(model, chosen), cls.state_dict_type(other, chosen):
-        other.load_state_dict(copy.deepcopy(model.state_dict()) if chosen is FULL else model.state_dict())
-        state = cls.optim_state_dict(model, optimizer)
-        names = [name for name, _ in UNEVEN_MLP.build().named_parameters()]
-        assert sorted(state["state"]) == sorted(names)
-        assert sorted(name for group in state["param_groups"] for name in group["params"]) == sorted(names)
-        loaded = cls.optim_state_dict_to_load(other, others, state, load_directly=directly)
-        if not directly:
-            others.load_state_dict(loaded)
-    reference = Reference(UNEVEN_MLP, world_size=world_size, make_optimizer=sgd)
-    reference.step()
-    record = reference.step()
-    optimizer.zero_grad()
-    backward(other, 1)
-    others.step()
-    assert_same("weights", whole_weights(other), record.parameters, tolerance=SUMS)
-
-
-@multi_rank(2)
-@both
-def test_the_older_methods(kind: str, world_size: int) -> None:
-    model = wrapped(kind, use_orig_params=False)
-    optimizer, cls = sgd(model.parameters()), type(model)
-    backward(model)
-    optimizer.step()
-    names = {name for name, _ in UNEVEN_MLP.build().named_parameters()}
-    on_first = cls.full_optim_state_dict(model, optimizer)
-    assert set(on_first.get("state", ())) == (names if dist.get_rank() == 0 else set())
-    full = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
-    assert set(full["state"]) == names
-    reference = Reference(UNEVEN_MLP, world_size=world_size, make_optimizer=sgd)
-    reference.step()
-    kept = zip(reference.model.named_parameters(), reference.optimizer.state.values(), strict=True)
-    expected = {name: entry["momentum_buffer"] for (name, _), entry in kept}
-    found = {name: entry["momentum_buffer"] for name, entry in full["state"].items()}
-    assert_same("momentum", found, expected, tolerance=SUMS)
-    own = optimizer.state_dict()["state"]
-    ways: list[Callable[[], Any]] = [
-        lambda: cls.shard_full_optim_state_dict(full, model, optim=optimizer),
-        lambda: cls.scatter_full_optim_state_dict(on_first or None, model, optim=optimizer),
-        lambda: cls.flatten_sharded_optim_state_dict(cls.sharded_optim_state_dict(model, optimizer), model, optimizer),
-    ]
-    for way in ways:
-        made = way()["state"]
-        assert made.keys() == own.keys()
-        for key, entry in own.items():
-            first, second = entry["momentum_buffer"], made[key]["momentum_buffer"]
-            if isinstance(first, DTensor):
-                first, second = first.to_local(), second.to_local()
-            assert torch.equal(first, second)
-
-
-@multi_rank(2)
-@both
-def test_rekeying(kind: str, world_size: int) -> None:
-    model = wrapped(kind)
-    optimizer, cls = sgd(model.parameters()), type(model)
-    backward(model)
-    optimizer.step()
-    named = cls.full_optim_state_dict(model, optimizer, rank0_only=False)
-    numbered = cls.rekey_optim_state_dict(named, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
-    names = [name for name, _ in UNEVEN_MLP.build().named_parameters()]
-    assert sorted(numbered["state"]) == list(range(len(names)))
-    for number, name in enumerate(names):
-        assert torch.equal(numbered["state"][number]["momentum_buffer"], named["state"][name]["momentum_buffer"])
-    back = cls.rekey_optim_state_dict(numbered, OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
-    assert set(back["state"]) == set(names)
-
-
-# ---- what is refused --------------------------------------------------------------------------------
-
-
-Misuse = Callable[[str], Any]
-
-
-def below(kind: str, act: Callable[[Any], Any]) -> Any:
-    """``act`` on a wrapper that is not the root."""
-    model = wrapped(kind)
-    assert model.check_is_root()
-    return act(model[0])
-
-
-def hooked(kind: str, times: int = 1, **arguments: Any) -> Any:
-    model = wrapped(kind, **arguments)
-    for _ in range(times):
-        model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
-    return model
-
-
-def hooked_late(kind: str) -> None:
-    model = wrapped(kind)
-    backward(model)
-    model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
-
-
-def half_wrapped(kind: str, **arguments: Any) -> Any:
-    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    plain[0] = wrapped(kind, plain[0])
-    return wrapped(kind, plain, **{name: value(plain) for name, value in arguments.items()})
-
-
-class NoReset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, device="meta"))
-
-
-def hybrid_mesh() -> Any:
-    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
-
-
-def single(kind: str, **arguments: Any) -> Any:
-    return wrapped(kind, nn.Linear(2, 2), **arguments)
-
-
-HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-MISUSES: dict[str, Misuse] = {
-    "ignored twice": lambda kind: single(kind, ignored_modules=[], ignored_states=[]),
-    "ignored tensors": lambda kind: single(kind, ignored_modules=[torch.ones(1)]),
-    "ignored mixture": lambda kind: single(kind, ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))]),
-    "ignored wrapper": lambda kind: half_wrapped(kind, ignored_modules=lambda plain: [plain[0]]),
-    "policy of wrapped": lambda kind: half_wrapped(kind, auto_wrap_policy=lambda _: ModuleWrapPolicy({nn.Linear})),
-    "group and mesh": lambda kind: single(kind, process_group=dist.group.WORLD, device_mesh=hybrid_mesh()["shard"]),
-    "one group of two": lambda kind: single(kind, process_group=dist.group.WORLD, **HYBRID),
-    "mesh of one dim": lambda kind: single(kind, device_mesh=hybrid_mesh()["shard"], **HYBRID),
-    "no function": lambda kind: wrapped(kind, NoReset(), param_init_fn=3),
-    "no reset": lambda kind: wrapped(kind, NoReset()),
-    "hook twice": lambda kind: hooked(kind, times=2),
-    "hook below": lambda kind: below(kind, lambda each: each.register_comm_hook(None, default_hooks.allreduce_hook)),
-    "hook late": hooked_late,
-    "hook of hybrid": lambda kind: hooked(kind, device_mesh=hybrid_mesh(), **HYBRID),
-    "no_sync below": lambda kind: below(kind, lambda each: each.no_sync().__enter__()),
-    "clip below": lambda kind: below(kind, lambda each: each.clip_grad_norm_(1.0)),
+POLICY_ANSWERS = {
+    "always_wrap_policy": lambda module: [
+        module.always_wrap_policy(nn.ReLU(), recurse, 0) for recurse in (True, False)
+    ],
+    "lambda_auto_wrap_policy": lambda module: [
+        module.lambda_auto_wrap_policy(each, recurse, 0, lambda_fn=lambda given: isinstance(given, nn.Linear))
+        for each in (nn.Linear(1, 1), nn.ReLU())
+        for recurse in (True, False)
+    ],
+    "transformer_auto_wrap_policy": lambda module: [
+        module.transformer_auto_wrap_policy(each, recurse, 0, transformer_layer_cls={nn.Linear})
+        for each in (nn.Linear(1, 1), nn.ReLU())
+        for recurse in (True, False)
+    ],
+    "size_based_auto_wrap_policy": lambda module: [
+        module.size_based_auto_wrap_policy(each, recurse, numel, min_num_params=10, **classes)
+        for each in (nn.Linear(1, 1), nn.ModuleList(), nn.MultiheadAttention(2, 1))
+        for recurse in (True, False)
+        for numel in (9, 10)
+        for classes in ({}, {"force_leaf_modules": {nn.Linear}}, {"exclude_wrap_modules": {nn.Linear}})
+    ],
+    "ModuleWrapPolicy": lambda module: [
+        module.ModuleWrapPolicy({nn.Linear})(each, recurse)
+        for each in (nn.Linear(1, 1), nn.ReLU())
+        for recurse in (True, False)
+    ],
 }
 
 
-REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
-    "ignored twice": {
-        "torch": (ValueError, "Cannot pass both ignored_modules and ignored_states at the same time"),
-        "fsdp2": (ValueError, "Cannot pass both ignored_modules and ignored_states at the same time"),
-    },
-    "ignored tensors": {
-        "torch": (ValueError, "ignored_modules expects nn.Module list elements"),
-        "fsdp2": (TypeError, r"ignored_modules must be an iterable of modules.*got \['Tensor'\]"),
-    },
-    "ignored mixture": {
-        "torch": (ValueError, "ignored_states expects all nn.Parameter or all nn.Module"),
-        "fsdp2": (TypeError, r"ignored_states one of modules or of parameters, got \['Linear', 'Parameter'\]"),
-    },
-    "ignored wrapper": {
-        "torch": (ValueError, "should not include FSDP modules"),
-        "fsdp2": (ValueError, "wrapped already cannot be ignored"),
-    },
-    "policy of wrapped": {
-        "torch": (ValueError, "FSDP auto wrapping requires modules to not already have FSDP applied"),
-        "fsdp2": (RuntimeError, "auto_wrap_policy cannot be used on a module of which a part is wrapped"),
-    },
-    "group and mesh": {
-        "torch": (ValueError, "Cannot pass both process_group and device_mesh at the same time"),
-        "fsdp2": (ValueError, "Cannot pass both process_group and device_mesh at the same time"),
-    },
-    "one group of two": {
-        "torch": (ValueError, r"either None or Tuple\[dist.ProcessGroup, dist.ProcessGroup\]"),
-        "fsdp2": (ValueError, r"a tuple \(shard group, replicate group\) under HYBRID_SHARD"),
-    },
-    "mesh of one dim": {
-        "torch": (ValueError, "Expected device_mesh to have ndim=2"),
-        "fsdp2": (ValueError, r"needs a device_mesh of 2 dim\(s\)"),
-    },
-    "no function": {
-        "torch": (ValueError, "to be callable"),
-        "fsdp2": (TypeError, "param_init_fn must be a function of a module, got int"),
-    },
-    "no reset": {
-        "torch": (AttributeError, "has no attribute 'reset_parameters'"),
-        "fsdp2": (ValueError, r"no reset_parameters\(\): pass param_init_fn"),
-    },
-    "hook twice": {
-        "torch": (AssertionError, "A communication hook is already registered"),
-        "fsdp2": (RuntimeError, "A communication hook is already registered"),
-    },
-    "hook below": {
-        "torch": (AssertionError, "register_comm_hook can only be called on a root instance"),
-        "fsdp2": (RuntimeError, "register_comm_hook can only be called on a root instance"),
-    },
-    "hook late": {"torch": None, "fsdp2": (RuntimeError, "must be called before the first forward")},
-    "hook of hybrid": {
-        "torch": (AssertionError, "Communication hook is not supported for hybrid strategies"),
-        "fsdp2": (ValueError, "Communication hook is not supported for hybrid strategies"),
-    },
-    "no_sync below": {
-        "torch": (RuntimeError, r"`no_sync\(\)` on inner FSDP instances is not supported"),
-        "fsdp2": (RuntimeError, r"`no_sync\(\)` on inner FSDP instances is not supported"),
-    },
-    "clip below": {
-        "torch": (RuntimeError, "should only be called on the root FSDP instance"),
-        "fsdp2": (RuntimeError, r"`clip_grad_norm_\(\)` on inner FSDP instances is not supported"),
-    },
-}
+@pytest.mark.parametrize("policy", POLICY_ANSWERS)
+def test_answers_of_policies(policy: str) -> None:
+    from torch.distributed.fsdp import wrap as torchs
 
-
-@multi_rank(2)
-@both
-@pytest.mark.parametrize("misuse", REFUSALS)
-def test_what_is_refused(kind: str, misuse: str, world_size: int) -> None:
-    refusal = REFUSALS[misuse][kind]
-    if refusal is None:
-        MISUSES[misuse](kind)
-        return
-    with pytest.raises(refusal[0], match=refusal[1]):
-        MISUSES[misuse](kind)
-
-
-def test_every_misuse_has_an_answer() -> None:
-    assert MISUSES.keys() == REFUSALS.keys()
+    assert POLICY_ANSWERS[policy](policies) == POLICY_ANSWERS[policy](torchs)
