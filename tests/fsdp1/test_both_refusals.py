@@ -12,22 +12,11 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.compat.fsdp1 import (
-    ModuleWrapPolicy,
-    ShardingStrategy,
-)
+from fsdp2.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, policies
 from tests.harness import multi_rank
-from tests.harness.shared.fsdp1_both import (
-    backward,
-    both,
-    wrapped,
-)
+from tests.harness.shared.fsdp1_both import backward, both, class_of, wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
-
-
-# ---- what is refused --------------------------------------------------------------------------------
-
 
 Misuse = Callable[[str], Any]
 
@@ -56,6 +45,23 @@ def half_wrapped(kind: str, **arguments: Any) -> Any:
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     plain[0] = wrapped(kind, plain[0])
     return wrapped(kind, plain, **{name: value(plain) for name, value in arguments.items()})
+
+
+def policies_of(kind: str) -> Any:
+    from torch.distributed.fsdp import wrap as torchs
+
+    return torchs if kind == "torch" else policies
+
+
+def custom_answer(kind: str) -> None:
+    policy = policies_of(kind).CustomPolicy(lambda module: "yes")
+    wrapped(kind, nn.Sequential(nn.Linear(2, 2)), auto_wrap_policy=policy)
+
+
+def nested(kind: str) -> None:
+    module = policies_of(kind)
+    with module.enable_wrap(wrapper_cls=class_of(kind)), module.enable_wrap(wrapper_cls=class_of(kind)):
+        pass
 
 
 class NoReset(nn.Module):
@@ -88,6 +94,8 @@ MISUSES: dict[str, Misuse] = {
     "hook below": lambda kind: below(kind, lambda each: each.register_comm_hook(None, default_hooks.allreduce_hook)),
     "hook late": hooked_late,
     "hook of hybrid": lambda kind: hooked(kind, device_mesh=hybrid_mesh(), **HYBRID),
+    "custom answer": custom_answer,
+    "nested enable_wrap": nested,
     "no_sync below": lambda kind: below(kind, lambda each: each.no_sync().__enter__()),
     "clip below": lambda kind: below(kind, lambda each: each.clip_grad_norm_(1.0)),
 }
@@ -146,6 +154,14 @@ REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
     "hook of hybrid": {
         "torch": (AssertionError, "Communication hook is not supported for hybrid strategies"),
         "fsdp2": (ValueError, "Communication hook is not supported for hybrid strategies"),
+    },
+    "custom answer": {
+        "torch": (ValueError, "should return False/True or a kwarg dict"),
+        "fsdp2": (ValueError, "should return False/True or a kwarg dict"),
+    },
+    "nested enable_wrap": {
+        "torch": (NotImplementedError, "already within an autowrap context"),
+        "fsdp2": (NotImplementedError, r"enable_wrap\(\) cannot be nested"),
     },
     "no_sync below": {
         "torch": (RuntimeError, r"`no_sync\(\)` on inner FSDP instances is not supported"),
