@@ -252,5 +252,24 @@ def test_arguments_of_optimizers_state_dicts(kind: str, world_size: int) -> None
     }
 
 
+@multi_rank(2)
+@both
+@pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_what_was_saved_does_not_train_on(kind: str, state_dict_type: str, world_size: int) -> None:
+    """But for the shards themselves in SHARDED, which are not copied here."""
+    model = wrapped(kind)
+    optimizer, cls = torch.optim.AdamW(model.parameters()), type(model)
+    backward(model)
+    optimizer.step()
+    with cls.state_dict_type(model, StateDictType[state_dict_type]):
+        state = cls.optim_state_dict(model, optimizer)["state"]
+    before = copy.deepcopy(state) if state_dict_type == "FULL_STATE_DICT" else {}
+    backward(model, 1)
+    optimizer.step()
+    assert {float(entry["step"]) for entry in state.values()} == {1.0}
+    for name, entry in before.items():
+        assert all(torch.equal(value, state[name][what]) for what, value in entry.items()), name
+
+
 def momentum(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: entry["momentum_buffer"] for name, entry in state["state"].items()}

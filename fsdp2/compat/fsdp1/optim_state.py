@@ -92,6 +92,8 @@ def _saved(value: Any, is_full: bool, offload: bool) -> Any:
         return value
     if is_full:
         return whole.whole(value, offload=offload)
+    if value.dim() == 0:  # a step is on the CPU already, and would count on in what was saved
+        return value.clone()
     return value.cpu() if offload else value
 
 
