@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.compat.fsdp1 import FullyShardedDataParallel, StateDictType
+from fsdp2.compat.fsdp1 import FullyShardedDataParallel, StateDictType, flat_optim_state_dict_to_load
 from fsdp2.compat.fsdp1.convert import main
 from tests.harness import multi_rank
 from tests.harness.shared.fsdp1_files import (
@@ -123,12 +123,11 @@ def test_state_dicts_load_into_the_wrapper(version: str, kind: str, form: str, w
         optimizer = OPTIMIZERS[name](list(model.parameters()))
         with FullyShardedDataParallel.state_dict_type(model, StateDictType[kind]):
             model.load_state_dict(saved["model"])
-            if kind == "LOCAL_STATE_DICT":  # what the optimizer said itself is converted, or is in SHARDED
-                assert_same(held_by(model, optimizer)["model"], held["model"], name)
-                continue
-            optimizer.load_state_dict(
-                FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optim"])
-            )
+            if kind == "LOCAL_STATE_DICT":  # and what the optimizer said itself, of flat parameters or of pieces
+                state = flat_optim_state_dict_to_load(model, optimizer, saved["optim"])
+            else:
+                state = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optim"])
+        optimizer.load_state_dict(state)
         written = as_written(held, name, kind, form)
         assert_same(held_by(model, optimizer), written, name)
         train(model, optimizer, dist.get_rank(), range(STEPS, STEPS + 1))
