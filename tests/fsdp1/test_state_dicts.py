@@ -297,3 +297,19 @@ def test_what_was_saved_to_the_cpu_stays_as_it_was(strategy: str, world_size: in
     before = copy.deepcopy(saved)
     train(model, optimizer_of(model, "SGD"), 0, 2)
     assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+@multi_rank(2)
+def test_parameters_that_share_a_step_count_for_themselves_afterwards(world_size: int) -> None:
+    """Torch's FULL state of a flat parameter has one tensor as the step of all parameters in it."""
+    model, other = wrapped(), wrapped(seed=1)
+    optimizers = [optimizer_of(each, "AdamW") for each in (model, other)]
+    train(model, optimizers[0], 0, 2)
+    state = FullyShardedDataParallel.optim_state_dict(model, optimizers[0])
+    step = torch.tensor(2.0)
+    for entry in state["state"].values():
+        assert entry["step"] == step
+        entry["step"] = step
+    optimizers[1].load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, optimizers[1], state))
+    train(other, optimizers[1], 2, 1)
+    assert step == 2 and [entry["step"].item() for entry in optimizers[1].state.values()] == [3.0] * len(state["state"])

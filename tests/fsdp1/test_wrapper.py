@@ -20,6 +20,7 @@ from fsdp2 import FSDPModule, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.compat.fsdp1 import (
     BackwardPrefetch,
     CPUOffload,
+    CustomPolicy,
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
@@ -359,6 +360,55 @@ def test_meta_modules_are_given_values_and_ties_stay(own: bool, world_size: int)
     else:
         assert not any(value.isnan().any() for value in whole.values())
     model(torch.arange(4)).sum().backward()
+
+
+@multi_rank(2)
+def test_ties_of_several_units_stay_on_meta(world_size: int) -> None:
+    with torch.device("meta"):
+        plain = Tied()
+
+    def param_init_fn(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.fill_(2.0 if isinstance(module, nn.Embedding) else 1.0)
+
+    policy = ModuleWrapPolicy({nn.Linear, nn.Embedding})
+    model = FullyShardedDataParallel(plain, auto_wrap_policy=policy, param_init_fn=param_init_fn)
+    assert len(list(model.parameters())) == 3
+    expected = Tied()
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            parameter.fill_(2.0 if name.startswith("embedding") else 1.0)
+    expected(torch.arange(4)).sum().backward()
+    model(torch.arange(4)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), expected.get_parameter(name).grad), name
+
+
+class Contained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.ModuleList([nn.Linear(3, 3)])})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers["b"][0](self.layers["a"](x))
+
+
+@multi_rank(2)
+def test_containers_that_a_policy_chooses_are_left_alone(world_size: int) -> None:
+    """Torch wraps them for nothing: everything inside is in a unit of its own."""
+    model = FullyShardedDataParallel(Contained(), auto_wrap_policy=always_wrap_policy)
+    wrapped = {name for name, each in model.named_modules() if isinstance(each, FullyShardedDataParallel)}
+    assert wrapped == {"", "layers.a", "layers.b.0"}
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+    def chooses(module: nn.Module) -> bool:
+        return isinstance(module, nn.ModuleList)
+
+    with pytest.raises(FSDPValueError, match="cannot shard a ModuleList: it has no forward"):
+        FullyShardedDataParallel(Contained(), auto_wrap_policy=CustomPolicy(chooses))
 
 
 @multi_rank(2)

@@ -1,4 +1,4 @@
-"""Reads docs/parity.md: its rows, the tests that they name, and which of them a run has shown."""
+"""Reads docs/parity.md, and pages like it: rows, the tests that they name, and which of them a run has shown."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Row:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows(document: Path = DOCUMENT) -> tuple[Row, ...]:
     """All rows of all tables, in order."""
     found, table = [], ""
-    for line in DOCUMENT.read_text().splitlines():
+    for line in document.read_text().splitlines():
         if line.startswith("## "):
             table = line[3:]
         elif line.startswith("|") and not line.startswith(("|---", "| name |", "| what |")):

@@ -214,7 +214,6 @@ def materialize(
         if any(tensor.is_meta for tensor in _own_tensors(each).values())
     ]
     places = {id(each): _own_tensors(each) for each in on_meta}
-    made: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for each in on_meta:
             if param_init_fn is not None:
@@ -228,7 +227,7 @@ def materialize(
                 each.to_empty(device=device, recurse=False)
                 each.reset_parameters()  # type: ignore[operator]
             for name, before in places[id(each)].items():
-                _keep_tie(each, name, before, made)
+                _keep_tie(each, name, before)
     for each in on_meta:
         missing = [name for name, tensor in _own_tensors(each).items() if tensor.is_meta]
         if missing:
@@ -242,13 +241,14 @@ def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _keep_tie(module: nn.Module, name: str, before: torch.Tensor, made: dict[int, torch.Tensor]) -> None:
+def _keep_tie(module: nn.Module, name: str, before: torch.Tensor) -> None:
+    """Let all that held ``before``, on meta, hold what the first of them was given, also in another unit."""
     now = _own_tensors(module).get(name)
     if now is None or now is before:
         return
-    first = made.setdefault(id(before), now)
+    first = vars(before).setdefault("_fsdp1_made", now)
     if first is not now:
-        (module._parameters if isinstance(first, nn.Parameter) else module._buffers)[name] = first  # type: ignore[assignment]
+        (module._parameters if isinstance(first, nn.Parameter) else module._buffers)[name] = first
 
 
 def move(module: nn.Module, ignored: Ignored, wrapper: type[nn.Module], device: torch.device) -> None:

@@ -92,6 +92,8 @@ def _saved(value: Any, is_full: bool, offload: bool) -> Any:
         return value
     if is_full:
         return whole.whole(value, offload=offload)
+    if value.dim() == 0:  # a step is on the CPU already, and would count on in what was saved
+        return value.clone()
     return value.cpu() if offload else value
 
 
@@ -159,7 +161,9 @@ def _loaded(value: Any, parameter: nn.Parameter, name: str) -> Any:
     if whole.is_sharded_tensor(value):
         return whole.from_sharded_tensor(value, parameter, name)
     if isinstance(value, torch.Tensor):
-        return whole.like(value, parameter)
+        found = whole.like(value, parameter)
+        # All parameters of a flat one have the same tensor as their step in torch's FULL state: steps would add up.
+        return found.clone() if found is value else found
     return value
 
 

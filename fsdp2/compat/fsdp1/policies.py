@@ -129,7 +129,24 @@ def wrap_submodules(
             f"nonwrapped_numel) -> bool, got {type(policy).__name__}."
         )
     chosen.pop(root, None)
+    for module in [each for each in chosen if _is_container(each)]:
+        if all(_is_in_units(child, chosen, ignored) for child in module.children()):
+            del chosen[module]  # torch makes a unit of nothing
     _replace_below(root, chosen, wrapper, {})
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether ``module`` is a ModuleList or ModuleDict: it has no forward to gather parameters before."""
+    without = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in without
+
+
+def _is_in_units(module: nn.Module, chosen: Collection[nn.Module], ignored: Ignored) -> bool:
+    """Whether every parameter of ``module`` is in a unit at or below it, or ignored."""
+    if module in ignored.modules or (module in chosen and not _is_container(module)):
+        return True
+    has_own = any(parameter not in ignored.params for parameter in module.parameters(recurse=False))
+    return not has_own and all(_is_in_units(child, chosen, ignored) for child in module.children())
 
 
 def _chosen(root: nn.Module, policy: Any, ignored: Ignored, arguments: Arguments) -> dict[nn.Module, Arguments]:

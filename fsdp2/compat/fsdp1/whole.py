@@ -14,12 +14,12 @@ import fsdp2
 
 
 def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
-    """The whole of a DTensor, in memory of its own; on the CPU if ``offload``. Collective over its mesh."""
+    """The whole of a tensor, in memory of its own; on the CPU if ``offload``. Collective over a DTensor's mesh."""
     tensor = tensor.detach()
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     found = found.cpu() if offload else found
-    local = tensor.to_local() if isinstance(tensor, DTensor) else None
-    is_alias = local is not None and found.numel() and found.data_ptr() == local.data_ptr()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    is_alias = found.numel() and found.data_ptr() == local.data_ptr()
     return found.clone() if is_alias else found  # else the next step would change what was saved
 
 

@@ -66,10 +66,14 @@ def wrap_with_torch(model: nn.Module, units: list[nn.Module], use_orig_params: b
     """``model`` with each of ``units`` (bottom-up) under torch's FSDP1; the wrapper of the model if it is one."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    arguments = {"use_orig_params": use_orig_params, "device_id": CPU, **arguments}
+    return wrap_units(FullyShardedDataParallel, model, units, use_orig_params=use_orig_params, **arguments)
+
+
+def wrap_units(kind: Any, model: nn.Module, units: list[nn.Module], **arguments: Any) -> Any:
+    """The same under wrappers of any ``kind``: torch's or ours."""
     for unit in units:
         with quiet():
-            wrapped = FullyShardedDataParallel(unit, **arguments)
+            wrapped = kind(unit, **{"device_id": CPU, **arguments})
         if unit is model:
             return wrapped
         for parent in list(model.modules()):
