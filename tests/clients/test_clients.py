@@ -23,6 +23,8 @@ pytestmark = pytest.mark.full
 FP32 = 1e-5
 # Parameters rounded to 8 bits for the forward; the unsharded training rounds elsewhere (autocast), or not at all.
 BF16 = 2e-2
+# To 11 bits.
+FP16 = 3e-3
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,10 @@ ACCELERATE_FSDP1 = [
     for arguments, facts in (
         ("", {}),
         ("--state-dict SHARDED", {}),
+        ("--state-dict LOCAL", {}),
         ("--checkpointing", {}),
         ("--bf16", {"tolerance": BF16}),
+        ("--fp16", {"tolerance": FP16}),
     )
 ]
 
