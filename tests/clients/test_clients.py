@@ -206,6 +206,20 @@ def test_transformers(client: Client, tmp_path: Path) -> None:
     check(client, tmp_path)
 
 
+TRANSFORMERS_FSDP1 = [
+    client(
+        "transformers_fsdp1", f"{{folder}} {arguments}".strip(), packages=("peft", "accelerate"), options=("--fsdp1",)
+    )
+    for arguments in ("", "--state-dict SHARDED", "--lora", "--lora --state-dict SHARDED")
+]
+
+
+@pytest.mark.parametrize("client", TRANSFORMERS_FSDP1, ids=str)
+def test_transformers_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """transformers' Trainer with FSDP1 in its arguments, on the wrapper. About 35 s each."""
+    check(client, tmp_path)
+
+
 TORCHTITAN = [
     client("torchtitan_training", arguments, ranks=ranks, packages=("torchtitan",))
     for ranks, arguments in (
