@@ -23,6 +23,8 @@ pytestmark = pytest.mark.full
 FP32 = 1e-5
 # Parameters rounded to 8 bits for the forward; the unsharded training rounds elsewhere (autocast), or not at all.
 BF16 = 2e-2
+# To 11 bits.
+FP16 = 3e-3
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,10 @@ ACCELERATE_FSDP1 = [
     for arguments, facts in (
         ("", {}),
         ("--state-dict SHARDED", {}),
+        ("--state-dict LOCAL", {}),
         ("--checkpointing", {}),
         ("--bf16", {"tolerance": BF16}),
+        ("--fp16", {"tolerance": FP16}),
     )
 ]
 
@@ -196,6 +200,20 @@ TRANSFORMERS = [
 @pytest.mark.parametrize("client", TRANSFORMERS, ids=str)
 def test_transformers(client: Client, tmp_path: Path) -> None:
     """transformers' Trainer on a model sharded while loading; LoRA adapters of PEFT. About 15 s each."""
+    check(client, tmp_path)
+
+
+TRANSFORMERS_FSDP1 = [
+    client(
+        "transformers_fsdp1", f"{{folder}} {arguments}".strip(), packages=("peft", "accelerate"), options=("--fsdp1",)
+    )
+    for arguments in ("", "--state-dict SHARDED", "--lora", "--lora --state-dict SHARDED")
+]
+
+
+@pytest.mark.parametrize("client", TRANSFORMERS_FSDP1, ids=str)
+def test_transformers_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """transformers' Trainer with FSDP1 in its arguments, on the wrapper. About 35 s each."""
     check(client, tmp_path)
 
 

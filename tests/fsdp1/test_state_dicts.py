@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_on_the_first_rank_only(world_size: int) -> None:
         other.load_state_dict(saved)
     for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
+@multi_rank(2)
+def test_values_that_are_sharded_already_are_not_sent_by_the_first_rank(world_size: int) -> None:
+    """As PEFT gives them: it makes DTensors of whole adapters, where the parameters are DTensors."""
+    model, other = wrapped(), wrapped(seed=1)
+    given = {
+        name: value.detach() if name.endswith("weight") else value.full_tensor().detach()
+        for name, value in model.named_parameters()
+    }
+    with FullyShardedDataParallel.state_dict_type(other, FULL, FullStateDictConfig(True, rank0_only=True)):
+        other.load_state_dict(given)
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+    unit: Any = FullyShardedDataParallel(nn.Linear(3, 5, bias=False))
+    given = {"weight": unit.weight.detach()} if dist.get_rank() == 0 else {}
+    refused = contextlib.nullcontext() if given else pytest.raises(FSDPRuntimeError, match="'weight' is to be loaded")
+    with refused, FullyShardedDataParallel.state_dict_type(unit, FULL, FullStateDictConfig(rank0_only=True)):
+        unit.load_state_dict(given, strict=False)
 
 
 @multi_rank(2)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -148,7 +149,7 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         local_state_dicts.read(wrapper, state_dict, inner, shown)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
-        _from_first_rank(state_dict, own, inner, wrapper.ranks)
+        _from_first_rank(state_dict, own, inner, shown, wrapper.ranks)
     for name, tensor in own.items():
         key = f"{inner}{name}"
         value = state_dict.get(key)
@@ -165,14 +166,27 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
 
 
 def _from_first_rank(
-    state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str, ranks: whole.Ranks
+    state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str, shown: str, ranks: whole.Ranks
 ) -> None:
-    """Let all ranks have what the first has of this unit. Collective."""
-    for name in ranks.objects([name for name in own if f"{inner}{name}" in state_dict]):
+    """Let all ranks have what the first has of this unit. Collective.
+
+    DTensors, which PEFT makes of adapters for a model of DTensors, must be there on all ranks already.
+
+    Raises:
+        FSDPRuntimeError: the first rank has a DTensor that this one lacks.
+    """
+    given = {name: state_dict[f"{inner}{name}"] for name in own if f"{inner}{name}" in state_dict}
+    is_sharded = {name: isinstance(value, DTensor) for name, value in given.items()}
+    for name, sharded in ranks.objects(is_sharded).items():
         tensor = own[name]
-        form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        given = state_dict.get(f"{inner}{name}") if ranks.is_first else None
-        state_dict[f"{inner}{name}"] = ranks.tensor(given, form)
+        if not sharded:
+            form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            state_dict[f"{inner}{name}"] = ranks.tensor(given[name] if ranks.is_first else None, form)
+        elif not is_sharded.get(name, False):
+            raise fsdp2.FSDPRuntimeError(
+                f"'{shown}{name}' is to be loaded with rank0_only, the first rank has a sharded tensor for it, and "
+                f"rank {dist.get_rank()} none: give the first rank whole tensors, or load without rank0_only."
+            )
 
 
 def after_load(wrapper: nn.Module, incompatible: Any) -> None:

@@ -83,9 +83,9 @@ def train(model: nn.Module, folder: Path, ids: Tensor) -> list[dict[str, float]]
     return recorder.steps
 
 
-def train_unsharded(model: nn.Module, ids: Tensor) -> list[tuple[float, float]]:
+def train_unsharded(model: nn.Module, ids: Tensor, momentum: float = 0.0) -> list[tuple[float, float]]:
     """The same, in one process on all rows of a step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
     found = []
     for rows in ids.chunk(STEPS):
         loss = model(input_ids=rows, labels=rows).loss

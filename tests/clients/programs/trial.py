@@ -88,12 +88,12 @@ def gradient_norm(model: nn.Module) -> float:
 
 
 def implementation(module: nn.Module) -> str:
-    """Whose `FSDPModule` the module, or what lies below it, was made: a package's name; "none" if nobody's."""
+    """Whose `FSDPModule`, or wrapper of FSDP1, a module or what lies below it is: a package; "none" if nobody's."""
     owners = {
         cls.__module__.partition(".")[0]
         for each in module.modules()
         for cls in type(each).__mro__
-        if cls.__name__ == "FSDPModule"
+        if cls.__name__ in ("FSDPModule", "FullyShardedDataParallel")
     }
     return "+".join(sorted(owners)) or "none"
 
