@@ -204,9 +204,7 @@ def test_transformers(client: Client, tmp_path: Path) -> None:
 
 
 TRANSFORMERS_FSDP1 = [
-    client(
-        "transformers_fsdp1", f"{{folder}} {arguments}".strip(), packages=("peft", "accelerate"), options=("--fsdp1",)
-    )
+    client("transformers_fsdp1", f"{{folder}} {arguments}".strip(), packages=("peft", "accelerate"))
     for arguments in ("", "--state-dict SHARDED", "--lora", "--lora --state-dict SHARDED")
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.step import Phase, Trainer
 SPECS = {spec.name: spec for spec in (SMALL_PARAMETERS, LARGE_PARAMETERS)}
 
 
+@functools.cache
 def counts_of(model: str) -> dict[str, StepCounts]:
     found = {}
     with warnings.catch_warnings(), fake_process_group(8) as mesh:
