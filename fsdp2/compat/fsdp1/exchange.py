@@ -157,16 +157,7 @@ class Exchange:
         parameter = self._parameters[entry]
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         made = entry.with_rows(local.shape[0]).unflatten(flat).to(local.device)
-        if not isinstance(parameter, DTensor):
-            return made
-        return DTensor.from_local(
-            made,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return whole.placed_as(parameter, made)
 
     def _whole_of(self, entry: FlatEntry, shards: Tensor) -> Tensor:
         pieces = [(rank, self.unit.piece(entry, rank)) for rank in range(self.unit.world_size)]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.compat.fsdp1.config import HandleShardingStrategy
 from fsdp2.compat.fsdp1.layout import FlatParamShardMetadata
+from fsdp2.compat.fsdp1.whole import placed_as
 from fsdp2.compat.fsdp1.wrapped_layout import unit_of
 
 _INSTEAD = {
@@ -103,16 +104,7 @@ class FlatParameterView:
 
 def _with_local(parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
     """A parameter like ``parameter``, in the dtype and place of ``local``, its values on this rank."""
-    if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return nn.Parameter(placed_as(parameter, local), requires_grad=parameter.requires_grad)
 
 
 class FlatParamHandleView:

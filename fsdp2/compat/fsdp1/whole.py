@@ -53,8 +53,15 @@ def from_sharded_tensor(value: Any, parameter: torch.Tensor, name: str) -> torch
             "the checkpoint was written by another number of ranks. Load it with torch.distributed.checkpoint, which "
             "reads it on any number."
         )
+    return placed_as(parameter, found.to(local.device))
+
+
+def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that is placed as ``parameter`` is, of which ``local`` is this rank's part. No communication."""
+    if not isinstance(parameter, DTensor):
+        return local
     return DTensor.from_local(
-        found.to(local.device),
+        local,
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
