@@ -246,3 +246,18 @@ def test_one_exchange_for_a_unit(use_orig_params: bool, world_size: int) -> None
     assert counts["LOCAL_STATE_DICT"] == {"alltoall_base_": units}
     assert counts["load LOCAL_STATE_DICT"]["alltoall_base_"] == units
     assert counts["FULL_STATE_DICT"] == {"_allgather_base_": units}
+
+
+@multi_rank(2)
+def test_whole_optimizer_states_travel_together(world_size: int) -> None:
+    """One all-gather for all that is cut alike; each value is that of the tensor gathered by itself."""
+    model = ours(True, odd_memory=True)
+    made = OPTIMIZERS["amsgrad"](parameters(model))
+    train(model, made, dist.get_rank(), range(2))
+    with CommDebugMode() as mode:
+        found = FullyShardedDataParallel.optim_state_dict(model, made)["state"]
+    gathers = {op.__name__: n for op, n in mode.get_comm_counts().items()}
+    assert sum(gathers.values()) <= 4 + 1, gathers  # three of the transposed parameter, one of all others
+    expected = whole(made, model)
+    assert found.keys() == expected.keys()
+    assert_same(found, expected, "state")

@@ -102,7 +102,7 @@ class Exchange:
         found = {entry: self._placed(entry, flat) for entry, flat in rows.items()}
         if self._gathered:
             shards = shard.new_empty(unit.world_size * unit.shard_numel)
-            dist.all_gather_into_tensor(shards, shard.contiguous(), group=self._group)
+            whole.all_gather(shards, shard.contiguous(), self._group)
             for entry in self._gathered:
                 complete = self._whole_of(entry, shards.view(unit.world_size, -1))
                 found[entry] = whole.like(complete, self._parameters[entry])

@@ -9,9 +9,9 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fsdp2
+from fsdp2.compat.fsdp1 import whole
 from fsdp2.compat.fsdp1.exchange import exchange_of
 from fsdp2.compat.fsdp1.flat_checkpoints import write_unit
 from fsdp2.compat.fsdp1.layout import FLAT_PARAM, PADDING_VALUE
@@ -45,7 +45,7 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
     numel = -1 if given is None else given.numel()
     sent = torch.tensor([numel], device=device)
     numels = sent.new_empty(wrapper.world_size)
-    dist.all_gather_into_tensor(numels, sent, group=group)
+    whole.all_gather(numels, sent, group)
     found = numels.tolist()
     if found == [-1] * wrapper.world_size:
         return  # of another type: whole tensors, or what a program has put there

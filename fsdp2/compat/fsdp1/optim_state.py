@@ -47,12 +47,15 @@ def state_of(
     config = settings.optim_state_dict_config
     drops = is_full and config.rank0_only and not ranks.is_first
     keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
-    state: StateDict = {}
-    for key, entry in given["state"].items():
-        name = keys.get(key, key)
-        values = {what: _saved(value, is_full, config.offload_to_cpu) for what, value in entry.items()}
-        if not drops:
-            state[name] = values
+    places = [
+        (keys.get(key, key), what, value) for key, entry in given["state"].items() for what, value in entry.items()
+    ]
+    state: StateDict = {keys.get(key, key): {} for key in given["state"]}
+    tensors = [value for _, _, value in places if isinstance(value, torch.Tensor)]
+    offload = config.offload_to_cpu
+    made = iter(whole.wholes(tensors, offload=offload) if is_full else [_sharded(each, offload) for each in tensors])
+    for name, what, value in places:
+        state[name][what] = next(made) if isinstance(value, torch.Tensor) else value
     if drops:
         return {}
     groups = [
@@ -87,11 +90,7 @@ def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter) -> str:
     return names[parameter]
 
 
-def _saved(value: Any, is_full: bool, offload: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if is_full:
-        return whole.whole(value, offload=offload)
+def _sharded(value: torch.Tensor, offload: bool) -> torch.Tensor:
     if value.dim() == 0:  # a step is on the CPU already, and would count on in what was saved
         return value.clone()
     return value.cpu() if offload else value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
 
@@ -21,6 +21,76 @@ def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_alias = found.numel() and found.data_ptr() == local.data_ptr()
     return found.clone() if is_alias else found  # else the next step would change what was saved
+
+
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""From torch 2.13 on the older name warns."""
+_TOGETHER_BYTES = 32 * 2**20
+"""Of whole tensors that are gathered by one collective; one that is larger travels alone."""
+
+
+def wholes(tensors: Sequence[torch.Tensor], *, offload: bool) -> list[torch.Tensor]:
+    """`whole` of each. Tensors that are cut alike along dim 0 travel together. Collective."""
+    found: dict[int, torch.Tensor] = {}
+    together: dict[int, DTensor] = {}
+    nbytes = 0
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensor) or not _is_cut_in_rows(tensor):
+            found[index] = whole(tensor, offload=offload)
+            continue
+        size = tensor.numel() * tensor.element_size()
+        first = next(iter(together.values()), tensor)
+        if nbytes + size > _TOGETHER_BYTES or not _lie_alike(first, tensor):
+            found |= _gathered_together(together, offload)
+            together, nbytes = {}, 0
+        together[index] = tensor
+        nbytes += size
+    found |= _gathered_together(together, offload)
+    return [found[index] for index in range(len(tensors))]
+
+
+def _is_cut_in_rows(tensor: DTensor) -> bool:
+    """By its last mesh dim along dim 0, as `torch.chunk` cuts, and whole along the others; contiguous."""
+    *rest, last = tensor.placements
+    return (
+        type(last) is Shard
+        and last.dim == 0
+        and all(type(each) is Replicate for each in rest)
+        and tensor.is_contiguous()
+        and type(tensor.to_local()) is torch.Tensor
+    )
+
+
+def _lie_alike(first: DTensor, other: DTensor) -> bool:
+    mine, theirs = ((each.device_mesh, each.placements, each.dtype) for each in (first, other))
+    return mine == theirs
+
+
+def _gathered_together(together: dict[int, DTensor], offload: bool) -> dict[int, torch.Tensor]:
+    """The wholes of tensors that are cut alike, under their keys, by one all-gather. Collective."""
+    tensors = list(together.values())
+    ranks = tensors[0].device_mesh.size(-1) if tensors else 1
+    if len(tensors) == 1 or ranks == 1:
+        return {key: whole(tensor, offload=offload) for key, tensor in together.items()}
+    mesh = tensors[0].device_mesh
+    rooms = [-(-each.shape[0] // ranks) * (each.numel() // max(each.shape[0], 1)) for each in tensors]
+    locals_ = [each.to_local().detach() for each in tensors]
+    sent = locals_[0].new_zeros(sum(rooms), device=torch.device(mesh.device_type))
+    for part, local in zip(sent.split(rooms), locals_, strict=True):
+        part[: local.numel()] = local.reshape(-1)
+    received = sent.new_empty(ranks * sent.numel())
+    all_gather(received, sent, mesh.get_group(mesh.ndim - 1))
+    of_ranks = received.view(ranks, -1).split(rooms, dim=1)
+    found = {}
+    for (key, tensor), local, parts in zip(together.items(), locals_, of_ranks, strict=True):
+        flat = parts.reshape(-1)[: tensor.numel()]  # a copy, as they are several
+        found[key] = flat.to(torch.device("cpu") if offload else local.device).view(tensor.shape)
+    return found
+
+
+def all_gather(output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """``output`` (W * n,) is ``sent`` (n,) of all ranks. Collective."""
+    getattr(dist, _ALL_GATHER)(output, sent, group=group)
 
 
 def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
