@@ -282,6 +282,32 @@ def test_verl_offloaded(arguments: str, tmp_path: Path) -> None:
     check(client("verl_engine", f"{{folder}} --offload{arguments}", packages=packages), tmp_path)
 
 
+VERL_FSDP1 = [
+    client(
+        "verl_engine",
+        f"{{folder}} --fsdp1 {arguments}".strip(),
+        ranks=ranks,
+        packages=("verl", "tensordict", "peft"),
+        options=("--fsdp1",),
+        **facts,
+    )
+    for arguments, ranks, facts in (
+        ("", 2, {}),
+        ("--offload", 2, {}),
+        ("--lora", 2, {}),
+        ("--lora --offload", 2, {}),
+        ("--bf16", 2, {"tolerance": BF16}),
+        ("--replicate 2", 4, {}),
+    )
+]
+
+
+@pytest.mark.parametrize("client", VERL_FSDP1, ids=str)
+def test_verl_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """The same engine with FSDP1, on the wrapper. About 45 s each, 90 s on 4 ranks."""
+    check(client, tmp_path)
+
+
 LLAMAFACTORY = [
     client("llamafactory_engine", f"{{folder}} {arguments}", packages=("llamafactory", "peft"), **facts)
     for arguments, facts in (
