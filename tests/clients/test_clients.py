@@ -349,6 +349,12 @@ def test_trl(client: Client, tmp_path: Path) -> None:
     check_beside_torch(client, tmp_path)
 
 
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_trl_sends_weights_with_fsdp1(mode: str, tmp_path: Path) -> None:
+    """Its sending of weights to vLLM, unit by unit, on the wrapper. About 40 s each."""
+    check(client("trl_vllm_fsdp1", mode, packages=("trl", "accelerate"), options=("--fsdp1",)), tmp_path)
+
+
 AXOLOTL = [
     client("axolotl_tiled_mlp", arguments, packages=("axolotl", "transformers"))
     for arguments in ("", "--reshard-after-forward", "--on-mlp --reshard-after-forward")
