@@ -338,6 +338,23 @@ def test_bitsandbytes(client: Client, tmp_path: Path) -> None:
     check_beside_torch(client, tmp_path)
 
 
+QLORA_FSDP1 = [
+    client(
+        "bitsandbytes_fsdp1",
+        f"{{folder}} {arguments}".strip(),
+        packages=("bitsandbytes", "peft", "transformers"),
+        options=("--fsdp1",),
+    )
+    for arguments in ("", "--policy modules", "--policy modules --storage bfloat16", "--storage uint8")
+]
+
+
+@pytest.mark.parametrize("client", QLORA_FSDP1, ids=str)
+def test_bitsandbytes_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """The same weights on the wrapper, with adapters in units of their own, or with them. About 45 s each."""
+    check(client, tmp_path)
+
+
 TRL = [
     client("trl_sft", f"{{folder}} {arguments}", packages=("trl", "peft", "accelerate")) for arguments in ("", "--lora")
 ]
