@@ -21,6 +21,7 @@ from fsdp2.compat.names import (
     counterparts_of_fsdp1,
     modules_of_others,
     modules_of_torch,
+    modules_with_bridges,
     without_counterpart,
 )
 from fsdp2.compat.substitutes import Substitutes
@@ -53,7 +54,9 @@ class Swap:
     def __init__(self, pairs: tuple[Counterpart, ...]) -> None:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
-        self._later = AfterImport((*bridges.PIPELINING, memory_tracking.DEFINED_IN), self._replace_in)
+        self._later = AfterImport(
+            (*bridges.PIPELINING, *bridges.LIGHTNING, memory_tracking.DEFINED_IN), self._replace_in
+        )
         self.lacking = without_counterpart()
         for module in list(modules_of_torch()):
             self._substitutes.learn(module)
@@ -62,7 +65,7 @@ class Swap:
             for module in modules_of_others()
             for name, _ in self._substitutes.to_replace(module)
         )
-        for module in modules_of_torch():
+        for module in (*modules_of_torch(), *modules_with_bridges()):
             self._replace_in(module)
         if pairs:
             self._later.start()
@@ -80,7 +83,7 @@ class Swap:
         """
         self._later.stop()
         atexit.unregister(self._warn_if_unused)
-        for module in modules_of_torch():
+        for module in (*modules_of_torch(), *modules_with_bridges()):
             for name, torchs in self._substitutes.to_put_back(module):
                 setattr(module, name, torchs)
         self._substitutes = Substitutes(())
@@ -132,7 +135,8 @@ def install(*, fsdp1: bool = False) -> Swap:
     Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
 
     Args:
-        fsdp1: ``FullyShardedDataParallel`` and ``ShardedGradScaler`` too; see docs/fsdp1.md for what is not there yet.
+        fsdp1: ``FullyShardedDataParallel`` and ``ShardedGradScaler`` too, and a question of Lightning's; see
+            docs/fsdp1.md for what is not there yet.
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.
