@@ -167,14 +167,15 @@ def test_accelerate_with_fsdp1(client: Client, tmp_path: Path) -> None:
 
 
 LIGHTNING_FSDP1 = [
-    client("lightning_fsdp1", f"{{folder}} {kind}", packages=("lightning",), options=("--fsdp1",))
+    client(program, f"{{folder}} {kind}", packages=("lightning",), options=("--fsdp1",))
+    for program in ("lightning_fsdp1", "lightning_trainer_fsdp1")
     for kind in ("full", "sharded")
 ]
 
 
 @pytest.mark.parametrize("client", LIGHTNING_FSDP1, ids=str)
 def test_lightning_with_fsdp1(client: Client, tmp_path: Path) -> None:
-    """Fabric's `FSDPStrategy`, on the wrapper. About 15 s each."""
+    """`FSDPStrategy` of Fabric and of Lightning's Trainer, on the wrapper. About 15 s and 30 s each."""
     check(client, tmp_path)
 
 
