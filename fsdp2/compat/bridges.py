@@ -35,6 +35,23 @@ def either(torchs: type, ours: type) -> type:
     return Either(ours.__name__, (ours,), {"__module__": __name__, "__doc__": ours.__doc__})
 
 
+LIGHTNING = ("lightning.fabric.strategies.model_parallel", "lightning_fabric.strategies.model_parallel")
+"""Its strategies load whole checkpoints there: lazily, of FSDP1's wrappers, or else by DCP, of models of DTensors."""
+
+OF_DTENSORS = "_has_dtensor_modules"
+"""By which Lightning takes a model for one of `fully_shard`."""
+
+
+def of_fully_shard(lightnings: Callable[[object], bool], ours_class: type) -> Callable[[object], bool]:
+    """``_has_dtensor_modules``: no for FSDP1's wrappers of ours, whose parameters are DTensors."""
+
+    @functools.wraps(lightnings)
+    def has_dtensor_modules(module: object) -> bool:
+        return not isinstance(module, ours_class) and lightnings(module)
+
+    return has_dtensor_modules
+
+
 def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
     """``ours``, with a ``state`` of modules of both implementations: pipelining up to 2.14 ends backwards by it."""
 

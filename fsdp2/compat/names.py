@@ -118,6 +118,11 @@ def modules_of_torch() -> Iterator[ModuleType]:
             yield module
 
 
+def modules_with_bridges() -> Iterator[ModuleType]:
+    """The loaded modules of others in which `bridges` replaces a name of their own."""
+    return (module for name, module in _loaded() if name in bridges.LIGHTNING)
+
+
 def modules_of_others() -> Iterator[ModuleType]:
     """The loaded modules of everyone but torch and fsdp2."""
     for name, module in _loaded():

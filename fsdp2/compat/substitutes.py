@@ -1,4 +1,4 @@
-"""What stands in the place of which object of torch, in which module. Pure data."""
+"""What stands in the place of which object of torch (and of one of Lightning's), in which module. Pure data."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Substitutes:
         self._in: dict[str, dict[int, Counterpart]] = {}
         self._inside_fsdp1: dict[int, Counterpart] = {}
         self._torchs = {id(pair.ours): (pair.ours, pair.torchs) for pair in everywhere.values()}
+        self._wrapper = everywhere.get("FullyShardedDataParallel")
         self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
         if self._has_fully_shard:
             self._bridge_fully_shard(everywhere)
@@ -83,13 +84,20 @@ class Substitutes:
         self._in |= dict.fromkeys(modules, table)
 
     def learn(self, module: ModuleType) -> None:
-        """What ``module``, which not every program loads, defines: torch's memory tracker."""
-        torchs = vars(module).get(memory_tracking.NAME)
-        if not self._has_fully_shard or module.__name__ != memory_tracking.DEFINED_IN or id(torchs) in self._torchs:
+        """What ``module``, which not every program loads, defines: torch's memory tracker, or what Lightning asks."""
+        if self._has_fully_shard and module.__name__ == memory_tracking.DEFINED_IN:
+            self._learn(module, memory_tracking.NAME, memory_tracking.for_our_modules)
+        elif self._wrapper is not None and module.__name__ in bridges.LIGHTNING:
+            wrapper = cast(type, self._wrapper.ours)
+            self._learn(module, bridges.OF_DTENSORS, lambda theirs: bridges.of_fully_shard(theirs, wrapper))
+
+    def _learn(self, module: ModuleType, name: str, make: Callable[[Any], object]) -> None:
+        theirs = vars(module).get(name)
+        if theirs is None or id(theirs) in self._torchs:
             return
-        pair = Counterpart(memory_tracking.NAME, torchs, memory_tracking.for_our_modules(torchs))
-        self._everywhere[id(torchs)] = pair
-        self._torchs[id(pair.ours)] = (pair.ours, torchs)
+        pair = Counterpart(name, theirs, make(theirs))
+        self._everywhere[id(theirs)] = pair
+        self._torchs[id(pair.ours)] = (pair.ours, theirs)
 
     def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
         """The names in ``module`` that refer to one of torch's objects, with what should stand there."""

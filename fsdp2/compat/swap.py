@@ -21,6 +21,7 @@ from fsdp2.compat.names import (
     counterparts_of_fsdp1,
     modules_of_others,
     modules_of_torch,
+    modules_with_bridges,
     without_counterpart,
     wrapped_by_torchs_fsdp1,
 )
@@ -55,7 +56,8 @@ class Swap:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
         self._later = AfterImport(
-            (*bridges.PIPELINING, *bridges.STATE_DICTS, memory_tracking.DEFINED_IN), self._replace_in
+            (*bridges.PIPELINING, *bridges.STATE_DICTS, *bridges.LIGHTNING, memory_tracking.DEFINED_IN),
+            self._replace_in,
         )
         self.lacking = without_counterpart()
         for module in list(modules_of_torch()):
@@ -65,7 +67,7 @@ class Swap:
             for module in modules_of_others()
             for name, _ in self._substitutes.to_replace(module)
         )
-        for module in modules_of_torch():
+        for module in (*modules_of_torch(), *modules_with_bridges()):
             self._replace_in(module)
         if pairs:
             self._later.start()
@@ -83,7 +85,7 @@ class Swap:
         """
         self._later.stop()
         atexit.unregister(self._warn_if_unused)
-        for module in modules_of_torch():
+        for module in (*modules_of_torch(), *modules_with_bridges()):
             for name, torchs in self._substitutes.to_put_back(module):
                 setattr(module, name, torchs)
         self._substitutes = Substitutes(())
@@ -135,7 +137,8 @@ def install(*, fsdp1: bool = True) -> Swap:
     Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
 
     Args:
-        fsdp1: ``FullyShardedDataParallel`` and what belongs to it too (docs/fsdp1.md); else FSDP1 stays torch's.
+        fsdp1: ``FullyShardedDataParallel`` and what belongs to it too (docs/fsdp1.md), and a question that Lightning
+            asks; else FSDP1 stays torch's.
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.

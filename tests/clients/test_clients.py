@@ -165,13 +165,15 @@ def test_accelerate_with_fsdp1(client: Client, tmp_path: Path) -> None:
 
 
 LIGHTNING_FSDP1 = [
-    client("lightning_fsdp1", f"{{folder}} {kind}", packages=("lightning",)) for kind in ("full", "sharded")
+    client(program, f"{{folder}} {kind}", packages=("lightning",))
+    for program in ("lightning_fsdp1", "lightning_trainer_fsdp1")
+    for kind in ("full", "sharded")
 ]
 
 
 @pytest.mark.parametrize("client", LIGHTNING_FSDP1, ids=str)
 def test_lightning_with_fsdp1(client: Client, tmp_path: Path) -> None:
-    """Fabric's `FSDPStrategy`, on the wrapper. About 15 s each."""
+    """`FSDPStrategy` of Fabric and of Lightning's Trainer, on the wrapper. About 15 s and 30 s each."""
     check(client, tmp_path)
 
 
@@ -277,6 +279,31 @@ def test_verl_offloaded(arguments: str, tmp_path: Path) -> None:
     check(client("verl_engine", f"{{folder}} --offload{arguments}", packages=packages), tmp_path)
 
 
+VERL_FSDP1 = [
+    client(
+        "verl_engine",
+        f"{{folder}} --fsdp1 {arguments}".strip(),
+        ranks=ranks,
+        packages=("verl", "tensordict", "peft"),
+        **facts,
+    )
+    for arguments, ranks, facts in (
+        ("", 2, {}),
+        ("--offload", 2, {}),
+        ("--lora", 2, {}),
+        ("--lora --offload", 2, {}),
+        ("--bf16", 2, {"tolerance": BF16}),
+        ("--replicate 2", 4, {}),
+    )
+]
+
+
+@pytest.mark.parametrize("client", VERL_FSDP1, ids=str)
+def test_verl_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """The same engine with FSDP1, on the wrapper. About 45 s each, 90 s on 4 ranks."""
+    check(client, tmp_path)
+
+
 LLAMAFACTORY = [
     client("llamafactory_engine", f"{{folder}} {arguments}", packages=("llamafactory", "peft"), **facts)
     for arguments, facts in (
@@ -307,6 +334,22 @@ def test_bitsandbytes(client: Client, tmp_path: Path) -> None:
     check_beside_torch(client, tmp_path)
 
 
+QLORA_FSDP1 = [
+    client(
+        "bitsandbytes_fsdp1",
+        f"{{folder}} {arguments}".strip(),
+        packages=("bitsandbytes", "peft", "transformers"),
+    )
+    for arguments in ("", "--policy modules", "--policy modules --storage bfloat16", "--storage uint8")
+]
+
+
+@pytest.mark.parametrize("client", QLORA_FSDP1, ids=str)
+def test_bitsandbytes_with_fsdp1(client: Client, tmp_path: Path) -> None:
+    """The same weights on the wrapper, with adapters in units of their own, or with them. About 45 s each."""
+    check(client, tmp_path)
+
+
 TRL = [
     client("trl_sft", f"{{folder}} {arguments}", packages=("trl", "peft", "accelerate")) for arguments in ("", "--lora")
 ]
@@ -316,6 +359,12 @@ TRL = [
 def test_trl(client: Client, tmp_path: Path) -> None:
     """Supervised fine-tuning, sharded by Accelerate. About 40 s each."""
     check_beside_torch(client, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_trl_sends_weights_with_fsdp1(mode: str, tmp_path: Path) -> None:
+    """Its sending of weights to vLLM, unit by unit, on the wrapper. About 40 s each."""
+    check(client("trl_vllm_fsdp1", mode, packages=("trl", "accelerate")), tmp_path)
 
 
 AXOLOTL = [

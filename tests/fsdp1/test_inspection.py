@@ -39,6 +39,34 @@ def test_handles(simulate: FakeWorlds) -> None:
         flat.data = torch.ones(3)
     flat.data = torch.ones(12)
     assert (model[0].weight.to_local() == 1).all() and (model[0].bias.to_local() == 1).all()
+    # verl: where they lie, and that they are two objects, although nothing holds the one that `data` returns.
+    assert flat.data.data_ptr() == flat._local_shard.data_ptr() and id(flat.data) != id(flat._local_shard)
+    flat._local_shard = flat.data * 2
+    assert (flat.data == 2).all() and (model[0].weight.to_local() == 2).all()
+    model[0]._is_root = True  # so does verl before it summons a unit
+    assert not model[0]._is_root
+
+
+@multi_rank(2)
+def test_a_unit_is_converted_under_its_optimizer(world_size: int) -> None:
+    """Moved to the host and back between iterations, as verl does, its parameters are still those that are stepped.
+
+    (Converted here: there is one device. Both replace what is in the parameters.)
+    """
+    model: Any = FullyShardedDataParallel(UNEVEN_MLP.build(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    optimizer = adamw(list(model.parameters()))
+    before = list(model.parameters())
+    reference = Reference(UNEVEN_MLP, world_size=world_size)
+    for _ in range(2):
+        assert_trains_like(reference, model, optimizer, steps=1)
+        gradients = [None if each.grad is None else each.grad.to_local() for each in before]
+        for dtype in (torch.float64, torch.float32):
+            for handle in model._all_handles:
+                handle.flat_param.data = handle.flat_param.data.to(dtype)
+        assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+        for parameter, gradient in zip(before, gradients, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            assert gradient is None or torch.equal(parameter.grad.to_local(), gradient)
 
 
 @multi_rank(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,30 @@ def test_models_that_torch_wrapped_before_go_on(world_size: int) -> None:
                 assert cls.get_state_dict_type(model).state_dict_type is StateDictType.SHARDED_STATE_DICT
         assert isinstance(late._handle.flat_param, flat_param.FlatParameter)
     assert isinstance(late._handle.flat_param, flat_param.FlatParameter)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["imported after", "imported before"])
+def test_lightning_does_not_take_wrappers_for_modules_of_fully_shard(
+    before: bool, simulate: FakeWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks whether parameters are DTensors, and then loads whole checkpoints as DCP does."""
+    package = tmp_path / "lightning_fabric" / "strategies"
+    package.mkdir(parents=True)
+    (package / "model_parallel.py").write_text("def _has_dtensor_modules(module):\n    return 'asked'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_fabric"]:
+        monkeypatch.delitem(sys.modules, name)
+    name = "lightning_fabric.strategies.model_parallel"
+    simulate(2)
+    if before:
+        importlib.import_module(name)
+    with install():
+        theirs = importlib.import_module(name)
+        assert theirs._has_dtensor_modules(FullyShardedDataParallel(nn.Linear(2, 2))) is False
+        assert theirs._has_dtensor_modules(nn.Linear(2, 2)) == "asked"
+    assert not hasattr(theirs._has_dtensor_modules, "__wrapped__")
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == "lightning_fabric"]:
+        del sys.modules[loaded]
 
 
 @multi_rank(2)

@@ -110,6 +110,26 @@ def test_values_that_are_sharded_already_are_not_sent_by_the_first_rank(world_si
         unit.load_state_dict(given, strict=False)
 
 
+class ReadWhenAsked:
+    """What Lightning puts in the place of tensors of a file: torch's functions find the values."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[each.value if isinstance(each, cls) else each for each in args], **(kwargs or {}))
+
+
+@multi_rank(2)
+def test_tensors_that_are_read_when_torch_asks(world_size: int) -> None:
+    model, other = wrapped(), wrapped(seed=1)
+    with FullyShardedDataParallel.state_dict_type(model, FULL):
+        other.load_state_dict({name: ReadWhenAsked(value) for name, value in model.state_dict().items()})
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local()), name
+
+
 @multi_rank(2)
 def test_sharded_state_dicts_are_the_parameters(world_size: int) -> None:
     model, other = wrapped(), wrapped(seed=1)

@@ -1,7 +1,8 @@
 """What programs read of FSDP1's flat parameters and their handles, of a unit that has none: views, made when asked for.
 
-A view's ``data`` is a copy of this rank's elements, parameter by parameter. Set to a tensor of another dtype, or on
-another device, it converts or moves the unit. What is not offered raises an AttributeError that says what to use.
+A view's ``data`` is a copy of this rank's elements, parameter by parameter, brought up to date when it is asked for
+again. Set to a tensor of another dtype, or on another device, it converts or moves the unit, whose parameters stay the
+ones that an optimizer has. What is not offered raises an AttributeError that says what to use.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class FlatParameterView:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
+        self._kept: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         _refuse("A flat parameter", name)
@@ -75,7 +77,7 @@ class FlatParameterView:
     @property
     def data(self) -> torch.Tensor:
         """(numel,): a copy of this rank's elements, in the promoted dtype of the parameters."""
-        return torch.cat([_local(parameter).detach().reshape(-1) for parameter in self._parameters()])
+        return self._local_shard.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -93,13 +95,33 @@ class FlatParameterView:
                 for local, piece in zip(locals_, pieces, strict=True):
                     local.copy_(piece.view(local.shape))
             return
-        made = {
-            parameter: _with_local(parameter, piece.reshape(local.shape))
-            for parameter, local, piece in zip(parameters, locals_, pieces, strict=True)
-        }
-        self._wrapper.replace_own(made)
+        state = self._wrapper.module._get_fsdp_state()
+        state.quiesce()
+        for parameter, local, piece in zip(parameters, locals_, pieces, strict=True):
+            _become(parameter, _with_local(parameter, piece.clone().reshape(local.shape)))
+        state.adopt_replaced()
 
-    _local_shard = data
+    @property
+    def _local_shard(self) -> torch.Tensor:
+        # One tensor, of which `data` is another view each time: verl compares where they lie, and that they are two.
+        elements = torch.cat([_local(parameter).detach().reshape(-1) for parameter in self._parameters()])
+        kept = self._kept
+        if kept is None or (kept.dtype, kept.device, kept.shape) != (elements.dtype, elements.device, elements.shape):
+            self._kept = elements
+            return elements
+        return kept.copy_(elements)
+
+    @_local_shard.setter
+    def _local_shard(self, value: torch.Tensor) -> None:
+        self.data = value
+
+
+def _become(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Let ``parameter``, which stays the same object, have the value of ``other``, and its gradient likewise."""
+    gradient, parameter.grad = parameter.grad, None
+    torch.utils.swap_tensors(parameter, other)
+    if gradient is not None:
+        parameter.grad = gradient.to(parameter.device, parameter.dtype)
 
 
 def _with_local(parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:

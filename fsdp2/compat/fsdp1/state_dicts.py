@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import is_tensor_like
 
 import fsdp2
 from fsdp2.compat.fsdp1 import local_state_dicts, whole
@@ -155,6 +156,8 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
         value = state_dict.get(key)
         if value is None:
             continue
+        if not isinstance(value, torch.Tensor) and is_tensor_like(value):
+            value = state_dict[key] = torch.detach(value)  # Lightning's, which reads its values when torch asks
         if whole.is_sharded_tensor(value):
             state_dict[key] = whole.from_sharded_tensor(value, tensor, f"{shown}{name}")
         elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

@@ -368,13 +368,6 @@ class FullyShardedDataParallel(nn.Module):
         own = self.own_tensors().items()
         return {name: each for name, each in own if isinstance(each, nn.Parameter) and each not in self.ignored.params}
 
-    def replace_own(self, replacements: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Register others in the place of this unit's parameters, wherever they are."""
-        for module in self._own_modules():
-            for name, parameter in module._parameters.items():
-                if parameter in replacements:
-                    module._parameters[name] = replacements[parameter]
-
     @property
     def is_sharded(self) -> bool:
         """Whether its parameters are sharded, and not whole on every rank."""
@@ -387,6 +380,10 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _is_root(self) -> bool:
         return not self._is_nested
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        """Nothing: verl says that a unit is a root while it summons it, which every unit can be here."""
 
     @property
     def _handle(self) -> FlatParamHandleView | None:

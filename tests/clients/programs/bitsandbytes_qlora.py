@@ -24,14 +24,14 @@ from trial import Report, finish, gradient_norm, implementation, mean_over_ranks
 STEPS, RATE = 4, 0.5
 
 
-def make(folder: Path) -> Any:
+def make(folder: Path, storage: torch.dtype = torch.float32) -> Any:
     """The quantized model with adapters, whose second factors are not zero."""
     # FSDP shards floating-point parameters: four bits each lie in those of the storage's dtype.
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.float32,
-        bnb_4bit_quant_storage=torch.float32,
+        bnb_4bit_quant_storage=storage,
     )
     model: Any = LlamaForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

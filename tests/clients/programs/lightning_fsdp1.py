@@ -66,19 +66,8 @@ def main() -> None:
             state = {"model": model, "optimizer": optimizer}
             fabric.save(folder / "checkpoint", state)
             train(fabric, model, optimizer, step)  # to be forgotten
-            load(fabric, folder / "checkpoint", state, kind)
+            fabric.load(folder / "checkpoint", state)
     finish(report)
-
-
-def load(fabric: Any, path: Path, state: dict[str, Any], kind: str) -> None:
-    """What was saved; full ones by hand: Lightning takes a model of DTensors for one of its other strategy."""
-    if kind == "sharded":
-        fabric.load(path, state)
-        return
-    saved = torch.load(path, weights_only=False)
-    model, optimizer = state["model"]._forward_module, state["optimizer"].optimizer
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
 
 
 def train(fabric: Any, model: Any, optimizer: Any, step: int) -> tuple[float, float]:

@@ -1,19 +1,20 @@
 """verl's FSDP engine: what its trainers call on a policy between rollouts, with and without LoRA.
 
 Usage:
-    torchrun --nproc-per-node 2 verl_engine.py FOLDER [--lora] [--offload] [--bf16] [--replicate 2]
+    torchrun --nproc-per-node 2 verl_engine.py FOLDER [--lora] [--offload] [--bf16] [--replicate 2] [--fsdp1]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import Tensor
 from transformers_trainer import VOCABULARY, make_whole
 from trial import Report, finish, implementation, mean_over_ranks, part, train_unsharded
@@ -24,6 +25,13 @@ STEPS, MICROBATCHES, ROWS, LENGTH, RATE, MAX_NORM = 3, 2, 4, 12, 0.1, 1.0
 ADAPTERS = ("r", "lora_alpha", "target_modules", "bias", "task_type")
 
 
+class Host(str):
+    """The name of a device without an index, where verl puts together "device:index" too."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
 class PlatformCPU(PlatformBase):
     """verl knows accelerators only. All that it asks of one on the way."""
 
@@ -32,7 +40,7 @@ class PlatformCPU(PlatformBase):
     device_module = SimpleNamespace(empty_cache=lambda: None, is_available=lambda: True)
 
     def current_device(self) -> Any:
-        return torch.device("cpu")
+        return Host("cpu")
 
     def communication_backend_name(self) -> str:
         return "gloo"
@@ -44,7 +52,7 @@ PlatformCPU.__abstractmethods__ = frozenset()
 set_platform(PlatformCPU())
 
 from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils.fsdp_utils import collect_merged_lora_params, fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu  # noqa: E402
+from verl.utils import fsdp_utils  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 
@@ -82,10 +90,12 @@ def make_engine(options: argparse.Namespace) -> Engine:
     engine = Engine(
         model,
         FSDPEngineConfig(
-            strategy="fsdp2",
+            strategy="fsdp" if options.fsdp1 else "fsdp2",
             fsdp_size=dist.get_world_size() // options.replicate,
             forward_prefetch=True,
-            offload_policy=options.offload,
+            offload_policy=options.offload and not options.fsdp1,
+            param_offload=options.offload and options.fsdp1,
+            optimizer_offload=options.offload and options.fsdp1,
             use_torch_compile=False,
             mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         ),
@@ -140,28 +150,62 @@ def evaluate(engine: Engine, rows: Tensor) -> float:
     return mean_over_ranks(loss)
 
 
+def merge(engine: Engine) -> dict[str, Tensor]:
+    """The weights with adapters merged, by verl's own function, or what it is made of. Collective."""
+    if fsdp_utils.fsdp_version(engine.module) == 2:
+        return dict(fsdp_utils.collect_merged_lora_params(engine.module))
+    # Of FSDP1's parameters that function takes copies by `.cpu()`, before it puts them back: on a CPU they are none.
+    with fsdp_utils.merged_lora_context(engine.module, backup_adapters=True):
+        weights = fsdp_utils.normalize_peft_param_name(engine.module.state_dict())
+        return {name: value.full_tensor() for name, value in weights.items()}
+
+
 def check_rollout_weights(report: Report, engine: Engine, reference: Any, options: argparse.Namespace) -> None:
     """The weights that an engine for rollouts is sent: whole ones, adapters, or with adapters merged. Collective."""
     sent = {}
     for summon in (False, True) if options.lora else (False,):
         weights, _ = engine.get_per_tensor_param(layered_summon=summon, base_sync_done=True)
-        sent |= {f"{'layered ' * summon}{name}": value for name, value in weights}
+        weights = dict(weights)
+        expected = get_peft_model_state_dict(reference) if options.lora else reference.state_dict()
+        assert weights.keys() == expected.keys()
+        for name, value in expected.items():
+            report.add("rollout weight difference", (weights[name] - value).abs().max().item(), 0.0)
+        sent |= {f"{'layered ' * summon}{name}": value for name, value in weights.items()}
     if options.lora:
-        sent |= {f"merged {name}": value for name, value in collect_merged_lora_params(engine.module).items()}
+        sent |= {f"merged {name}": value for name, value in merge(engine).items()}
+        report.add_parameters(engine.module, reference)  # as they were
         merged = reference.merge_and_unload().state_dict()
         for name, value in merged.items():
             report.add("merged weight", sent[f"merged {name}"].norm().item(), value.norm().item())
     report.save(sent)
 
 
+def copy_to_host(engine: Engine) -> Callable[[], None]:
+    """Keep a copy of this rank's parameters in host memory, and return what puts it back."""
+    if fsdp_utils.fsdp_version(engine.module) == 1:
+        kept = fsdp_utils.fsdp1_sharded_save_to_cpu(engine.module)
+        return lambda: fsdp_utils.fsdp1_sharded_load_from_cpu(engine.module, kept)
+    state, spec = fsdp_utils.fsdp2_sharded_save_to_cpu(engine.module)
+    state = {name: (local.clone(), each) for name, (local, each) in state.items()}
+    return lambda: fsdp_utils.fsdp2_sharded_load_from_cpu(engine.module, state, spec)
+
+
+def move(engine: Engine, options: argparse.Namespace) -> None:
+    """To the host and back, as verl does around each rollout (its `Engine.to`, which takes a CPU for the device)."""
+    if options.offload and options.fsdp1:
+        fsdp_utils.offload_fsdp_model_to_cpu(engine.module)
+        fsdp_utils.offload_fsdp_optimizer(engine.optimizer)
+        fsdp_utils.load_fsdp_model_to_gpu(engine.module)
+        fsdp_utils.load_fsdp_optimizer(engine.optimizer, "cpu")
+
+
 def check_checkpoints(report: Report, engine: Engine, ids: list[Tensor], folder: Path) -> None:
     """verl's checkpoint manager, and its copy in host memory, bring the former losses back. Collective."""
     engine.save_checkpoint(str(folder / "checkpoint"))
-    state, spec = fsdp2_sharded_save_to_cpu(engine.module)
-    state = {name: (local.clone(), each) for name, (local, each) in state.items()}
+    restore = copy_to_host(engine)
     before = evaluate(engine, ids[0])
     expected = train(engine, ids[:1])
-    fsdp2_sharded_load_from_cpu(engine.module, state, spec)
+    restore()
     report.add("loss with the copy in host memory", evaluate(engine, ids[0]), before)
     train(engine, ids[1:2])
     engine.load_checkpoint(str(folder / "checkpoint"))
@@ -179,6 +223,7 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--replicate", type=int, default=1)
+    parser.add_argument("--fsdp1", action="store_true")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -188,8 +233,8 @@ def main() -> None:
     reference = make_reference(engine, options)
     report = Report(implementation(engine.module))
     generator = torch.Generator().manual_seed(1)
-    rows = ROWS * dist.get_world_size()
-    ids = list(torch.randint(VOCABULARY, (STEPS * rows, LENGTH), generator=generator).chunk(STEPS))
+    count = STEPS * ROWS * dist.get_world_size()
+    ids = list(torch.randint(VOCABULARY, (count, LENGTH), generator=generator).chunk(STEPS))
     trained = [parameter for parameter in reference.parameters() if parameter.requires_grad]
     losses, norms = train_unsharded(
         reference,
@@ -198,9 +243,11 @@ def main() -> None:
         lambda model, inputs, _: loss_of(model, inputs),
         max_norm=MAX_NORM,
     )
-    for found, loss, norm in zip(train(engine, ids), losses, norms, strict=True):
-        report.add("loss", found[0], loss)
-        report.add("gradient norm", found[1], norm)
+    for rows, loss, norm in zip(ids, losses, norms, strict=True):
+        move(engine, options)
+        ((found_loss, found_norm),) = train(engine, [rows])
+        report.add("loss", found_loss, loss)
+        report.add("gradient norm", found_norm, norm)
     report.add_parameters(engine.module, reference)
     check_rollout_weights(report, engine, reference, options)
     check_checkpoints(report, engine, ids, options.folder)
