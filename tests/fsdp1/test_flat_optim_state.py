@@ -172,6 +172,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks(world_size: int) -> None:
     short = {**raw, "state": {n: {k: v[:2] if v.dim() else v for k, v in e.items()} for n, e in raw["state"].items()}}
     with pytest.raises(FSDPValueError, match=r"'momentum_buffer' of '.*' is of shape"):
         flat_optim_state_dict_to_load(model, other, short)
+    with pytest.raises(FSDPValueError, match="rank 1 was given a dict, which is no state dict of an optimizer"):
+        flat_optim_state_dict_to_load(model, other, raw if dist.get_rank() == 0 else {"optimizer": raw})
     with pytest.raises(FSDPValueError, match="no FullyShardedDataParallel is in this Linear"):
         flat_optim_state_dict(nn.Linear(2, 2), made)
 

@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 import fsdp2
 from fsdp2.compat.fsdp1.exchange import exchange_of
-from fsdp2.compat.fsdp1.flat_checkpoints import NamedState, OptimizerOrder, read_optimizer, write_optimizer
+from fsdp2.compat.fsdp1.flat_checkpoints import (
+    NamedState,
+    OptimizerOrder,
+    is_optimizer_state,
+    read_optimizer,
+    write_optimizer,
+)
 from fsdp2.compat.fsdp1.layout import FlatEntry, FlatLayout, FlatUnit
 from fsdp2.compat.fsdp1.names import named_parameters
 from fsdp2.compat.fsdp1.wrapped_layout import flat_layout, wrappers_of
@@ -105,7 +111,14 @@ def flat_optim_state_dict_to_load(model: nn.Module, optim: Optimizer, optim_stat
     names = _names(model)
     order = OptimizerOrder.of_model(model, layout)
     gathered: list[Any] = [None] * root.world_size
-    dist.all_gather_object(gathered, _outline_of(optim_state_dict), group=root.process_group)
+    is_one = is_optimizer_state(optim_state_dict)
+    mine = _outline_of(optim_state_dict) if is_one else f"a {type(optim_state_dict).__name__}"
+    dist.all_gather_object(gathered, mine, group=root.process_group)
+    for rank, each in enumerate(gathered):
+        if isinstance(each, str):  # said on all ranks
+            raise fsdp2.FSDPValueError(
+                f"rank {rank} was given {each}, which is no state dict of an optimizer ('state' and 'param_groups')."
+            )
     named = read_optimizer(layout, gathered, order)
     table = order.names_in(optim_state_dict, "the optimizer state")
     own = {table[number]: entry for number, entry in optim_state_dict["state"].items()}
