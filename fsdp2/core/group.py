@@ -240,8 +240,6 @@ class FSDPParamGroup:
             self._compute_in_full_precision(settings.full_precision)
 
     def _compute_in_full_precision(self, full: bool) -> None:
-        if self.comm is not None:
-            self.comm.finish_reduces()
         self.quiesce()
         for param in self.params:
             param.in_full_precision = full

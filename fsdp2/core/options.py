@@ -510,6 +510,7 @@ class GroupSettings:
             or self.zeros_for_unused is not other.zeros_for_unused
             or self.custom_reduce_scatter is not other.custom_reduce_scatter
             or self.has_scatter_group is not other.has_scatter_group
+            or self.full_precision is not other.full_precision
         )
 
 
