@@ -8,6 +8,7 @@ torch and its libraries on every rank, 8 to 25 s on two cores.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -365,6 +366,14 @@ def test_trl(client: Client, tmp_path: Path) -> None:
 def test_trl_sends_weights_with_fsdp1(mode: str, tmp_path: Path) -> None:
     """Its sending of weights to vLLM, unit by unit, on the wrapper. About 40 s each."""
     check(client("trl_vllm_fsdp1", mode, packages=("trl", "accelerate")), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped", "offloaded"])
+def test_torchs_tutorial_of_fsdp1(kind: str, tmp_path: Path) -> None:
+    """Its program as it stands, on the wrapper; with offloading too. About 30 s each."""
+    if "FSDP1_TUTORIAL" not in os.environ:
+        pytest.skip("the text of torch's tutorial is not in this repository: FSDP1_TUTORIAL names a copy of it")
+    check(client("tutorial_fsdp1", f"{{folder}} {kind}", ranks=0), tmp_path)
 
 
 AXOLOTL = [
