@@ -103,33 +103,38 @@ def both_contexts(
     return disable_fsdp_module_new_init
 
 
-def wrappers_of_both(torchs: Any, ours: Any) -> type:
-    """FSDP1's wrapper, where torch deals with models of both: static methods go by the model that they are given.
+def serve_both(torchs: Any, ours: Any) -> Callable[[], None]:
+    """Let the static methods of ``ours``, FSDP1's wrapper, go by the model that they get, and have torch's others too.
 
-    Calling it makes a wrapper of ours.
+    Torch's class calls them by its own name, which stands for ``ours``: programs ask ``type(model) is`` that.
+
+    Returns:
+        What undoes it.
     """
 
-    class Both(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, (torchs, ours))
+    def by_model(name: str, own: Any) -> Any:
+        theirs = getattr(torchs, name)
 
-        def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, (torchs, ours))
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            return ours(*args, **kwargs) if cls is both else super().__call__(*args, **kwargs)
-
-    def by_model(name: str) -> Any:
+        @functools.wraps(theirs if own is None else own)
         def method(*args: Any, **kwargs: Any) -> Any:
             given = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Module)]
             is_torchs = any(isinstance(each, torchs) for module in given for each in module.modules())
-            return getattr(torchs if is_torchs or not hasattr(ours, name) else ours, name)(*args, **kwargs)
+            return (theirs if is_torchs or own is None else own)(*args, **kwargs)
 
-        return staticmethod(functools.wraps(getattr(torchs, name))(method))
+        return staticmethod(method)
 
-    names = [name for each in torchs.__mro__ for name, value in vars(each).items() if isinstance(value, staticmethod)]
-    both = Both(ours.__name__, (ours,), {name: by_model(name) for name in names} | {"__module__": __name__})
-    return both
+    before = {name: vars(ours).get(name) for name, value in vars(torchs).items() if isinstance(value, staticmethod)}
+    for name, own in before.items():
+        setattr(ours, name, by_model(name, None if own is None else own.__func__))
+
+    def undo() -> None:
+        for name, own in before.items():
+            if own is None:
+                delattr(ours, name)
+            else:
+                setattr(ours, name, own)
+
+    return undo
 
 
 def beneath(torchs: Any, ours: type) -> type:

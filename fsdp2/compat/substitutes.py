@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from fsdp2.compat import bridges, memory_tracking
-from fsdp2.compat.names import FLAT_PARAM, HOME, IMPLEMENTATION, PUBLIC, STATES, WRAPPER, Counterpart
+from fsdp2.compat.names import FLAT_PARAM, HOME, IMPLEMENTATION, PUBLIC, STATES, Counterpart
 
 
 class Substitutes:
@@ -56,8 +56,8 @@ class Substitutes:
 
     def _bridge_fsdp1(self, everywhere: dict[str, Counterpart]) -> None:
         wrapper = everywhere["FullyShardedDataParallel"]
-        both = Counterpart(wrapper.name, wrapper.torchs, bridges.wrappers_of_both(wrapper.torchs, wrapper.ours))
-        self._put_instead([both], everywhere, (*bridges.STATE_DICTS, WRAPPER))
+        either = bridges.either(cast(type, wrapper.torchs), cast(type, wrapper.ours))
+        self._put_instead([Counterpart(wrapper.name, wrapper.torchs, either)], everywhere, bridges.STATE_DICTS)
         flat = [
             Counterpart(pair.name, pair.torchs, bridges.beneath(pair.torchs, cast(type, pair.ours)))
             for pair in (everywhere["FlatParameter"], everywhere["FlatParamHandle"])

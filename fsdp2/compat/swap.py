@@ -55,6 +55,8 @@ class Swap:
     def __init__(self, pairs: tuple[Counterpart, ...]) -> None:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
+        wrapper = next((pair for pair in pairs if pair.name == "FullyShardedDataParallel"), None)
+        self._undo = None if wrapper is None else bridges.serve_both(wrapper.torchs, wrapper.ours)
         self._later = AfterImport(
             (*bridges.PIPELINING, *bridges.STATE_DICTS, *bridges.LIGHTNING, memory_tracking.DEFINED_IN),
             self._replace_in,
@@ -89,6 +91,9 @@ class Swap:
             for name, torchs in self._substitutes.to_put_back(module):
                 setattr(module, name, torchs)
         self._substitutes = Substitutes(())
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
 
     def _warn_if_unused(self) -> None:
         """Say so if fsdp2 sharded nothing in this process: the program trains on something else, or elsewhere."""
