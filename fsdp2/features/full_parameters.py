@@ -13,7 +13,7 @@ them if its rows differ on any. What was only read thus counts as nothing, also 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -42,7 +42,7 @@ _NAME = "full_parameters()"
 
 @checked()
 def full_parameters(
-    module: nn.Module,
+    module: nn.Module | Sequence[nn.Module],
     *,
     recurse: bool = True,
     writeback: bool = True,
@@ -57,15 +57,15 @@ def full_parameters(
     sharded parameters are registered again, the very same objects. Those that no group owns are left alone.
 
     Collective: all ranks must enter and leave the block, outside of forward and backward. It may lie between a forward
-    and its backward, which goes on if nothing was written. One all-gather for each group, which all stay whole until
-    the end of the block: ``recurse=False``, unit by unit, takes less memory. A forward inside computes with the whole
-    parameters, and is refused where gradients are recorded, or where they are not whole on all ranks.
+    and its backward, which goes on if nothing was written. Small groups travel together, large ones alone, and all stay
+    whole until the end of the block: ``recurse=False``, unit by unit, takes less memory. A forward inside computes with
+    the whole parameters, and is refused where gradients are recorded, or where they are not whole on all ranks.
 
     If an exception leaves the block nothing is kept, and nothing communicated. A block inside of another one leaves
     alone what is whole already, and may ask for nothing that the outer one does not do, which decides what is kept.
 
     Args:
-        module: any; sharded itself, part of a sharded one, or containing several.
+        module: any; sharded itself, part of a sharded one, or containing several. Or a sequence of such.
         recurse: False: only the parameters of its own `fully_shard` call (none, if it was not called on it).
         writeback: keep this rank's rows of what the parameters are at the end, however they were written: in place, by
             ``.data``, or by another `nn.Parameter` of the same shape and dtype in their place; and their
@@ -88,7 +88,8 @@ def full_parameters(
             f"{_NAME} with rank0_only=True and writeback=True: what one rank writes is not sent to the others. Pass "
             "writeback=False to read on rank 0; leave rank0_only out, and write the same on all ranks, to write."
         )
-    return _full(module, recurse, _Options(writeback, rank0_only, offload_to_cpu, with_grads))
+    modules = [module] if isinstance(module, nn.Module) else module
+    return _full(modules, recurse, _Options(writeback, rank0_only, offload_to_cpu, with_grads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +161,15 @@ _Taken = dict[FSDPParamGroup, list[FSDPParam]]
 
 
 @contextmanager
-def _full(module: nn.Module, recurse: bool, options: _Options) -> Iterator[None]:
-    found = _params_below(module, recurse=recurse)
+def _full(modules: Sequence[nn.Module], recurse: bool, options: _Options) -> Iterator[None]:
+    found = _params_below(modules, recurse=recurse)
     error = _settle(found, options)
     _agree(found, options, error)
     taken = {group: [p for p in params if p not in _lent_of(group)] for group, params in found.items()}
     try:
         with torch.inference_mode(False), torch.no_grad():
-            for group, params in taken.items():
-                if params:
-                    _lend(group, params, options)
+            for batch in _batches(taken):
+                _lend(batch, options)
         yield
         if options.writeback:
             with torch.inference_mode(False), torch.no_grad():
@@ -185,14 +185,16 @@ def _lent_of(group: FSDPParamGroup) -> dict[FSDPParam, _Lent]:
 # ---- the beginning -------------------------------------------------------------------------------
 
 
-def _params_below(module: nn.Module, *, recurse: bool) -> _Taken:
-    """The sharded parameters that ``module`` or a module below it holds; not ``recurse``: of its own groups alone."""
-    state = state_of(module)
-    states = states_below(module) if recurse else [] if state is None else [state]
-    groups = [group for each in states for group in each.unit]
-    if recurse:  # of a part of a sharded module the state is above
-        groups += [owner.group for p in module.parameters() if (owner := _owner_of(p)) is not None]
-    below = set(module.modules())
+def _params_below(modules: Sequence[nn.Module], *, recurse: bool) -> _Taken:
+    """The sharded parameters that ``modules`` or those below hold; not ``recurse``: of their own groups alone."""
+    groups: list[FSDPParamGroup] = []
+    for module in modules:
+        state = state_of(module)
+        states = states_below(module) if recurse else [] if state is None else [state]
+        groups += [group for each in states for group in each.unit]
+        if recurse:  # of a part of a sharded module the state is above
+            groups += [owner.group for p in module.parameters() if (owner := _owner_of(p)) is not None]
+    below = {each for module in modules for each in module.modules()}
     taken = {g: [p for p in g.params if any(use in below for use, _ in p.uses)] for g in dict.fromkeys(groups)}
     return {group: params for group, params in taken.items() if params}
 
@@ -300,14 +302,39 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
         raise FSDPRuntimeError(f"the ranks differ in what {_NAME} is to gather. Difference:\n{difference}")
 
 
-def _lend(group: FSDPParamGroup, params: list[FSDPParam], options: _Options) -> None:
-    """Gather ``params``, and register whole ones. Collective over the mesh, of ``rank0_only`` over its first shards.
+_TOGETHER_BYTES = 64 << 10
+"""What arrives packed is in memory twice for a moment: so much of it, or one group."""
+
+
+def _batches(taken: _Taken) -> Iterator[_Taken]:
+    """Groups of one mesh that travel together: as many as take no more memory than the largest."""
+    sizes = {g: sum(p.sharding.partition.numel * p.dtype.itemsize for p in params) for g, params in taken.items()}
+    most = max([_TOGETHER_BYTES, *sizes.values()])
+    batch: _Taken = {}
+    for group, params in taken.items():
+        if not params:
+            continue
+        if batch and (
+            sum(map(sizes.__getitem__, batch)) + sizes[group] > most or next(iter(batch)).mesh.key != group.mesh.key
+        ):
+            yield batch
+            batch = {}
+        batch[group] = params
+    if batch:
+        yield batch
+
+
+def _lend(batch: _Taken, options: _Options) -> None:
+    """Gather parameters of one mesh, and register whole ones. Collective over it, of ``rank0_only`` over its first
+    shards.
 
     Stream: the current one.
     """
-    mesh = group.mesh
-    loan = group.loan if isinstance(group.loan, _Loan) else _Loan(group)
-    group.loan = loan  # before anything is registered, so that an exception is cleaned up after
+    mesh = next(iter(batch)).mesh
+    for group in batch:
+        if not isinstance(group.loan, _Loan):
+            group.loan = _Loan(group)  # before anything is registered, so that an exception is cleaned up after
+    params = [param for each in batch.values() for param in each]
     trained = [param for param in params if options.with_grads and param.sharded.grad is not None]
     locals_ = [param.local for param in params] + [_torch.local_of(p.sharded.grad) for p in trained]  # type: ignore[arg-type]
     partitions = [param.sharding.partition for param in (*params, *trained)]
@@ -320,7 +347,7 @@ def _lend(group: FSDPParamGroup, params: list[FSDPParam], options: _Options) -> 
     gradients = dict(zip(trained, wholes[len(params) :], strict=False))
     for index, param in enumerate(params):
         whole = _whole_parameter(param, wholes[index], gradients.get(param)) if wholes else None
-        loan.lent[param] = _Lent(whole, options, _version(param))
+        _lent_of(param.group)[param] = _Lent(whole, options, _version(param))
         if whole is not None:
             for mapping, name in param.registrations:
                 mapping[name] = whole

@@ -1,6 +1,6 @@
 """Whole tensors from this rank's shards, of many tensors at once: for what happens rarely, outside any plan.
 
-One all-gather brings them. Unlike the engine's gathers it keeps no buffer and copies everything.
+One exchange brings them: large ones whose rows are dealt out evenly arrive where they stay, the others as packed bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, Region, align, byte_start
+from fsdp2.core.gather import Transfer
+from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import Link
 from fsdp2.core.sharding import Partition, Sharding, place_rows
+from fsdp2.core.streams import device_for
 from fsdp2.core.transport import transport_of
 
 
@@ -40,7 +42,7 @@ class Part(NamedTuple):
 def whole_tensors(
     parts: Sequence[Part], mesh: DataParallelMesh, *, device: torch.device | None = None, only_first: bool = False
 ) -> list[torch.Tensor]:
-    """The whole of every tensor, in the dtype of its part. One all-gather of everything, as bytes.
+    """The whole of every tensor, in the dtype of its part, in memory of its own. One exchange of everything.
 
     Collective: all ranks that ``mesh`` shards over must call it, with parts of the same tensors.
 
@@ -53,43 +55,95 @@ def whole_tensors(
     """
     if mesh.shard_size == 1:
         return [part.local.to(device or part.local.device, copy=True) for part in parts]
-    rooms = [part.room(mesh.shard_size) for part in parts]
-    offsets, end = _offsets(parts, rooms, mesh.shard_size)
+    if only_first:
+        return _on_first(parts, mesh, device)
+    wholes: dict[int, torch.Tensor] = {}
+    members: list[Transfer] = []
+    for index, part in enumerate(parts):
+        if _arrives_in_place(part, mesh.shard_size):
+            wholes[index] = _empty(part, mesh.device)
+            members.append((wholes[index].view(-1), part.local.to(mesh.device).contiguous().view(-1)))
+    packed = [part for index, part in enumerate(parts) if index not in wholes]
+    sent, offsets = _pack(packed, mesh)
+    received = sent.new_empty(mesh.shard_size * sent.numel())
+    if packed:
+        members.append((received, sent))
+    works: list[Any] | None = None if device_for(mesh.device).has_streams else []
+    transport_of(mesh.shard_group, mesh.device).all_gather(members, works)
+    for work in works or ():
+        work.wait()
+    unpacked = iter(_unpack(packed, received, offsets, mesh, device))
+    return [
+        wholes[index].to(device or part.local.device) if index in wholes else next(unpacked)
+        for index, part in enumerate(parts)
+    ]
+
+
+def _on_first(parts: Sequence[Part], mesh: DataParallelMesh, device: torch.device | None) -> list[torch.Tensor]:
+    sent, offsets = _pack(parts, mesh)
+    received = sent.new_empty(mesh.shard_size * sent.numel() if mesh.shard_rank == 0 else 0)
+    into = list(received.view(mesh.shard_size, -1).unbind()) if mesh.shard_rank == 0 else None
+    dist.gather(sent, into, group=mesh.shard_group, group_dst=0)
+    return [] if into is None else _unpack(parts, received, offsets, mesh, device)
+
+
+def _arrives_in_place(part: Part, world_size: int) -> bool:
+    """Whether it is worth a transfer of its own, and what the ranks send is, one after the other, the whole."""
+    partition = part.partition
+    return (
+        partition.numel * part.local.element_size() >= DIRECT_THRESHOLD_BYTES
+        and partition.arrives_in_order
+        and partition.owner is None
+        and not partition.order
+        and partition.rows(world_size) * world_size == partition.size
+    )
+
+
+def _empty(part: Part, device: torch.device | None = None) -> torch.Tensor:
+    """Memory for the whole."""
+    partition, local = part.partition, part.local
+    stride = partition.stride(partition.shape)
+    return torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=device or local.device)
+
+
+def _pack(parts: Sequence[Part], mesh: DataParallelMesh) -> tuple[torch.Tensor, list[int]]:
+    """What this rank sends, as bytes, and where each part begins in it."""
+    offsets, end = _offsets(parts, mesh.shard_size)
     sent = torch.zeros(end, dtype=torch.uint8, device=mesh.device)
     for part, offset in zip(parts, offsets, strict=True):
         local = part.local
         lies = _slots(sent, offset, local.numel(), local.dtype)
         lies.as_strided(local.shape, part.partition.stride(local.shape), lies.storage_offset()).copy_(local)
-    if only_first:
-        received = sent.new_empty(mesh.shard_size * end if mesh.shard_rank == 0 else 0)
-        into = list(received.view(mesh.shard_size, end).unbind()) if mesh.shard_rank == 0 else None
-        dist.gather(sent, into, group=mesh.shard_group, group_dst=0)
-        if into is None:
-            return []
-    else:
-        received = sent.new_empty(mesh.shard_size * end)
-        transport_of(mesh.shard_group, mesh.device).all_gather([(received, sent)], None)
-    of_ranks = received.view(mesh.shard_size, end)
+    return sent, offsets
+
+
+def _unpack(
+    parts: Sequence[Part],
+    received: torch.Tensor,
+    offsets: Sequence[int],
+    mesh: DataParallelMesh,
+    device: torch.device | None,
+) -> list[torch.Tensor]:
+    """The wholes, from what all ranks have sent, one after the other."""
+    of_ranks = received.view(mesh.shard_size, -1)
     return [
-        _placed(part, _slots(of_ranks, offset, room, part.local.dtype), mesh.shard_size, device or part.local.device)
-        for part, room, offset in zip(parts, rooms, offsets, strict=True)
+        _placed(part, _slots(of_ranks, offset, part.room(mesh.shard_size), part.local.dtype), mesh.shard_size, device)
+        for part, offset in zip(parts, offsets, strict=True)
     ]
 
 
-def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:
-    """The whole, in memory of its own on ``device``, from (world_size, n) of all ranks."""
-    partition, local = part.partition, part.local
-    stride = partition.stride(partition.shape)
-    whole = torch.empty_strided(partition.shape, stride, dtype=local.dtype, device=device)
-    if whole.numel():
-        senders = of_ranks if partition.owner is None else of_ranks[partition.owner : partition.owner + 1]
-        whole.copy_(place_rows(senders, partition, partition.rows(world_size)))
-    return whole
+def _placed(part: Part, of_ranks: torch.Tensor, world_size: int, device: torch.device | None) -> torch.Tensor:
+    """The whole, in memory of its own, on ``device`` or where its part is, from (world_size, n) of all ranks."""
+    partition, whole = part.partition, _empty(part, device)
+    if not whole.numel():
+        return whole
+    senders = of_ranks if partition.owner is None else of_ranks[partition.owner : partition.owner + 1]
+    return whole.copy_(place_rows(senders, partition, partition.rows(world_size)))
 
 
-def _offsets(parts: Sequence[Part], rooms: Sequence[int], world_size: int) -> tuple[list[int], int]:
+def _offsets(parts: Sequence[Part], world_size: int) -> tuple[list[int], int]:
     """Where each part begins in what its rank sends, and the length of that, in bytes; owned ones are at the end."""
-    sizes = [room * part.local.element_size() for part, room in zip(parts, rooms, strict=True)]
+    sizes = [part.room(world_size) * part.local.element_size() for part in parts]
     owners = [part.partition.owner for part in parts]
     region = Region.build(owners, sizes, world_size=world_size, alignment=PACKED_ALIGNMENT_BYTES)
     offsets, end = [0] * len(parts), 0

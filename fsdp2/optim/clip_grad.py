@@ -31,7 +31,7 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,9 +92,7 @@ def clip_grad_norm_(
         FSDPRuntimeError: the norm is not finite, with ``error_if_nonfinite``. Nothing is scaled then.
     """
     every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
-    with _torch.plain_attributes():
-        gradients = [each.grad for each in every]
-    slots = _Slots.of(every, gradients)
+    slots = _Slots.of_parameters(every)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
     _scale(slots.groups(), max_norm, total, foreach)
     if slots.written_unseen:
@@ -197,6 +195,22 @@ def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
     return groups
 
 
+class _Alike(NamedTuple):
+    """What is known of parameters that are all spread alike: fields as of `_Slots`, and of its one slot."""
+
+    spread: ReductionGroups
+    device: torch.device
+    dtype: torch.dtype
+
+    def slots(self, slices: list[torch.Tensor], below: list[torch.Tensor]) -> _Slots:
+        """Their gradients, whose local tensors are ``below``, and which lie on ``slices``."""
+        found = _Slots(())
+        groups = _by_device_and_dtype(slices) if slices else {}
+        found.slots = [_Slot(self.spread, [*below], slices, groups)]
+        found.device, found.dtype, found.written_unseen = self.device, self.dtype, tuple(below)
+        return found
+
+
 @dataclass(slots=True)
 class _Slot:
     """The local gradients of one spread: their powers are one number.
@@ -233,14 +247,34 @@ class _Slots:
         self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> _Slots:
+    def of_parameters(cls, parameters: Sequence[torch.Tensor]) -> _Slots:
+        """`of` their gradients. Where all are as they were delivered, what was found out before is so still."""
+        delivered = delivered_of(parameters)
+        slices = None if delivered is None else delivered.slices()
+        with _torch.plain_attributes():
+            if delivered is not None and slices is not None and isinstance(delivered.known, _Alike):
+                return delivered.known.slots(slices, delivered.locals())
+            self = cls.of(parameters, [each.grad for each in parameters], slices)
+        if delivered is not None and self.written_unseen and self.device is not None:
+            delivered.known = _Alike(self.slots[0].spread, self.device, self.dtype)
+        return self
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        slices: list[torch.Tensor] | None = None,
+    ) -> _Slots:
         """Sort the local tensors of ``gradients``, None where there is none, by the spread of ``tensors``.
+
+        ``slices``: what the gradients lie on, if they are as they were delivered.
 
         Raises:
             FSDPValueError: a gradient is spread otherwise than its tensor (`reduction_groups_of`), or has no norm yet.
         """
         self = cls(tensors)
-        if not self._take_alike(tensors, gradients):
+        if not self._take_alike(tensors, gradients, slices):
             self._widen_for(tensors)
             for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):
                 slot = self._slot_of(tensor, tensor, index)
@@ -255,7 +289,12 @@ class _Slots:
             each.groups = _by_device_and_dtype(each.gradients)
         return self
 
-    def _take_alike(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+    def _take_alike(
+        self,
+        tensors: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+        slices: list[torch.Tensor] | None,
+    ) -> bool:
         """Take all at once, in loops of C: the usual case, where all are spread alike, and have gradients like them.
 
         Returns:
@@ -275,8 +314,6 @@ class _Slots:
             return False
         self._widen_for([tensors[index] for index in examples])
         slots[0].of_each = [*below]
-        delivered = None if tensors is gradients else delivered_of(tensors)
-        slices = None if delivered is None else delivered.slices()
         slots[0].gradients = list(filter(torch.Tensor.numel, below)) if slices is None else slices
         self.written_unseen = () if slices is None else tuple(below)
         return True

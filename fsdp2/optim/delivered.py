@@ -96,7 +96,13 @@ def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 class Delivered:
-    """Parameters, and where their gradients are delivered; good as long as they are the same, laid out as they were."""
+    """Parameters, and where their gradients are delivered; good as long as they are the same, laid out as they were.
+
+    Attributes:
+        known: what its user has found out about parameters that does not change before that does.
+    """
+
+    known: object = None
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = tuple(params)
@@ -132,6 +138,11 @@ class Delivered:
         with _torch.plain_attributes():
             found = [together.slices() for together in self._together]
         return None if any(each is None for each in found) else [part for each in found if each for part in each]
+
+    def locals(self) -> list[torch.Tensor]:
+        """The local tensors of all gradients, those of one buffer after those of another. After `slices`."""
+        params = [each for together in self._together for each in together.params]
+        return list(map(_torch.local_of, map(_gradient_of, params)))
 
 
 def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:

@@ -353,3 +353,53 @@ def test_parameters_that_share_a_step_count_for_themselves_afterwards(world_size
     optimizers[1].load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(other, optimizers[1], state))
     train(other, optimizers[1], 2, 1)
     assert step == 2 and [entry["step"].item() for entry in optimizers[1].state.values()] == [3.0] * len(state["state"])
+
+
+class _SavesTwice(nn.Module):
+    """Asks for a part's state dict in the middle of its own, as programs do that keep an average of the weights."""
+
+    def __init__(self, part: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.others = [other]  # no submodule
+        self.bias = nn.Parameter(torch.ones(3))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().state_dict(*args, **kwargs)
+        for key, value in self.others[0].state_dict().items():
+            found[f"other.{key}"] = value
+        for key, value in self.part.state_dict().items():
+            found[f"again.{key}"] = value
+        return found
+
+
+@multi_rank(2)
+def test_state_dicts_inside_of_a_state_dict() -> None:
+    """Units are gathered together for one call; what was gathered already, or lies elsewhere, by itself."""
+    part, other = wrapped(seed=1), wrapped(seed=2)
+    model = FullyShardedDataParallel(_SavesTwice(part, other), device_id=CPU)
+    found = model.state_dict()
+    for prefix, seed in (("part.", 1), ("again.", 1), ("other.", 2)):
+        for name, expected in UNEVEN_MLP.build(seed).state_dict().items():
+            assert torch.equal(found[f"{prefix}{name}"], expected), (prefix, name)
+    assert not any(isinstance(value, DTensor) for value in found.values())
+
+
+@multi_rank(2)
+def test_a_state_dict_after_one_that_failed() -> None:
+    """What was gathered for the one that failed is not taken for another: the weights have changed since."""
+    model = wrapped()
+
+    def fail(*args: Any) -> None:
+        raise OSError("disk full")
+
+    handle = model.module.register_state_dict_post_hook(fail)
+    with pytest.raises(OSError, match="disk full"):
+        model.state_dict()
+    handle.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    found = model.state_dict()
+    for name, expected in UNEVEN_MLP.build(0).state_dict().items():
+        assert torch.equal(found[name], expected + 1), name

@@ -1,12 +1,14 @@
 """The state dicts of a wrapped module: hooks that change what the module's own ``state_dict`` holds, and how it loads.
 
 A wrapper's hook handles the parameters of its own unit: those of nested wrappers were handled by theirs, which ran
-before. So one unit's whole parameters are gathered at a time.
+before. Whole parameters are gathered for all of them at once, by the first that asks: a state dict keeps them anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -97,16 +99,63 @@ def after_state_dict(
 def _whole_parameters(wrapper: Any, *, offload: bool, first_only: bool) -> dict[str, torch.Tensor]:
     """The sharded parameters of the wrapper's unit, whole (of tensor parallelism, DTensors of that), in own memory.
 
-    One all-gather. With ``first_only`` the other ranks get nothing. Collective.
+    With ``first_only`` the other ranks get nothing. Collective.
     """
-    sharded = {name for name, each in wrapper.own_parameters().items() if isinstance(each, DTensor)}
-    if not sharded:
-        return {}
-    with fsdp2.full_parameters(
-        wrapper.module, recurse=False, writeback=False, rank0_only=first_only, offload_to_cpu=offload
-    ):
-        own = wrapper.own_parameters()
-        return {name: own[name].detach() for name in sharded}
+    gathering = _GATHERING.get()
+    if gathering is None:  # a part of the tree, whose state_dict() was not called
+        gathering = _Gathering([wrapper])
+    return gathering.of(wrapper, offload=offload, first_only=first_only)
+
+
+class _Gathering:
+    """Whole parameters for one call of ``state_dict()``: the first unit that asks gathers those of all like it.
+
+    Args:
+        units: the wrappers whose hooks are going to ask.
+    """
+
+    def __init__(self, units: Iterable[Any]) -> None:
+        self._waiting = list(units)
+        self._found: dict[Any, dict[str, torch.Tensor]] = {}
+
+    def of(self, unit: Any, *, offload: bool, first_only: bool) -> dict[str, torch.Tensor]:
+        """Those of ``unit``, by all of their names there. Each unit once. Collective."""
+        if unit not in self._found:
+            self._gather(unit, offload=offload, first_only=first_only)
+        return self._found.pop(unit)
+
+    def _gather(self, unit: Any, *, offload: bool, first_only: bool) -> None:
+        of_unit = (unit.settings, unit.is_sharded)
+        alike = [each for each in self._waiting if (each.settings, each.is_sharded) == of_unit]
+        if unit not in alike:  # it was asked for before, or is none of those below
+            alike = [unit]
+        self._waiting = [each for each in self._waiting if each not in alike]
+        own = {each: each.own_parameters().items() for each in alike}
+        sharded = {each: [name for name, p in items if isinstance(p, DTensor)] for each, items in own.items()}
+        modules = [each.module for each, names in sharded.items() if names]
+        with fsdp2.full_parameters(
+            modules, recurse=False, writeback=False, rank0_only=first_only, offload_to_cpu=offload
+        ):
+            for each, names in sharded.items():
+                whole_ones = each.own_parameters() if names else {}
+                self._found[each] = {name: whole_ones[name].detach() for name in names}
+
+
+_GATHERING: ContextVar[_Gathering | None] = ContextVar("_GATHERING", default=None)
+
+
+@contextmanager
+def gathering_below(wrapper: Any) -> Iterator[None]:
+    """A call of ``wrapper.state_dict()``: the hooks of all wrappers below run inside, the innermost first."""
+    is_whole = wrapper.settings.state_dict_type is StateDictType.FULL_STATE_DICT or not wrapper.is_sharded
+    if not is_whole or _GATHERING.get() is not None:
+        yield
+        return
+    token = _GATHERING.set(_Gathering(type(wrapper).fsdp_modules(wrapper)))
+    try:
+        yield
+    finally:
+        _GATHERING.reset(token)
 
 
 def _first_names(wrapper: Any, inner: str) -> dict[str, str]:

@@ -25,12 +25,12 @@ def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """From torch 2.13 on the older name warns."""
-_TOGETHER_BYTES = 32 * 2**20
-"""Of whole tensors that are gathered by one collective; one that is larger travels alone."""
+_TOGETHER_BYTES = 64 * 2**10
+"""Of whole tensors that are gathered by one collective, and are in memory twice for a moment."""
 
 
 def wholes(tensors: Sequence[torch.Tensor], *, offload: bool) -> list[torch.Tensor]:
-    """`whole` of each. Tensors that are cut alike along dim 0 travel together. Collective."""
+    """`whole` of each. Small tensors that are cut alike along dim 0 travel together, large ones alone. Collective."""
     found: dict[int, torch.Tensor] = {}
     together: dict[int, DTensor] = {}
     nbytes = 0
@@ -39,6 +39,9 @@ def wholes(tensors: Sequence[torch.Tensor], *, offload: bool) -> list[torch.Tens
             found[index] = whole(tensor, offload=offload)
             continue
         size = tensor.numel() * tensor.element_size()
+        if size > _TOGETHER_BYTES and tensor.shape[0] % tensor.device_mesh.size(-1) == 0:
+            found[index] = _gathered_in_place(tensor, offload)
+            continue
         first = next(iter(together.values()), tensor)
         if nbytes + size > _TOGETHER_BYTES or not _lie_alike(first, tensor):
             found |= _gathered_together(together, offload)
@@ -64,6 +67,14 @@ def _is_cut_in_rows(tensor: DTensor) -> bool:
 def _lie_alike(first: DTensor, other: DTensor) -> bool:
     mine, theirs = ((each.device_mesh, each.placements, each.dtype) for each in (first, other))
     return mine == theirs
+
+
+def _gathered_in_place(tensor: DTensor, offload: bool) -> torch.Tensor:
+    """The whole of a tensor of which all ranks have as many rows: it arrives where it stays. Collective."""
+    mesh, local = tensor.device_mesh, tensor.to_local().detach()
+    found = local.new_empty(tensor.shape, device=torch.device(mesh.device_type))
+    all_gather(found.view(-1), local.to(found.device).view(-1), mesh.get_group(mesh.ndim - 1))
+    return found.to(torch.device("cpu") if offload else local.device)
 
 
 def _gathered_together(together: dict[int, DTensor], offload: bool) -> dict[int, torch.Tensor]:

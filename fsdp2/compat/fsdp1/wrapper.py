@@ -403,6 +403,11 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- state dicts
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `state_dict_type` says. Collective, unless that is SHARDED."""
+        with state_dicts.gathering_below(self):
+            return super().state_dict(*args, **kwargs)
+
     @property
     def ranks(self) -> whole.Ranks:
         """All that hold a part of the model; of these, the first is the one that ``rank0_only`` means."""

@@ -191,11 +191,12 @@ def test_others_than_the_first_rank_receive_nothing() -> None:
         patch.setattr(dist, "gather", counted)
         with full_parameters(model, writeback=False, rank0_only=True):
             pass
-    assert received == [4 if dist.get_rank() == 0 else 0] * 3
+    assert received == [4 if dist.get_rank() == 0 else 0]
 
 
 @multi_rank(2)
-def test_one_gather_for_each_group() -> None:
+def test_small_groups_travel_together() -> None:
+    """As many as take no more memory than the largest, and whatever is outside of the block not again."""
     model = shard(TRANSFORMER)
     loss_on(TRANSFORMER, model).backward()
     gathers: list[int] = []
@@ -209,9 +210,45 @@ def test_one_gather_for_each_group() -> None:
 
         patch.setattr(file, "whole_tensors", counted)
         with full_parameters(model, with_grads=True):
-            assert gathers == [6, 14, 14, 14]
+            assert gathers == [6 + 14, 14, 14]
             with full_parameters(model.blocks[1], with_grads=True), full_parameters(model, writeback=False):
-                assert len(gathers) == 4
+                assert len(gathers) == 3
+        gathers.clear()
+        patch.setattr(file, "_TOGETHER_BYTES", 0)
+        with full_parameters(list(model.blocks), recurse=False):
+            assert gathers == [7, 7, 7]
+
+
+class _Large(nn.Module):
+    """Parameters of 1 MiB and more: even, uneven, transposed, of no dims; and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.randn(512, 513))
+        self.uneven = nn.Parameter(torch.randn(513, 512))
+        self.transposed = nn.Parameter(torch.randn(520, 512).t())
+        self.narrow = nn.Parameter(torch.randn(1024, 512, dtype=torch.bfloat16))
+        self.scalar = nn.Parameter(torch.tensor(3.0))
+        self.small = nn.Parameter(torch.randn(5, 3))
+
+
+@multi_rank(2, 4)
+def test_large_parameters_arrive_where_they_stay() -> None:
+    torch.manual_seed(7)
+    model = _Large()
+    plain = {name: each.detach().clone() for name, each in model.named_parameters()}
+    fully_shard(model)
+    with full_parameters(model, writeback=False):
+        found = {name: each.detach() for name, each in model.named_parameters()}
+        assert_same("parameters", found, plain)
+        own = {each.untyped_storage().data_ptr() for each in found.values()}
+        assert len(own) == len(found), "each has memory of its own"
+        for each in found.values():
+            assert each.untyped_storage().nbytes() == each.numel() * each.element_size()
+    with full_parameters(model):
+        model.even.data.add_(1)
+    with full_parameters(model, writeback=False, offload_to_cpu=True):
+        assert_same("parameters", {"even": model.even.detach()}, {"even": plain["even"] + 1})
 
 
 @multi_rank(2)
