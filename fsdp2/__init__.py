@@ -35,6 +35,7 @@ from fsdp2.features.full_parameters import full_parameters
 from fsdp2.features.owned import Owned, balanced_owners
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
+from fsdp2.features.watchdog import flight_record, set_watchdog
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -85,6 +86,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "compile_report",
     "disable_fsdp_module_new_init",
+    "flight_record",
     "full_parameters",
     "fully_shard",
     "get_cls_to_fsdp_cls",
@@ -94,6 +96,7 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "set_graph_capture",
+    "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
     "unwrap",

@@ -43,6 +43,7 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 # The functions as torch defines them, and the methods of process groups that they end in.
 _FUNCTIONS = vars(dist)
 _ORIGINALS = (getattr(dist, _ALL_GATHER), getattr(dist, _REDUCE_SCATTER))
+_ALL_REDUCE = dist.all_reduce
 _ALL_GATHER_METHOD = "all_gather_single" if _ALL_GATHER == "all_gather_single" else "_allgather_base"
 _REDUCE_SCATTER_METHOD = (
     "reduce_scatter_single" if _REDUCE_SCATTER == "reduce_scatter_single" else "_reduce_scatter_base"
@@ -560,6 +561,23 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return group._get_backend(device).name().lower() if _has_backend(group, device) else ""
 
 
+def backend_names(group: dist.ProcessGroup | None) -> list[str]:
+    """Those of all devices that ``group`` serves."""
+    if type(group) is not dist.ProcessGroup:
+        return []
+    return [group._get_backend(each).name().lower() for each in group._device_types]
+
+
+def knows_group(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed knows ``group``: it was not destroyed."""
+    return group in dist.distributed_c10d._world.pg_group_ranks
+
+
+def own_store(prefix: str) -> Any:
+    """What all ranks of the default process group share, over a connection of its own, with keys of its own."""
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
 def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``group`` is one in C++, with a backend for ``device``."""
     return type(group) is dist.ProcessGroup and device.type in [each.type for each in group._device_types]
@@ -578,6 +596,11 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 def gathers_are_patched() -> bool:
     """Whether a program has put something in the place of the function that gathers."""
     return _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0]
+
+
+def all_reduces_are_patched() -> bool:
+    """The same of the one that reduces in place."""
+    return dist.all_reduce is not _ALL_REDUCE
 
 
 def reduce_scatters_are_patched() -> bool:

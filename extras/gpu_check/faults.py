@@ -18,7 +18,7 @@ from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import FSDPCommContext, StreamDevice, Wait
 from fsdp2.core.transport import Native
-from fsdp2.features.gloo_p2p import PeerToPeer, _Exchange
+from fsdp2.features.gloo_p2p import Exchange, PeerToPeer
 from fsdp2.features.memory_pool import MemoryPool
 from tests.harness.jitter import fill_with_garbage
 from tests.harness.recording.recorder import RecordingDevice
@@ -68,20 +68,16 @@ def planted(name: str) -> AbstractContextManager[Any]:
 @contextmanager
 def _early_reads() -> Iterator[None]:
     """what is received is read too early."""
-    receive, wait = _Exchange.receive, _Exchange.wait
-    parts: dict[int, list[torch.Tensor]] = {}
+    wait = Exchange.wait
 
-    def received(self: _Exchange, part: torch.Tensor, source: int) -> None:
-        parts.setdefault(id(self), []).append(part)
-        receive(self, part, source)
-
-    def waited(self: _Exchange) -> bool:
+    def waited(self: Exchange) -> bool:
+        parts = [message.part for message in self.pending() if message.arrives]
         done = wait(self)
-        for part in parts.pop(id(self), ()):  # as if nothing had arrived; gloo itself must not write later
+        for part in parts:  # as if nothing had arrived; gloo itself must not write later
             fill_with_garbage(part)
         return done
 
-    with mock.patch.object(_Exchange, "receive", received), mock.patch.object(_Exchange, "wait", waited):
+    with mock.patch.object(Exchange, "wait", waited):
         yield
 
 

@@ -18,14 +18,19 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import RootSettings, described
 from fsdp2.core.param import FSDPParam, fsdp_param_of
+from fsdp2.core.places import label
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.root import FSDPRoot
-from fsdp2.core.transport import is_alone
+from fsdp2.core.transport import is_alone, of_backend
 from fsdp2.errors import FSDPRuntimeError
 
 
-def disagreement(description: str, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def disagreement(
+    description: str, group: dist.ProcessGroup | None, device: torch.device, what: str = "what the ranks are to do"
+) -> str | None:
     """None if every rank of ``group`` passes the same ``description``, else how they differ.
+
+    ``what`` they compare, for messages where other ranks do something else.
 
     Collective, and seen by no patched function or dispatch mode; the second exchange takes place only on disagreement,
     and then on all ranks.
@@ -36,7 +41,9 @@ def disagreement(description: str, group: dist.ProcessGroup | None, device: torc
     with _torch.unobserved():  # real numbers, also while tensors are fake
         mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
         everyone = mine.new_empty(world_size)
-        _torch.gather_unobserved(everyone, mine, group)
+        transport = of_backend(group, device)
+        transport.label = label(f"the comparison of {what}")
+        transport.compare(everyone, mine)
         agree = len(set(everyone.tolist())) == 1
     if agree:
         return None
@@ -147,7 +154,9 @@ def _names(prefetch: Any) -> str | None:
     return str([getattr(group, "name", "another group") for unit in prefetch for group in unit])
 
 
-def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh, settings: tuple[str, ...]) -> None:
+def refuse_disagreement(
+    root_name: str, groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh, settings: tuple[str, ...]
+) -> None:
     """The ranks that communicate have the same plans and settings. Collective over each mesh that ``groups`` are on.
 
     Raises:
@@ -160,7 +169,7 @@ def refuse_disagreement(groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh
         plans = [f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == key]
         description = "\n".join([*plans, *settings])
         for process_group in (each.shard_group, each.replicate_group):
-            difference = disagreement(description, process_group, each.device)
+            difference = disagreement(description, process_group, each.device, f"the plans of {root_name}")
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "

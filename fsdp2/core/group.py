@@ -18,6 +18,7 @@ from fsdp2.core.gather import Gather, GroupStorage, Transfer
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
+from fsdp2.core.places import UNNAMED, label
 from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
@@ -41,6 +42,7 @@ class Unsharding(CommHandle):
 
     def __init__(self, gather: Gather, *, resumes: bool, user_initiated: bool) -> None:
         self.works, self.event = [], None
+        self.label = UNNAMED
         self.gather = gather
         self.resumes = resumes
         self.user_initiated = user_initiated
@@ -172,15 +174,20 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
+        self.reducer.name = self.name
         self.reducer.lay_out(self.params)
         self._bind_transports()
         self.is_prepared = True
 
     def _bind_transports(self) -> None:
         custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
-        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom)
+        sent = str([f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers])
+        what = label(f"the all-gather of '{self.name}'", sent)
+        self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom, label=what)
         if post_forward is not None:
-            self._transport_among_neighbours = transport_of(post_forward.mesh.shard_group, self.mesh.device, custom)
+            what = label(f"the all-gather of '{self.name}' from fewer ranks", sent)
+            group = post_forward.mesh.shard_group
+            self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
 
     def refuse_settings(self, settings: GroupSettings) -> None:
         """Refuse what this group cannot do, or not now.
@@ -488,6 +495,7 @@ class FSDPParamGroup:
             works = unsharding.works if as_works else None
             user_waits = unsharding.user_initiated or self.settings.gathers_on_compute
             transport = self._transport if not unsharding.resumes else self._transport_among_neighbours
+            unsharding.label = transport.label
             transport.all_gather(members, works, user_waits)
             unsharding.is_issuing = False
             if not as_works:
@@ -570,6 +578,8 @@ class FSDPParamGroup:
         self._left_to_do = None
         assert self.comm is not None, "resharding follows unsharding"
         unsharding = self._unsharding
+        if unsharding is not None and unsharding.leave_failed_works():
+            unsharding.is_issuing = True
         if unsharding is not None and unsharding.is_issuing:
             unsharding.wait_for_works()
         elif unsharding is not None:

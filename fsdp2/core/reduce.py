@@ -24,9 +24,10 @@ from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_thr
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
+from fsdp2.core.places import label
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
-from fsdp2.core.transport import HOOKED, Alone, Transport, transport_of
+from fsdp2.core.transport import HOOKED, Alone, Transport, among, is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 _LARGE_DIVISOR = 1024.0
@@ -64,6 +65,7 @@ class GradientReducer:
     """Reduces the gradients of one group.
 
     Attributes:
+        name: of the group, for messages.
         settings: what users have set on the group.
         is_last: the backward that runs is the last of its step: what has added up on the host comes back.
         accumulated: unsharded gradients of earlier backwards wait for a reduction.
@@ -78,6 +80,7 @@ class GradientReducer:
     owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
     def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
+        self.name = ""
         self.settings = DEFAULT
         self.is_last = True
         # What has been issued and not been delivered; it may still be on its way.
@@ -139,6 +142,13 @@ class GradientReducer:
         if self.settings.zeros_for_unused:
             self.refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
+        # By what is set on each rank, sizes and scales may come to differ.
+        sent = [f"{each.dtype} {each.layout.numel}" for each in self.buckets]
+        self._transport.label = label(f"the reduction of '{self.name}'", f"{sent} {self._scalings}")
+        replicas = self._mesh.replicate_group
+        if replicas is not None and not is_alone(replicas):
+            over = self._transport.among_replicas = among(replicas, self._mesh.device)
+            over.label = label(f"the all-reduce of '{self.name}'", f"{sent} {self._scalings}")
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
@@ -295,6 +305,7 @@ class GradientReducer:
         if comm.device.has_streams:
             comm.reduces_follow_compute()
         pending = PendingReduce(comm.device.has_streams)
+        pending.label = self._transport.label
         pending.steps = self._steps(taken, comm, pending)
         del taken
         comm.add_pending(pending)

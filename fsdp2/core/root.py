@@ -18,6 +18,7 @@ from fsdp2.core.buffers import ALLOCATOR
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
+from fsdp2.core.places import PLACE
 from fsdp2.core.ports import Port
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.schedule import ExecutionOrder
@@ -208,6 +209,9 @@ class FSDPRoot:
             self.comm.pool_memory(settings.pools_memory)
         self.shared: Unit = tuple(group for group in groups if group.is_shared)
         self.is_disturbed = False
+        self._restarts = PLACE.restarts
+        passes = ("forward of", "after the forward of", "backward of", "after the backward of")
+        self._phases = [f"{each} {self.name}" for each in passes]
         self.holds_graph = False
         self.hidden: tuple[FSDPParamGroup, ...] = ()
         self._resting: tuple[FSDPParamGroup, ...] = ()
@@ -224,6 +228,8 @@ class FSDPRoot:
         """The root's forward begins, outside of any backward."""
         self.comm.refuse_unfinished_handle("a forward")
         self.iteration.in_forward = True
+        PLACE.step += 1
+        PLACE.phase = self._phases[0]
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         if self.comm.device.has_streams and not self.comm.begin_forward():  # a captured stream must come back
             last = [group.reducer.last_stream(self.comm) for group in self.groups]
@@ -296,6 +302,7 @@ class FSDPRoot:
         """
         self._end_rounds()
         self.iteration.in_forward = False
+        PLACE.phase = self._phases[1]
         self._forward_order.end()
         self._evaluation_order.end()
         self._evaluation_order.commit()
@@ -323,6 +330,7 @@ class FSDPRoot:
         if not self.iteration.in_backward:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
+            PLACE.phase = self._phases[2]
             self.iteration.creates_graph = torch.is_grad_enabled()
             is_last = self.settings.is_last_backward or self.settings.finalizes_manually
             for group in self.groups:
@@ -464,6 +472,7 @@ class FSDPRoot:
             if self.comm.gather_arena is not ALLOCATOR:
                 self.comm.end_step()
         self.comm.let_host_write_shards()
+        PLACE.phase = self._phases[3]
         self._hold_graph(self.holds_graph)
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
@@ -540,7 +549,13 @@ class FSDPRoot:
         A backward has failed if it began, and neither ended nor is running now.
         """
         in_backward = self.iteration.in_backward and not _torch.backward_is_running()
-        if in_backward or self.comm.was_interrupted:
+        if self._restarts != PLACE.restarts:
+            # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
+            self._restarts = PLACE.restarts
+            self.reset(warns=True)
+            for order in (self._forward_order, self._evaluation_order, self._backward_order):
+                order.forget()
+        elif in_backward or self.comm.was_interrupted:
             self.reset(warns=True)
         elif self.iteration.failed:
             self._leave_failed_forward()

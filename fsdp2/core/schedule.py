@@ -61,6 +61,11 @@ class ExecutionOrder(Generic[Item]):
         if self._ended:
             self._learned = self._ended
 
+    def forget(self) -> None:
+        """Ranks may have learned different orders: forget them."""
+        self._learned = ()
+        self.abandon()
+
     def abandon(self) -> None:
         """The pass was cut short by an exception: forget it, and one that ended but was not committed."""
         self._current.clear()

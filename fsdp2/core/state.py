@@ -369,7 +369,7 @@ class FSDPState:
         for group in groups:
             if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
-        refuse_disagreement(groups, self.mesh, settings_of(states, groups, self.root_settings))
+        refuse_disagreement(self.class_name, groups, self.mesh, settings_of(states, groups, self.root_settings))
         root = FSDPRoot(self, states, shared, groups, self._root_settings)
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         for state in states:

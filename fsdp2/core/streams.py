@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
+from fsdp2.core.places import PLACE, UNNAMED, Label
 from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPRuntimeError
 
@@ -175,11 +176,25 @@ class CommHandle:
 
     works: list[dist.Work]
     event: Any = None
+    label: Label = UNNAMED
 
     def wait_for_works(self) -> None:
         """Block the host until the works are done; on devices with streams there are none."""
-        for work in self.works:
-            work.wait()
+        if self.works:
+            PLACE.waiting = self
+            for work in self.works:
+                work.wait()
+            PLACE.waiting = None
+
+    def leave_failed_works(self) -> bool:
+        """Wait no more for works that have failed before; whether there are any.
+
+        What such a work was to bring is lost, and something may yet arrive where it was to be.
+        """
+        if not any([getattr(work, "has_failed", False) for work in self.works]):
+            return False
+        self.works = [work for work in self.works if not getattr(work, "has_failed", False)]
+        return True
 
 
 class Stage(enum.Enum):
@@ -220,6 +235,7 @@ class PendingReduce(CommHandle):
 
     def __init__(self, has_streams: bool) -> None:
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
+        self.label = UNNAMED
         self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
@@ -259,6 +275,7 @@ class FSDPCommContext:
         reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
         was_interrupted: an exception came while a reduction was being launched.
         was_captured: a forward was captured in a graph.
+        has_failed: communication has failed while it was waited for.
     """
 
     def __init__(self, device: Device) -> None:
@@ -271,7 +288,7 @@ class FSDPCommContext:
         self.gather_arena = self.reduce_arena = ALLOCATOR
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
-        self.was_interrupted = self.was_captured = self._holds_pools = False
+        self.was_interrupted = self.was_captured = self.has_failed = self._holds_pools = False
         self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
@@ -470,6 +487,8 @@ class FSDPCommContext:
 
     def finish_reduces(self) -> None:
         """Wait for all reductions and deliver their gradients; the host waits for what it must have of them."""
+        if self.has_failed:
+            self.drop_reduces()  # their gradients are lost, and were told so
         self.retire_reduces(0)
         if self._to_host:
             self._wait_on_host(self._to_host)
@@ -505,10 +524,12 @@ class FSDPCommContext:
         """Wait for all reductions in flight and throw their gradients away."""
         for queue in (self._all_reducing, self._pending):
             while queue:
-                self._wait(queue[0])
+                pending = queue[0]
+                pending.is_launching = pending.leave_failed_works() or pending.is_launching
+                self._wait(pending)
                 queue.popleft().abandon()
         self._late.clear()
-        self.was_interrupted = False
+        self.was_interrupted = self.has_failed = False
 
     def _wait(self, pending: PendingReduce) -> None:
         if pending.is_launching:
@@ -527,6 +548,10 @@ class FSDPCommContext:
                 self._to_host.append(pending.event)
 
     def _wait_for(self, handle: CommHandle, why: Wait) -> None:
-        handle.wait_for_works()
+        try:
+            handle.wait_for_works()
+        except Exception:
+            self.has_failed = True
+            raise
         if handle.event is not None:
             self.device.wait(self.device.current_stream(), handle.event, why)

@@ -22,6 +22,7 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
 from fsdp2.core.gather import Transfer
 from fsdp2.core.options import AllGather, Comm, CommHook, ReduceScatter
+from fsdp2.core.places import UNNAMED, Label
 from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPValueError
 
@@ -40,11 +41,15 @@ class Transport(ABC):
             travels packed.
         is_ordered: whether all ranks must issue what they communicate in the same order, a program's own included.
         way: what plans say of it; "" of torch.distributed's own.
+        among_replicas: what sums over replicas, if there are any.
+        label: what is exchanged; ranks on which it differs do not exchange it.
     """
 
     allocate: Allocate | None = None
     is_ordered: bool = False
     way: str = ""
+    label: Label = UNNAMED
+    among_replicas: Native | None = None
 
     @abstractmethod
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
@@ -67,8 +72,8 @@ class Transport(ABC):
 
         From ``presence_offset`` on it holds which parameters have a gradient.
         """
-        if not is_alone(group):
-            all_reduce(output, group, op, works)
+        if self.among_replicas is not None:
+            self.among_replicas.sum(output, op, works)
 
 
 class Alone(Transport):
@@ -100,6 +105,17 @@ class Native(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+
+    def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        """Gather ``mine`` (n,) into ``everyone`` (world_size * n,), before this returns.
+
+        The engine's own business: neither patched functions nor dispatch modes see it.
+        """
+        _torch.gather_unobserved(everyone, mine, self.group)
+
+    def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
+        """Reduce ``tensor`` over the ranks, in place."""
+        all_reduce(tensor, self.group, op, works)
 
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
         """One launch, or one work for each member."""
@@ -147,7 +163,7 @@ class Custom(Transport):
             _add(works, self._comm(output_tensor=output, input_tensor=input, group=self._group, op=op))
 
 
-OF_BACKENDS: dict[tuple[str, str], Callable[[dist.ProcessGroup], Transport]] = {}
+OF_BACKENDS: dict[tuple[str, str], Callable[[dist.ProcessGroup], Native]] = {}
 """What takes the place of `Native`, by the type of the device that the group computes on, and its backend there."""
 
 
@@ -177,19 +193,37 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def transport_of(
-    group: dist.ProcessGroup | None, device: torch.device, custom: AllGather | ReduceScatter | None = None
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    custom: AllGather | ReduceScatter | None = None,
+    *,
+    label: Label = UNNAMED,
 ) -> Transport:
     """What communicates over ``group`` between ranks that compute on ``device``; ``custom`` in its place.
 
     Raises:
         FSDPValueError: the environment asks for a transport that there is not.
     """
+    found: Transport
     if group is None or is_alone(group):
-        return Alone(None if custom is None else custom.allocate)
-    if custom is not None:
-        return Custom(custom, group)
-    if is_native_chosen():
-        return Native(group)
+        found = Alone(None if custom is None else custom.allocate)
+    else:
+        found = among(group, device) if custom is None else Custom(custom, group)
+    found.label = label
+    return found
+
+
+def among(group: dist.ProcessGroup, device: torch.device) -> Native:
+    """What communicates over ``group``, of several ranks, where no user has said how.
+
+    Raises:
+        FSDPValueError: the environment asks for a transport that there is not.
+    """
+    return Native(group) if is_native_chosen() else of_backend(group, device)
+
+
+def of_backend(group: dist.ProcessGroup, device: torch.device) -> Native:
+    """What communicates over ``group`` whatever a rank's user or environment has chosen."""
     return OF_BACKENDS.get((device.type, _torch.backend_name(group, device)), Native)(group)
 
 

@@ -1,9 +1,9 @@
 """Tells tools of collectives that are made of messages between peers, which they would not see.
 
 Dispatch modes (``CommDebugMode``) and functions that a program has put in the place of ``torch.distributed``'s are
-shown one all-gather, or one reduce-scatter, whatever messages it is made of: as with torch's own. They get buffers of
-the right size, and a group of the same ranks, over which nothing travels; what they return is not used. Whether
-somebody looks may differ by rank: nothing is communicated here.
+shown one all-gather, reduce-scatter or all-reduce, whatever messages it is made of: as with torch's own. They get
+buffers of the right size, and a group of the same ranks, over which nothing travels; what they return is not used.
+Whether somebody looks may differ by rank: nothing is communicated here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ def reduce_scatter(members: Sequence[Transfer], op: Any, group: dist.ProcessGrou
     """Show one reduce-scatter of ``members`` to whoever looks."""
     sent, received = _buffers([input for _, input in members], [output for output, _ in members])
     _torch.reduce_scatter_batched(received, sent, op, _shown(group))
+
+
+def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Show one all-reduce of ``tensor`` to whoever looks."""
+    with _torch.unobserved(), torch.no_grad():
+        shown = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    dist.all_reduce(shown, op=op, group=_shown(group))
 
 
 def _buffers(sent: list[torch.Tensor], received: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
 from fsdp2.core.gather import Transfer
 from fsdp2.core.options import CommHook
-from fsdp2.core.transport import HOOKED, Alone, Transport, Works, all_reduce, is_alone, transport_of
+from fsdp2.core.transport import HOOKED, Alone, Transport, Works, transport_of
 
 
 class Hooked(Transport):
@@ -49,8 +49,8 @@ class Hooked(Transport):
     ) -> None:
         """Of replicated parameters: gradients by the hook, in place."""
         self._call(output[:presence_offset])
-        if not is_alone(group):
-            all_reduce(output[presence_offset:], group, op, works)
+        if self.among_replicas is not None:
+            self.among_replicas.sum(output[presence_offset:], op, works)
 
     def _call(self, target: torch.Tensor, *inputs: torch.Tensor) -> None:
         """Call the hook with ``inputs``, and with a tensor on ``target`` that holds the result afterwards."""

@@ -6,16 +6,24 @@ all-reduce) and clones its input, its all-gather goes through an output of its o
 gradients (``python -m benchmarks.primitives``).
 
 [Note: tags and what is abandoned]
-Every exchange over a process group has the next tag, the same on all ranks, which issue the same exchanges in the
-same order: messages of two exchanges, or of the user's own, are never mistaken for one another. An exchange that an
-exception has abandoned (nobody waits for it) must not be forgotten while messages are under way into its buffers: it
-is kept until a later one over the same group is done, for messages between two ranks arrive in order.
+Every exchange over a process group has the next number, and its tag is made of that and of the `Label` of what it is
+of. Ranks issue the same exchanges in the same order; where they do not, tags differ, so that no rank ever takes
+another's parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
+(`features/watchdog.py`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
+messages are under way into its buffers: it is kept until a later one over the same group is done, for messages between
+two ranks arrive in order.
+
+[Note: all or nothing]
+The messages of an exchange are launched by one call of C, between two of whose steps no Ctrl-C comes: a rank that had
+begun to receive and not to send would leave the others waiting.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,75 +32,221 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Resizable
 from fsdp2.core.gather import Transfer
+from fsdp2.core.places import PLACE, UNNAMED, Label
 from fsdp2.core.transport import OF_BACKENDS, Native, Works
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features import announce
 
-_FIRST_TAG = 0x46000000
-_TAGS = 1 << 24
+_FIRST_TAG = 1 << 30
+_NUMBERS = 1 << 12
+"""Tags repeat after so many exchanges, far more than are ever under way."""
+
+_receive: Callable[..., dist.Work] = dist.ProcessGroup.recv
+_send: Callable[..., dist.Work] = dist.ProcessGroup.send
+
+RECORDED = 200
+"""Exchanges of a group that are remembered."""
 
 
-class _Line:
-    """The exchanges over one process group: how many there were, and those that are not known to be done, by number."""
+class Record(NamedTuple):
+    """One exchange that was begun.
 
-    __slots__ = ("begun", "kept")
+    Attributes:
+        number: over its process group.
+        label: what it is of.
+        step: `Place.step` then.
+        phase: `Place.phase` then.
+    """
+
+    number: int
+    label: Label
+    step: int
+    phase: str
+
+
+class Line:
+    """The exchanges over one process group.
+
+    Attributes:
+        begun: how many there were.
+        kept: those that are not known to be done, by number.
+        recent: the last ones.
+        broken: numbers of those whose messages could not all be launched.
+    """
+
+    __slots__ = ("begun", "broken", "kept", "recent")
 
     def __init__(self) -> None:
         self.begun = 0
-        self.kept: dict[int, _Exchange] = {}
+        self.kept: dict[int, Exchange] = {}
+        self.recent: deque[Record] = deque(maxlen=RECORDED)
+        self.broken: list[int] = []
 
 
-_LINES: WeakKeyDictionary[dist.ProcessGroup, _Line] = WeakKeyDictionary()
+LINES: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
+"""By process group."""
 
 
-class _Exchange:
-    """One all-gather or reduce-scatter under way: a work, to be waited for."""
+def tag_of(label: Label, number: int) -> int:
+    """Of the messages of an exchange."""
+    return _FIRST_TAG + (label.bits << 12) + number % _NUMBERS
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        line = _LINES.get(group)
-        if line is None:
-            line = _LINES[group] = _Line()
+
+class Message(NamedTuple):
+    """One that may be under way: ``part`` from or to the rank ``peer`` of the group."""
+
+    peer: int
+    arrives: bool
+    part: torch.Tensor
+
+
+class Exchange:
+    """One exchange under way: a work, to be waited for.
+
+    Attributes:
+        group: of its ranks.
+        label: what it is of.
+        number: over that group, once it was launched.
+        tag: of its messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, label: Label = UNNAMED) -> None:
         self.group = group
-        self.tag = _FIRST_TAG + line.begun % _TAGS
-        self._line = line
-        self._number = line.begun
+        self.label = label
+        self.number = self.tag = -1
+        self._line: Line | None = None
         self._messages: list[dist.Work] = []
+        self._parts: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._waited_for = 0
         self._failure = ""
-        line.kept[line.begun] = self
-        line.begun += 1
 
-    def receive(self, part: torch.Tensor, source: int) -> None:
-        """Begin to receive ``part`` from the rank ``source``. Before anything is sent, on every rank."""
-        self._messages.append(_torch.receive(part, source, self.group, self.tag))
+    def launch(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> None:
+        """Begin to receive ``arriving`` from each rank in turn, and to send ``leaving`` to each, but this one.
 
-    def send(self, part: torch.Tensor, target: int) -> None:
-        """Begin to send ``part`` to the rank ``target``."""
-        self._messages.append(_torch.send(part, target, self.group, self.tag))
+        Raises:
+            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`.
+        """
+        if PLACE.stopped:
+            _raise_stopped()
+        group = self.group
+        line = LINES.get(group)
+        if line is None:
+            line = LINES[group] = Line()
+            line.begun = LOST.first_number(group)
+        number = line.begun
+        self._line, self.number, self._parts = line, number, (arriving, leaving)
+        self.tag = tag = tag_of(self.label, number)
+        line.kept[number] = self
+        line.begun = number + 1
+        line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
+        sources, targets = _peers(group)
+        receives = map(_receive, repeat(group), [[arriving[each]] for each in sources], sources, repeat(tag))
+        sends = map(_send, repeat(group), [[leaving[each]] for each in targets], targets, repeat(tag))
+        try:
+            self._messages.extend(chain(receives, sends))
+        except BaseException as failure:
+            self._fail(failure)
+            line.broken.append(number)
+            raise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it was waited for, or launched, in vain."""
+        return bool(self._failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        self._failure = str(failure) or type(failure).__name__
+
+    def pending(self) -> list[Message]:
+        """The messages that were not waited for yet; asked for by another thread."""
+        (arriving, leaving), done = self._parts, self._waited_for
+        if not arriving or self._failure:
+            return []
+        sources, targets = _peers(self.group)
+        every = [Message(each, True, arriving[each]) for each in sources]
+        every += [Message(each, False, leaving[each]) for each in targets]
+        return every[max(done - 1, 0) :]
 
     def wait(self) -> bool:
         """Block the host until all has arrived; nothing to do the second time.
 
         Raises:
-            RuntimeError: the backend's, of a message that failed. From then on: FSDPRuntimeError, without waiting.
+            FSDPRuntimeError: the ranks can never meet (`Place.stopped`), or a rank is gone, with its number. From then
+                on the same, without waiting.
         """
         if self._failure:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
+        messages = self._messages
+        PLACE.waiting = self
         try:
-            while self._waited_for < len(self._messages):
+            while self._waited_for < len(messages):
                 # Each once: gloo would wait for another of the same tag. Counted before: Ctrl-C shows after the wait.
                 self._waited_for += 1
-                self._messages[self._waited_for - 1].wait()
+                messages[self._waited_for - 1].wait()
         except Exception as failure:
-            self._failure = str(failure) or type(failure).__name__
-            raise
-        kept = self._line.kept
-        for number in [each for each in kept if each <= self._number]:
-            del kept[number]
+            self._fail(failure)
+            if PLACE.stopped:
+                _raise_stopped()
+            raise FSDPRuntimeError(LOST.text(self, failure)) from failure
+        finally:
+            PLACE.waiting = None
+        if PLACE.stopped:
+            self._failure = PLACE.stopped
+            _raise_stopped()
+        self._parts = ((), ())
+        if self._line is not None:
+            kept = self._line.kept
+            for number in [each for each in kept if each <= self.number]:
+                del kept[number]
         return True
 
 
-class _Sum(_Exchange):
+def _raise_stopped() -> None:
+    message, PLACE.stopped = PLACE.stopped, ""
+    PLACE.restarts += 1
+    LOST.restart()
+    raise FSDPRuntimeError(message)
+
+
+class Lost:
+    """What is said of a message that failed, and done before the next ones; `features/watchdog.py` knows more."""
+
+    def text(self, exchange: Exchange, failure: Exception) -> str:
+        """For an exchange that failed so."""
+        waited_for = exchange._waited_for - 1
+        sources, targets = _peers(exchange.group)
+        peer = [*sources, *targets][waited_for]
+        rank = dist.get_global_rank(exchange.group, peer)
+        return (
+            f"{exchange.label.text} with rank {rank} failed, {PLACE.phase}: its process has ended, or raised and left, "
+            f"or the connection to it was lost. See what that rank said. ({failure})"
+        )
+
+    def restart(self) -> None:
+        """All ranks raise, or have: what is exchanged from now on is numbered anew."""
+
+    def first_number(self, group: dist.ProcessGroup) -> int:
+        """Of the exchanges over ``group``, where there was none before."""
+        return 0
+
+
+LOST = Lost()
+
+_PEERS: WeakKeyDictionary[dist.ProcessGroup, tuple[list[int], list[int]]] = WeakKeyDictionary()
+
+
+def _peers(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
+    """From whom is received, and to whom sent, in which order."""
+    known = _PEERS.get(group)
+    if known is None:
+        rank, world_size = group.rank(), group.size()
+        steps = range(1, world_size)
+        known = [(rank - each) % world_size for each in steps], [(rank + each) % world_size for each in steps]
+        _PEERS[group] = known
+    return known
+
+
+class _Sum(Exchange):
     """A reduce-scatter: what has arrived is added up.
 
     Attributes:
@@ -109,30 +263,38 @@ class _Sum(_Exchange):
         """Block the host until ``output`` holds the result."""
         super().wait()
         if self.terms:
-            with _torch.without_grad():
-                torch.add(self.terms[0], self.terms[1], out=self.output)
-                for term in self.terms[2:]:
-                    self.output.add_(term)
-                if self.is_mean:
-                    self.output.div_(len(self.terms))
+            add_up(self.terms, self.output, is_mean=self.is_mean)
         self.terms = []
         for buffer in self.taken:
             buffer.free()
         return True
 
 
-def all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, works: list[Any]) -> None:
+def add_up(terms: Sequence[torch.Tensor], output: torch.Tensor, *, is_mean: bool) -> None:
+    """``output`` is the sum of ``terms``, two or more, in their order; or their mean. It may be the first of them."""
+    with _torch.without_grad():
+        torch.add(terms[0], terms[1], out=output)
+        for term in terms[2:]:
+            output.add_(term)
+        if is_mean:
+            output.div_(len(terms))
+
+
+def all_gather(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    works: list[Any],
+    label: Label = UNNAMED,
+) -> None:
     """Begin to gather ``input`` (n,) of every rank into ``output`` (world_size * n,): done when ``works`` are."""
-    rank, world_size, numel = group.rank(), group.size(), input.numel()
+    rank, numel = group.rank(), input.numel()
     if numel == 0:
         return
     parts = output.split(numel)
-    exchange = _Exchange(group)
+    exchange = Exchange(group, label)
     works.append(exchange)
-    for step in range(1, world_size):
-        exchange.receive(parts[(rank - step) % world_size], (rank - step) % world_size)
-    for step in range(1, world_size):
-        exchange.send(input, (rank + step) % world_size)
+    exchange.launch(parts, [input] * len(parts))
     if parts[rank].data_ptr() != input.data_ptr():
         parts[rank].copy_(input)
 
@@ -144,6 +306,7 @@ def reduce_scatter(
     group: dist.ProcessGroup,
     works: list[Any],
     arena: Arena = ALLOCATOR,
+    label: Label = UNNAMED,
 ) -> None:
     """Begin to sum (or average) ``input`` (world_size * n,) over the ranks, its part of this rank into ``output`` (n,).
 
@@ -155,7 +318,7 @@ def reduce_scatter(
     if numel == 0:
         return
     parts = input.split(numel)
-    exchange = _Sum(group)
+    exchange = _Sum(group, label)
     received_numel = (world_size - 1) * numel
     exchange.taken = []
     received = arena.empty(received_numel, dtype=input.dtype, device=input.device, taken=exchange.taken)
@@ -163,10 +326,78 @@ def reduce_scatter(
     exchange.output, exchange.is_mean = output, op == dist.ReduceOp.AVG
     exchange.terms = [*arrived[:rank], parts[rank], *arrived[rank:]]
     works.append(exchange)
-    for step in range(1, world_size):
-        exchange.receive(exchange.terms[(rank - step) % world_size], (rank - step) % world_size)
-    for step in range(1, world_size):
-        exchange.send(parts[(rank + step) % world_size], (rank + step) % world_size)
+    exchange.launch(exchange.terms, parts)
+
+
+class _SumOfAll(Exchange):
+    """The first half of an all-reduce: this rank's piece of ``output`` is summed, and then sent to all others.
+
+    Attributes:
+        output: summed in place.
+        terms: this rank's piece of all ranks, until they are added.
+        pieces: of ``output``, one for each rank.
+    """
+
+    output: torch.Tensor
+    is_mean: bool
+    terms: list[torch.Tensor]
+    pieces: Sequence[torch.Tensor]
+
+    def wait(self) -> bool:
+        """Block the host until ``output`` holds the result."""
+        super().wait()
+        if self.terms:
+            rank = self.group.rank()
+            # Not in place: the own term may not be the first, and others are added before it.
+            total = self.terms[0] if rank else self.terms[1]
+            add_up(self.terms, total, is_mean=self.is_mean)
+            self.pieces[rank].copy_(total)
+            self.terms = []
+            second = Exchange(self.group, self.label)
+            second.launch(self.pieces, [self.pieces[rank]] * len(self.pieces))
+            second.wait()
+        return True
+
+
+class _SumOfWholes(Exchange):
+    """An all-reduce in which ranks, two or with little to say, send each other everything."""
+
+    output: torch.Tensor
+    is_mean: bool
+    terms: list[torch.Tensor]
+
+    def wait(self) -> bool:
+        """Block the host until ``output`` holds the result."""
+        super().wait()
+        if self.terms:
+            add_up(self.terms, self.output, is_mean=self.is_mean)
+            self.terms = []
+        return True
+
+
+def all_reduce(
+    output: torch.Tensor, op: Any, group: dist.ProcessGroup, works: list[Any], label: Label = UNNAMED
+) -> None:
+    """Begin to sum (or average) ``output`` (n,) over the ranks, in place.
+
+    Terms are added in the order of the ranks, so that all get the same bits.
+    """
+    rank, world_size, numel = group.rank(), group.size(), output.numel()
+    if numel == 0:
+        return
+    exchange: _SumOfWholes | _SumOfAll
+    pieces: Sequence[torch.Tensor]
+    if world_size == 2 or numel < world_size:
+        exchange, pieces = _SumOfWholes(group, label), [output] * world_size
+        own = output if world_size == 2 else output.clone()
+    else:
+        exchange = _SumOfAll(group, label)
+        exchange.pieces = pieces = output.tensor_split(world_size)
+        own = pieces[rank]
+    arrived = [torch.empty_like(own) if each != rank else own for each in range(world_size)]
+    exchange.output, exchange.is_mean, exchange.terms = output, op == dist.ReduceOp.AVG, arrived
+    works.append(exchange)
+    exchange.launch(arrived, pieces)
 
 
 def can_reduce(op: Any) -> bool:
@@ -183,6 +414,22 @@ class PeerToPeer(Native):
     is_ordered = False
     way = "peer to peer"
 
+    def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        """One exchange, which is known by its label as others are."""
+        works: list[Any] = []
+        all_gather(everyone, mine, self.group, works, self.label)
+        for work in works:
+            work.wait()
+
+    def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
+        """One work."""
+        if works is None or not can_reduce(op):
+            super().sum(tensor, op, works)
+            return
+        if _torch.count_dispatch_modes() or _torch.all_reduces_are_patched():
+            announce.all_reduce(tensor, op, self.group)
+        all_reduce(tensor, op, self.group, works, self.label)
+
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
         """One work for each member."""
         if works is None:
@@ -191,7 +438,7 @@ class PeerToPeer(Native):
         if _torch.count_dispatch_modes() or _torch.gathers_are_patched():
             announce.all_gather(members, self.group)
         for output, input in members:
-            all_gather(output, input, self.group, works)
+            all_gather(output, input, self.group, works, self.label)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """One work for each member."""
@@ -201,7 +448,7 @@ class PeerToPeer(Native):
         if _torch.count_dispatch_modes() or _torch.reduce_scatters_are_patched():
             announce.reduce_scatter(members, op, self.group)
         for output, input in members:
-            reduce_scatter(output, input, op, self.group, works, arena)
+            reduce_scatter(output, input, op, self.group, works, arena, self.label)
 
 
 class _OfFakeGroups(Native):

@@ -138,6 +138,7 @@ SAID = {
     "full_parameters._copied_to",  # of shards in host memory, the same; and the next two
     "full_parameters._keep",
     "whole_tensors.whole_tensors",
+    "whole_tensors._pack",
 }
 """Who else makes the host wait for the device, as docs/design.md says: never in a step."""
 

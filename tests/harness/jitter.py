@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -24,7 +24,8 @@ import fsdp2.core.state
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Resizable
 from fsdp2.core.streams import Device, device_for
-from fsdp2.features.gloo_p2p import _Exchange
+from fsdp2.features import gloo_p2p
+from fsdp2.features.gloo_p2p import Exchange, _peers
 
 LONGEST_SECONDS = 0.004
 """A message waits for up to this long: longer than a small block computes."""
@@ -91,19 +92,20 @@ class _LateWork:
 def late_messages(seed: int) -> Iterator[None]:
     """On gloo, between few ranks. What happens inside must have ended when it is left."""
     generator = random.Random(seed * 1000 + dist.get_rank())
-    receive = _Exchange.receive
 
-    def send(self: _Exchange, part: torch.Tensor, target: int) -> None:
+    def launch(self: Exchange, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> None:
+        for source in _peers(self.group)[0]:
+            fill_with_garbage(arriving[source])
+        launched(self, arriving, leaving)
+
+    def send(self: dist.ProcessGroup, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
         seconds = generator.choice([0.0, generator.uniform(0, LONGEST_SECONDS)])
-        self._messages.append(_LateWork(seconds, part, target, self.group, self.tag))  # type: ignore[arg-type]
+        return _LateWork(seconds, tensors[0], target, self, tag)
 
-    def receive_into_garbage(self: _Exchange, part: torch.Tensor, source: int) -> None:
-        fill_with_garbage(part)
-        receive(self, part, source)
-
+    launched = Exchange.launch
     with (
-        mock.patch.object(_Exchange, "send", send),
-        mock.patch.object(_Exchange, "receive", receive_into_garbage),
+        mock.patch.object(Exchange, "launch", launch),
+        mock.patch.object(gloo_p2p, "_send", send),
         garbage_in_memory(),
     ):
         yield

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.state import states_below
+from fsdp2.features.gloo_p2p import PeerToPeer
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import TRANSFORMER
@@ -635,18 +636,17 @@ def test_an_exception_between_an_all_reduce_and_its_work(beside: bool, call: int
     if beside:
         share_comm_ctx([model, other])
     optimizer = adamw(list(model.parameters()))
-    calls, original = itertools.count(), dist.all_reduce
+    calls, original = itertools.count(), PeerToPeer.sum
     in_flight, freed = [], []  # addresses: a reference would keep the memory
 
-    def launched_in_vain(*args: Any, **kwargs: Any) -> Any:
-        work = original(*args, **kwargs)
+    def launched_in_vain(self: PeerToPeer, tensor: torch.Tensor, *args: Any) -> None:
+        original(self, tensor, *args)
         if next(calls) == call:
-            in_flight.append(args[0].data_ptr())
+            in_flight.append(tensor.data_ptr())
             raise KeyboardInterrupt
-        return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", launched_in_vain)
+        patch.setattr(PeerToPeer, "sum", launched_in_vain)
         with pytest.raises(KeyboardInterrupt):
             loss_of(model).backward()
             model.finalize_backward()

@@ -129,7 +129,7 @@ def test_what_was_abandoned_is_mistaken_for_nothing(world_size: int) -> None:
             work.wait()
         parts = [content(other + step, numel, torch.float32) for other in range(world_size)]
         assert torch.equal(output, torch.cat(parts)) and total.eq(world_size).all()
-        assert not peers._LINES[world()].kept, "nothing stays once later exchanges are done"
+        assert not peers.LINES[world()].kept, "nothing stays once later exchanges are done"
 
 
 @multi_rank(3)
@@ -169,7 +169,7 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         exchange.wait()
     assert exchange.wait() and torch.equal(output, torch.arange(2.0).repeat_interleave(5))
-    assert not peers._LINES[world()].kept
+    assert not peers.LINES[world()].kept
 
 
 def plan_of(model: nn.Module) -> str:

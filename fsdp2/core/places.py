@@ -1,0 +1,74 @@
+"""Where this process is, by name: which pass runs, what an exchange is of, and which one is waited for.
+
+Nothing is decided by it, but whether an exchange goes on: ranks compare the `Label`s of what they exchange, and a
+watchdog that finds that ranks can never meet says so in ``PLACE.stopped``, which every exchange looks at.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+_BITS = 18
+"""Of a label in a message's tag."""
+
+
+class Label:
+    """What an exchange is of. The same object for the same text, in one process.
+
+    Attributes:
+        text: for messages.
+        bits: less than 2 ** 18; alike on ranks that have labelled the same, and different for different labels.
+    """
+
+    __slots__ = ("bits", "text")
+
+    def __init__(self, text: str, bits: int) -> None:
+        self.text = text
+        self.bits = bits
+
+
+_LABELS: dict[tuple[str, str], Label] = {}
+_TAKEN: set[int] = set()
+
+
+def label(text: str, detail: str = "") -> Label:
+    """The label of ``text``; of another ``detail`` (sizes, dtypes) it is another one, under the same text."""
+    known = _LABELS.get((text, detail))
+    if known is None:
+        bits = zlib.crc32(f"{text}\0{detail}".encode()) >> (32 - _BITS)
+        while bits in _TAKEN and len(_TAKEN) < 1 << _BITS:
+            bits = (bits + 1) % (1 << _BITS)
+        _TAKEN.add(bits)
+        known = _LABELS[text, detail] = Label(text, bits)
+    return known
+
+
+UNNAMED = label("an exchange")
+
+
+class Place:
+    """Where the thread that trains is.
+
+    Attributes:
+        step: forwards of roots that have begun.
+        phase: which pass runs, or ran last.
+        waiting: what it waits for: an object with a ``label``; None if it does not.
+        failure: the last exception that was seen to leave a pass.
+        stopped: why nothing may be exchanged any more until it has been raised; "" if something may.
+        restarts: how often that was raised: on all ranks, so that they start anew together.
+    """
+
+    __slots__ = ("failure", "phase", "restarts", "step", "stopped", "waiting")
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.phase = "before the first forward"
+        self.waiting: Any = None
+        self.failure = ""
+        self.restarts = 0
+        self.stopped = ""
+
+
+PLACE = Place()
+"""The only one."""

@@ -1,0 +1,130 @@
+"""`set_watchdog` and `flight_record`, and what starts the thread."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.arguments import at_least, checked
+from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.places import PLACE
+from fsdp2.features import gloo_p2p
+from fsdp2.features.gloo_p2p import LINES, Exchange, Lost
+from fsdp2.features.watchdog.release import key_of, live_groups
+from fsdp2.features.watchdog.states import Begun
+from fsdp2.features.watchdog.thread import Watchdog, told
+
+
+class _Chosen:
+    seconds = 10.0
+    watchdog: Watchdog | None = None
+
+
+_CHOSEN = _Chosen()
+
+
+@checked(seconds=at_least(0))
+def set_watchdog(seconds: float = 10.0) -> None:
+    """Let ranks that wait for others longer than ``seconds`` find out why. 10 by default; 0: they wait, as torch's do.
+
+    A thread of each rank, which is there from the first `fully_shard` over several ranks on, answers through the
+    process group's store. If the ranks can never meet (they run different modules, or in another order; a process is
+    gone, or stopped), all of them raise the same FSDPRuntimeError, which names the ranks, the modules and the lines
+    of the program that they are in. If a rank is only slow, in the program's own code, the logger ``fsdp2`` warns,
+    once, and nothing is raised however long it takes.
+
+    Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 8 by gloo,
+    what they wait for is not known, and torch's own timeouts hold.
+
+    Raises:
+        FSDPTypeError, FSDPValueError: not a number >= 0.
+    """
+    _CHOSEN.seconds = float(seconds)
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.stop()
+        start()
+
+
+def start() -> None:
+    """Start the thread, if it is to be and is not there."""
+    if not _CHOSEN.seconds or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    world = dist.group.WORLD
+    if _CHOSEN.watchdog is not None and _CHOSEN.watchdog.is_for(world):
+        return
+    if "gloo" in _torch.backend_names(world):
+        _CHOSEN.watchdog = Watchdog(_CHOSEN.seconds, _CHOSEN.watchdog)
+        gloo_p2p.LOST = _OfWatchdog()
+
+
+def _stop() -> None:
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.stop()
+
+
+atexit.register(_stop)  # a thread that is in the store when Python goes would end the process
+ON_SHARDING.append(start)
+
+
+class _OfWatchdog(Lost):
+    """What the watchdog knows of ranks that are lost."""
+
+    def text(self, exchange: Exchange, failure: Exception) -> str:
+        """Names the rank whose process is gone, which need not be the one that was waited for."""
+        found = super().text(exchange, failure)
+        watchdog = _CHOSEN.watchdog
+        if watchdog is None:
+            return found
+        gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group))
+        if not gone:
+            return found
+        names = " and ".join(map(str, gone))
+        return (
+            f"the process of rank {names} is gone, or stopped: {exchange.label.text} failed, {PLACE.phase}. See what "
+            f"that rank said. ({failure})"
+        )
+
+    def first_number(self, group: dist.ProcessGroup) -> int:
+        """As the last verdict says."""
+        return 0 if _CHOSEN.watchdog is None else _CHOSEN.watchdog.first_number
+
+    def restart(self) -> None:
+        """As the verdict says."""
+        if _CHOSEN.watchdog is not None:
+            _CHOSEN.watchdog.restart()
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """The last exchanges of this rank, by process group: ``str()`` is a table, ``to_json()`` a text for programs.
+
+    Attributes:
+        rank: of this process; None without a process group.
+        groups: for each group the ranks, and exchanges: number, what it was of, step and pass.
+    """
+
+    rank: int | None
+    groups: dict[str, tuple[Begun, ...]]
+
+    def __str__(self) -> str:
+        lines = [f"rank {self.rank}: step {PLACE.step}, {PLACE.phase}"]
+        for key, begun in self.groups.items():
+            ranks = key.rpartition(":")[2]
+            lines.append(f"  over ranks {ranks}:")
+            lines += [f"    {each.number:>6}  step {each.step:<5} {each.phase:<32} {each.label}" for each in begun]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        return json.dumps(asdict(self))
+
+
+@checked()
+def flight_record() -> FlightRecord:
+    """The last 200 exchanges of this rank, over each group whose ranks exchange by messages. No communication."""
+    groups = {key_of(group): told(LINES[group]) for group in live_groups()}
+    return FlightRecord(dist.get_rank() if dist.is_initialized() else None, groups)

@@ -1,0 +1,125 @@
+"""Ends waits that are in vain, on all ranks: each rank's thread sends, and receives, what the others wait for from it.
+
+To a rank whose process is gone nothing can be sent: there the connection is closed, and the process group with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.core.places import PLACE
+from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
+
+_SECONDS = 30.0
+"""For so long after a verdict ranks may come that wait in vain as well."""
+_UNUSED_TAG = (1 << 30) - 1
+
+
+def is_live(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` was not destroyed."""
+    return _torch.knows_group(group)
+
+
+def live_groups() -> list[dist.ProcessGroup]:
+    """The groups over which there were exchanges, and may be others."""
+    return [group for group in list(LINES) if is_live(group)]
+
+
+def key_of(group: dist.ProcessGroup) -> str:
+    """The name of ``group``, alike on its ranks, and of no other group."""
+    return f"{group.group_name}:{','.join(map(str, dist.get_process_group_ranks(group)))}"
+
+
+def first_number(epoch: int) -> int:
+    """Of exchanges that begin after so many verdicts: alike on all ranks, and higher than any before.
+
+    Tags repeat after 4,096 numbers: the first ones are none of those that were last under way.
+    """
+    return (epoch << 32) + epoch * 1361 % 4096
+
+
+class Releases:
+    """What is done after one verdict.
+
+    Args:
+        store: that all ranks share.
+        epoch: the verdict's number.
+        rank: this one's, in the world.
+        gone: ranks whose processes are gone.
+        now: when it began.
+    """
+
+    def __init__(self, store: Any, epoch: int, rank: int, gone: Iterable[int], now: float) -> None:
+        self._store, self._epoch, self._rank, self._began = store, epoch, rank, now
+        self._gone = frozenset(gone)
+        self._done: set[tuple[Any, ...]] = set()
+        self._held: list[Any] = []  # until the end of the process, as nobody knows when they arrive
+        self._closed: set[tuple[str, int]] = set()
+
+    def go_on(self, now: float) -> bool:
+        """Do what has come up since; whether there may be more."""
+        groups = {key_of(group): group for group in live_groups()}
+        mine = []
+        for exchange in self._open():
+            key, ranks = key_of(exchange.group), dist.get_process_group_ranks(exchange.group)
+            if exchange.number >= first_number(self._epoch):
+                continue  # begun since all have raised
+            for message in exchange.pending():
+                peer = ranks[message.peer]
+                if peer in self._gone:
+                    self._close(key, exchange.group, message.peer)
+                else:
+                    nbytes = message.part.numel() * message.part.element_size()
+                    mine.append([key, exchange.tag, peer, message.arrives, nbytes])
+        self._store.set(f"pending/{self._epoch}/{self._rank}", json.dumps(mine))
+        others = {rank for group in groups.values() for rank in dist.get_process_group_ranks(group)}
+        for rank in others - {self._rank} - self._gone:
+            key = f"pending/{self._epoch}/{rank}"
+            if self._store.check([key]):
+                for line, tag, peer, arrives, nbytes in json.loads(self._store.get(key)):
+                    if peer == self._rank and line in groups:
+                        self._serve(groups[line], rank, line, tag, arrives, nbytes)
+        return now - self._began < _SECONDS
+
+    def _open(self) -> list[Exchange]:
+        """What may be waited for: what is waited for now, and what has been begun and not."""
+        found = {id(each): each for group in live_groups() for each in list(LINES[group].kept.values())}
+        waiting = PLACE.waiting
+        if isinstance(waiting, Exchange) and waiting.number >= 0 and is_live(waiting.group):
+            found[id(waiting)] = waiting
+        return list(found.values())
+
+    def _serve(self, group: dist.ProcessGroup, rank: int, line: str, tag: int, arrives: bool, nbytes: int) -> None:
+        """Do this rank's part of a message that ``rank`` waits for, if this rank has not."""
+        done = (line, rank, tag, arrives, nbytes)
+        records = [each for each in list(LINES[group].recent) if each.number not in LINES[group].broken]
+        if done in self._done or tag in {tag_of(each.label, each.number) for each in records}:
+            return
+        self._done.add(done)
+        part = torch.zeros(nbytes, dtype=torch.uint8)
+        peer = dist.get_group_rank(group, rank)
+        exchange = _torch.send if arrives else _torch.receive
+        self._held += [part, exchange(part, peer, group, tag)]
+
+    def close(self, group: dist.ProcessGroup) -> None:
+        """End whatever waits for ranks of ``group``, which is of no use from then on."""
+        for peer in range(group.size()):
+            if peer != group.rank():
+                self._close(key_of(group), group, peer)
+
+    def _close(self, key: str, group: dist.ProcessGroup, peer: int) -> None:
+        """Close the connection to a rank of ``group``, which ends all waits for it: gloo does so after a timeout."""
+        if (key, peer) in self._closed or not PLACE.stopped:
+            return
+        self._closed.add((key, peer))
+        try:
+            _torch.receive(torch.zeros(1), peer, group, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # as it is meant to

@@ -1,0 +1,125 @@
+"""What ranks tell each other of where they are: published as JSON in the process group's store, when one waits long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """One exchange that a rank has begun; fields as of `gloo_p2p.Record`."""
+
+    number: int
+    label: str
+    bits: int
+    step: int
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineState:
+    """The exchanges of one process group, as one of its ranks has begun them.
+
+    Attributes:
+        ranks: of the group, by their numbers in the world.
+        begun: how many.
+        broken: numbers of those that an exception interrupted while they were launched.
+        recent: the last ones.
+    """
+
+    ranks: tuple[int, ...]
+    begun: int
+    broken: tuple[int, ...] = ()
+    recent: tuple[Begun, ...] = ()
+
+    def find(self, number: int) -> Begun | None:
+        """The exchange of that number, if it was begun and is remembered."""
+        return next((each for each in self.recent if each.number == number), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a rank waits for.
+
+    Attributes:
+        line: the key of its process group.
+        number: of the exchange there; None of one that is not numbered.
+        label: what it is of.
+        bits: of that label.
+        seconds: for how long.
+    """
+
+    line: str
+    number: int | None
+    label: str
+    bits: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a rank is.
+
+    Attributes:
+        rank: its number in the world.
+        round: which question it answers: they are numbered.
+        step: forwards of roots that it has begun.
+        phase: which pass runs, or ran last.
+        at: the line of the user's code that its main thread is in.
+        call: the function of torch.distributed that it is in; "" if none.
+        call_ranks: of the group that this one is of.
+        failure: what exception left its last pass; "" if none did.
+        waiting: for what; None if it does not.
+        stopped: it is about to raise, as ranks were found that can never meet.
+        lines: its exchanges, by the keys of their groups.
+    """
+
+    rank: int
+    round: int
+    step: int
+    phase: str
+    at: str = ""
+    call: str = ""
+    call_ranks: tuple[int, ...] = ()
+    failure: str = ""
+    waiting: Waiting | None = None
+    stopped: bool = False
+    lines: Mapping[str, LineState] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> State:
+        """What another rank has written."""
+        found: dict[str, Any] = json.loads(text)
+        waiting = found.pop("waiting")
+        lines = {
+            key: LineState(
+                tuple(line["ranks"]),
+                line["begun"],
+                tuple(line["broken"]),
+                tuple(Begun(**each) for each in line["recent"]),
+            )
+            for key, line in found.pop("lines").items()
+        }
+        found["call_ranks"] = tuple(found["call_ranks"])
+        return cls(**found, waiting=None if waiting is None else Waiting(**waiting), lines=lines)
+
+    def describe(self) -> str:
+        """One line for people."""
+        place = f"rank {self.rank}: step {self.step}, {self.phase}"
+        if self.stopped:
+            doing = "is about to raise"
+        elif self.waiting is not None:
+            doing = f"waits for {self.waiting.label}, for {self.waiting.seconds:.0f} s"
+        elif self.call:
+            doing = f"is in {self.call}"
+        else:
+            doing = "runs the program's own code"
+        failure = f"; {self.failure}" if self.failure else ""
+        return f"{place}; {doing}{f', at {self.at}' if self.at else ''}{failure}"

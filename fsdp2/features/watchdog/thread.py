@@ -1,0 +1,299 @@
+"""The thread that watches: it answers other ranks, asks them when this one waits long, and ends waits that are in vain.
+
+It never touches what the training thread computes with. To end a wait it lets other ranks' threads send what is waited
+for, as if their ranks had come to it (`release.py`), so that the process group goes on to work after all have raised.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fsdp2
+from fsdp2 import _torch
+from fsdp2.core.places import PLACE
+from fsdp2.features.gloo_p2p import LINES, Exchange, Line
+from fsdp2.features.watchdog.release import Releases, first_number, is_live, key_of, live_groups
+from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
+
+LOG = logging.getLogger("fsdp2")
+
+_TOLD = 40
+"""Exchanges of each group that are told to other ranks."""
+_STORE_SECONDS = 10.0
+"""An answer of the store takes less."""
+_FAILURES = 5
+"""After so many in turn the thread gives up."""
+_SILENT_SECONDS = 60.0
+"""A rank on another host that has not answered for so long is taken for gone; on this host its process is looked at."""
+
+
+class Watchdog:
+    """Watches this rank, for as long as the default process group is what it was.
+
+    Args:
+        seconds: for how long a rank waits before the others are asked.
+        before: what watched the same ranks until now.
+    """
+
+    def __init__(self, seconds: float, before: Watchdog | None = None) -> None:
+        self.seconds = seconds
+        self._world = dist.group.WORLD
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._store = _torch.own_store("fsdp2_watchdog")
+        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        self._ends = threading.Event()
+        self._trains = threading.main_thread().ident
+        self._waiting: Any = None
+        self._since = self._alarmed = self._asked = 0.0
+        self._round = 0  # of this rank's own question
+        self._told = ""
+        self._store.set(f"here/{self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._answered = self._store.add("alarm", 0)
+        is_same = before is not None and before._world is self._world
+        self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
+        self._releases: Releases | None = None
+        self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
+        self._thread.start()
+
+    def is_for(self, world: dist.ProcessGroup | None) -> bool:
+        """Whether it watches the ranks of ``world``, and still does."""
+        return world is self._world and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread, and wait until it has ended."""
+        self._ends.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        period = max(min(0.5, self.seconds / 4), self._world_size / 2000)
+        failures = 0
+        while not self._ends.wait(period):
+            if not dist.is_initialized() or dist.group.WORLD is not self._world:
+                return
+            try:
+                self._tick(time.monotonic())
+                failures = 0
+            except (RuntimeError, ValueError, KeyError) as failure:  # whoever keeps the store is gone, or a group
+                failures += 1
+                LOG.debug("fsdp2's watchdog: %r", failure)
+                if failures == _FAILURES:
+                    return
+
+    def _tick(self, now: float) -> None:
+        store = self._store
+        waiting = PLACE.waiting
+        if waiting is not self._waiting:
+            self._waiting, self._since, self._round, self._told = waiting, now, 0, ""
+        alarm = store.add("alarm", 0)
+        if waiting is not None and not PLACE.stopped and now - max(self._since, self._alarmed) >= self.seconds:
+            alarm = store.add("alarm", 1)
+            self._alarmed = now
+            if not self._round:
+                self._asked = now
+            self._round = alarm
+        if alarm > self._answered:
+            store.set(f"state/{self._rank}", self.state(alarm).to_json())
+            self._answered = alarm
+        if self._round:
+            self._look(now)
+        key = f"verdict/{self._epoch}"
+        if self._answered and store.check([key]):
+            self._carry_out(json.loads(store.get(key)), now)
+        if self._releases is not None and not self._releases.go_on(now):
+            self._releases = None
+
+    # -- what is told
+
+    def state(self, round: int) -> State:
+        """Where this rank is."""
+        frame = sys._current_frames().get(self._trains or 0)
+        at, (call, group) = _line_of(frame), _call_of(frame)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        waiting = PLACE.waiting
+        told = None
+        if waiting is not None:
+            seconds = time.monotonic() - self._since if waiting is self._waiting else 0.0
+            is_numbered = isinstance(waiting, Exchange) and is_live(waiting.group)
+            told = Waiting(
+                key_of(waiting.group) if is_numbered else "",
+                waiting.number if is_numbered else None,
+                waiting.label.text,
+                waiting.label.bits,
+                seconds,
+            )
+        lines = {key_of(group): _line_state(group, LINES[group]) for group in live_groups()}
+        place = (self._rank, round, PLACE.step, PLACE.phase)
+        return State(*place, at, call, ranks, PLACE.failure, told, bool(PLACE.stopped), lines)
+
+    # -- what is asked
+
+    def _look(self, now: float) -> None:
+        known = self._known(now)
+        state = known[self._rank]
+        if not isinstance(state, State) or state.waiting is None:
+            return
+        verdict = judge(self._rank, known)
+        if verdict.raises:
+            calls = [rank for rank, each in known.items() if isinstance(each, State) and each.call]
+            found = {"text": verdict.text, "gone": verdict.gone, "calls": calls}
+            text = json.dumps(found)
+            if self._store.compare_set(f"verdict/{self._epoch}", "", text).decode() == text:
+                self._store.add("epoch", 1)  # for ranks that come later
+            self._round = 0
+        elif verdict.complete:
+            self._tell(verdict)
+            self._round = 0
+
+    def _tell(self, verdict: Verdict) -> None:
+        first = verdict.text.splitlines()[0].rpartition(" for ")[0]
+        if first != self._told:  # once for each wait, not every few seconds
+            self._told = first
+            LOG.warning("%s", verdict.text)
+
+    def _known(self, now: float) -> Known:
+        known: dict[int, State | Silence] = {self._rank: self.state(self._round)}
+        queue: list[int] = [self._rank]
+        while queue:
+            state = known[queue.pop()]
+            if not isinstance(state, State):
+                continue
+            for other in _concerned(state):
+                if other not in known:
+                    known[other] = self._answer_of(other, now)
+                    queue.append(other)
+        return known
+
+    def _answer_of(self, rank: int, now: float) -> State | Silence:
+        store, key = self._store, f"state/{rank}"
+        if store.check([key]):
+            state = State.from_json(store.get(key).decode())
+            if state.round >= self._round:
+                return state
+        if not store.check([f"here/{rank}"]):
+            return Silence.NOT_STARTED
+        silent = now - self._asked
+        if silent < max(1.0, min(self.seconds, 10.0)):
+            return Silence.NOT_YET
+        host, pid = json.loads(store.get(f"here/{rank}"))
+        if host == socket.gethostname():
+            return Silence.BUSY if _runs(pid) else Silence.GONE
+        return Silence.GONE if silent > _SILENT_SECONDS else Silence.BUSY
+
+    # -- what follows
+
+    def _carry_out(self, verdict: dict[str, Any], now: float) -> None:
+        self._epoch += 1
+        self._round = 0
+        self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now)
+        PLACE.stopped = verdict["text"]
+        self._releases.go_on(now)
+        group = _call_of(sys._current_frames().get(self._trains or 0))[1]
+        if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
+            LOG.error("%s\nThis rank is in a collective of the program's own, which is ended.", verdict["text"])
+            self._releases.close(group)
+
+    def restart(self) -> None:
+        """Number exchanges anew, alike on all ranks. By the thread that trains."""
+        for group in live_groups():
+            LINES[group].begun = self.first_number
+            LINES[group].broken.clear()
+
+    @property
+    def first_number(self) -> int:
+        """Of exchanges over any group, since the last verdict."""
+        return first_number(self._epoch)
+
+    def gone_among(self, ranks: Iterable[int]) -> list[int]:
+        """Those of ``ranks`` that are known to be gone, as their processes on this host are."""
+        found = []
+        for rank in ranks:
+            if rank != self._rank and self._store.check([f"here/{rank}"]):
+                host, pid = json.loads(self._store.get(f"here/{rank}"))
+                if host == socket.gethostname() and not _runs(pid):
+                    found.append(rank)
+        return found
+
+
+def _line_state(group: dist.ProcessGroup, line: Line) -> LineState:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return LineState(ranks, line.begun, tuple(line.broken), told(line)[-_TOLD:])
+
+
+def told(line: Line) -> tuple[Begun, ...]:
+    """The last exchanges of ``line``, for others to read."""
+    found = list(line.recent)
+    return tuple(Begun(each.number, each.label.text, each.label.bits, each.step, each.phase) for each in found)
+
+
+def _concerned(state: State) -> Iterable[int]:
+    """The ranks that ``state`` may wait for."""
+    if state.waiting is None:
+        return state.call_ranks
+    line = state.lines.get(state.waiting.line)
+    return () if line is None else line.ranks
+
+
+_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
+_LIBRARIES = f"{os.sep}lib{os.sep}python"
+_COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
+
+
+def _line_of(frame: FrameType | None) -> str:
+    """The innermost line that is neither torch's nor ours, nor another library's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OF_TORCH, _OF_FSDP2, "<")) and _LIBRARIES not in file:
+            return f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
+    """The collective of torch.distributed that runs, and its group; the engine's own are not among them."""
+    call: tuple[str, dist.ProcessGroup | None] = ("", None)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_OF_FSDP2):
+            return "", None
+        if code.co_filename == _COLLECTIVES and not code.co_name.startswith("_") and code.co_name != "wrapper":
+            group = frame.f_locals.get("group")
+            group = dist.group.WORLD if group is None else group
+            known = isinstance(group, dist.ProcessGroup) and is_live(group)
+            call = (f"torch.distributed.{code.co_name}()", group if known else None)
+        frame = frame.f_back
+    return call
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process ``pid`` of this host is there, and not stopped."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "TtZX"
+    except OSError:
+        if os.path.isdir("/proc/self"):
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,154 @@
+"""Whether ranks that wait can ever go on, from what they tell of where they are. Pure: no thread, no store.
+
+A rank that waits for an exchange waits for every rank of its group that has not begun it. Following that, one comes
+
+* to a rank that has begun *another* exchange in its place, or could not launch its part: they can never meet;
+* to a rank whose process is gone, or stopped;
+* to nobody but ranks that wait, in exchanges or in collectives of the program's own: a deadlock;
+* to a rank that runs the program's own code, however long: it may come, so the others are only told.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fsdp2.features.watchdog.states import State, Waiting
+
+
+class Silence(enum.Enum):
+    """Why there is no state of a rank."""
+
+    NOT_YET = "has not answered yet"
+    NOT_STARTED = "has not called fully_shard(), or has nothing that is sharded over several ranks"
+    BUSY = "does not answer, though its process runs: something there keeps all threads from running"
+    GONE = "does not answer: its process is stopped, or dead"
+
+
+Known = Mapping[int, State | Silence]
+"""By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is to be done about a rank that waits.
+
+    Attributes:
+        raises: it can never go on.
+        complete: False: ranks that matter have not answered yet.
+        text: why, for people.
+        gone: ranks from which nothing comes any more.
+    """
+
+    raises: bool
+    complete: bool
+    text: str
+    gone: tuple[int, ...] = ()
+
+
+REMEDY = (
+    "All ranks must run the same sharded modules in the same order, with the same settings. Where batches, branches or "
+    "exceptions make ranks differ, let them agree first: docs/failures.md. The last exchanges of each rank: "
+    "fsdp2.flight_record()."
+)
+
+
+def judge(rank: int, known: Known) -> Verdict:
+    """Whether ``rank``, which waits, can go on."""
+    seen: dict[int, None] = {rank: None}
+    queue = [rank]
+    while queue:
+        each = queue.pop(0)
+        state = known.get(each, Silence.NOT_YET)
+        if isinstance(state, Silence) or state.stopped:
+            continue
+        if state.waiting is not None:
+            never, other = _never_meets(state, state.waiting, known)
+            if never:
+                return Verdict(True, True, f"{never}\n{_table({**seen, other: None}, known)}\n{REMEDY}")
+            found = _blockers(state, state.waiting, known)
+        else:
+            found = [other for other in state.call_ranks if other != each]
+        for other in found:
+            if other not in seen:
+                seen[other] = None
+                queue.append(other)
+    return _of_all(rank, seen, known)
+
+
+def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
+    waits = known[rank]
+    assert isinstance(waits, State) and waits.waiting is not None, "who does not wait is not judged"
+    what = f"rank {rank} has waited for {waits.waiting.label} for {waits.waiting.seconds:.0f} s"
+    states = {each: known.get(each, Silence.NOT_YET) for each in seen}
+    gone = tuple(each for each, state in states.items() if state is Silence.GONE)
+    if gone:
+        names = ", ".join(f"rank {each} {Silence.GONE.value}" for each in gone)
+        return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}", gone)
+    complete = Silence.NOT_YET not in states.values()
+    slow = [each for each, state in states.items() if isinstance(state, Silence) or _runs(state)]
+    if slow or not complete:
+        names = ", ".join(_of_slow(each, states[each]) for each in slow) or "others have not answered yet"
+        return Verdict(False, complete, f"{what}: {names}.\n{_table(seen, known)}")
+    return Verdict(True, True, f"{what}, and all that it waits for wait as well.\n{_table(seen, known)}\n{REMEDY}")
+
+
+def _of_slow(rank: int, state: State | Silence) -> str:
+    if isinstance(state, Silence):
+        return f"rank {rank} {state.value}"
+    return f"rank {rank} has not come to it yet (it runs {state.at or 'something else'})"
+
+
+def _runs(state: State) -> bool:
+    return state.stopped or (state.waiting is None and not state.call)
+
+
+def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int]:
+    """Why ``state`` waits in vain, by what a rank of its group has done, and which; "" if that is not known."""
+    if waiting.number is None or waiting.line not in state.lines:
+        return "", state.rank
+    for other in state.lines[waiting.line].ranks:
+        theirs = known.get(other)
+        line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
+        if line is None or other == state.rank:
+            continue
+        assert isinstance(theirs, State), "it has a line"
+        begun = line.find(waiting.number)
+        if waiting.number in line.broken:
+            return (
+                f"rank {state.rank} waits for {waiting.label}, which an exception on rank {other} has interrupted "
+                "while it was begun."
+            ), other
+        if begun is not None and begun.bits != waiting.bits:
+            how = "another one of it, of other sizes or scales" if begun.label == waiting.label else begun.label
+            return (
+                f"ranks {state.rank} and {other} can never meet: rank {state.rank} waits for {waiting.label} (step "
+                f"{state.step}, {state.phase}), and rank {other} has begun {how} in its place (step {begun.step}, "
+                f"{begun.phase})."
+            ), other
+    return "", state.rank
+
+
+def _blockers(state: State, waiting: Waiting, known: Known) -> list[int]:
+    """The ranks that have not begun what ``state`` waits for, as far as is known."""
+    if waiting.line not in state.lines:
+        return []
+    others = [other for other in state.lines[waiting.line].ranks if other != state.rank]
+    if waiting.number is None:
+        return others
+    found = []
+    for other in others:
+        theirs = known.get(other, Silence.NOT_YET)
+        line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
+        if line is None or line.begun <= waiting.number:
+            found.append(other)
+    return found
+
+
+def _table(seen: Mapping[int, None], known: Known) -> str:
+    lines = []
+    for rank in sorted(seen):
+        state = known.get(rank, Silence.NOT_YET)
+        lines.append(f"  {state.describe()}" if isinstance(state, State) else f"  rank {rank}: {state.value}")
+    return "\n".join(lines)

@@ -1,0 +1,284 @@
+"""Ranks that diverge while they run: all of them raise, in seconds, and name both places; then they go on together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import FSDPRuntimeError, flight_record, fully_shard, set_watchdog
+from tests.harness import multi_rank
+from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
+
+SECONDS = 0.5
+
+
+class Blocks(nn.Module):
+    """Blocks of equal size, to be run in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, order: Sequence[int] = (0, 1, 2, 3)) -> Tensor:
+        """Through the blocks in ``order``."""
+        for index in order:
+            x = torch.tanh(self.blocks[index](x))
+        return self.head(x)
+
+
+def batch() -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(11 + dist.get_rank()))
+
+
+def step(model: nn.Module, order: Sequence[int] = (0, 1, 2, 3)) -> None:
+    model(batch(), order).square().mean().backward()
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    set_watchdog(SECONDS)
+    try:
+        yield
+    finally:
+        set_watchdog(10.0)
+
+
+def sharded(hybrid: bool = False, **arguments: Any) -> Blocks:
+    size = dist.get_world_size()
+    if hybrid:
+        arguments["mesh"] = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block, **arguments)
+    fully_shard(model, **arguments)
+    return model
+
+
+def goes_on(model: Blocks) -> None:
+    """A step afterwards has the gradients of a model to which nothing has happened."""
+    model.zero_grad()
+    step(model)
+    plain, world_size = Blocks(), dist.get_world_size()
+    for rank in range(world_size):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(11 + rank))
+        (plain(x).square().mean() / world_size).backward()
+    expected = {name: each.grad for name, each in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
+def swapped(model: Blocks, rank: int) -> None:
+    step(model, (0, 2, 1, 3) if rank else (0, 1, 2, 3))
+
+
+def without_gradients(model: Blocks, rank: int) -> None:
+    with torch.no_grad():
+        model(batch(), (3, 2, 1, 0) if rank % 2 else (0, 1, 2, 3))
+
+
+def skipped(model: Blocks, rank: int) -> None:
+    step(model, (0, 1, 3) if rank else (0, 1, 2, 3))
+
+
+def twice(model: Blocks, rank: int) -> None:
+    step(model, (0, 1, 1, 2, 3) if rank == 1 else (0, 1, 2, 3))
+
+
+def forward_only(model: Blocks, rank: int) -> None:
+    model(batch())
+    if rank != 1:
+        step(model)
+    else:
+        with torch.no_grad():
+            model(batch(), (1, 0))
+
+
+def failed_in_forward(model: Blocks, rank: int) -> None:
+    def fail(*args: Any) -> None:
+        if rank == 1:
+            raise ValueError("a batch that cannot be read")
+
+    handle = model.blocks[2].register_forward_hook(fail)
+    try:
+        step(model)
+    except ValueError:
+        step(model, (3, 2, 1, 0))
+    finally:
+        handle.remove()
+
+
+def failed_in_backward(model: Blocks, rank: int) -> None:
+    def fail(*args: Any) -> None:
+        if rank == 1:
+            raise ValueError("a gradient that is not finite")
+
+    handle = model.blocks[1].register_full_backward_hook(fail)
+    try:
+        step(model)
+        if rank != 1:
+            step(model)
+    except ValueError:
+        step(model)
+    finally:
+        handle.remove()
+
+
+def scaled(model: Blocks, rank: int) -> None:
+    if rank == 1:
+        model.blocks[1].set_gradient_divide_factor(3.0)
+    try:
+        step(model)
+    finally:
+        model.blocks[1].set_gradient_divide_factor(float(dist.get_world_size()))
+
+
+def not_reduced(model: Blocks, rank: int) -> None:
+    model.set_requires_gradient_sync(rank != 1)
+    try:
+        step(model)
+        step(model)
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def resharded_otherwise(model: Blocks, rank: int) -> None:
+    model.blocks[2].set_reshard_after_forward(rank != 1)
+    try:
+        step(model)
+    finally:
+        model.blocks[2].set_reshard_after_forward(True)
+
+
+DIVERGENCES = (
+    swapped,
+    without_gradients,
+    skipped,
+    twice,
+    forward_only,
+    failed_in_forward,
+    failed_in_backward,
+    scaled,
+    not_reduced,
+    resharded_otherwise,
+)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["1D", "hybrid"])
+@pytest.mark.parametrize("diverge", DIVERGENCES, ids=lambda each: each.__name__)
+@multi_rank(4)
+def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], None], hybrid: bool) -> None:
+    model = sharded(hybrid)
+    step(model)
+    begun = time.monotonic()
+    with watched():
+        with pytest.raises(FSDPRuntimeError, match=r"can never meet|all that it waits for wait as well") as raised:
+            diverge(model, dist.get_rank())
+        assert time.monotonic() - begun < 15
+        said: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(said, str(raised.value))
+        assert set(said) == {said[0]}, said
+        assert "test_watchdog.py:" in said[0] and "step" in said[0]
+        for _ in range(2):
+            goes_on(model)
+
+
+@multi_rank(2)
+def test_equal_blocks_are_never_taken_for_one_another() -> None:
+    """What was silent: each rank got the other's parameters, as an exchange was known by its number alone."""
+    model = sharded()
+    step(model)
+    with watched(), pytest.raises(FSDPRuntimeError) as raised:
+        without_gradients(model, dist.get_rank())
+    assert "the all-gather of 'blocks.0'" in str(raised.value) and "the all-gather of 'blocks.3'" in str(raised.value)
+
+
+class Told(logging.Handler):
+    """What the logger says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.messages.append(record.getMessage())
+
+
+@multi_rank(2)
+def test_a_rank_that_is_slow_is_only_told_of() -> None:
+    model, told = sharded(), Told()
+    step(model)
+    logging.getLogger("fsdp2").addHandler(told)
+    try:
+        with watched():
+            if dist.get_rank() == 1:
+                time.sleep(6 * SECONDS)
+            step(model)
+            goes_on(model)
+    finally:
+        logging.getLogger("fsdp2").removeHandler(told)
+    if dist.get_rank() == 0:
+        (message,) = [each for each in told.messages if "rank 1 has not come to it yet" in each]  # once for each wait
+        assert "test_watchdog.py:" in message and "in test_a_rank_that_is_slow_is_only_told_of" in message
+
+
+@multi_rank(2)
+def test_a_barrier_that_is_waited_for_meanwhile_is_no_deadlock() -> None:
+    """Rank 1 evaluates alone while rank 0 waits in a barrier: as with checkpoints and loaders of one rank."""
+    model = sharded()
+    step(model)
+    with watched():
+        if dist.get_rank() == 1:
+            time.sleep(5 * SECONDS)
+        dist.barrier()
+        goes_on(model)
+
+
+@multi_rank(2)
+def test_other_plans_are_told_while_the_other_rank_trains_another_model() -> None:
+    """A model that only one rank runs for the first time: the comparison of plans meets something else."""
+    model, other = sharded(), sharded()
+    step(model)
+    with watched(), pytest.raises(FSDPRuntimeError, match="the comparison of the plans of Blocks"):
+        if dist.get_rank() == 1:
+            step(other)
+        else:
+            step(model)
+    goes_on(model)
+    goes_on(other)
+
+
+@multi_rank(2)
+def test_it_may_be_off() -> None:
+    set_watchdog(0)
+    try:
+        model = sharded()
+        goes_on(model)
+    finally:
+        set_watchdog(10.0)
+
+
+@multi_rank(2)
+def test_the_flight_record_names_the_last_exchanges() -> None:
+    model = sharded()
+    for _ in range(3):
+        step(model)
+    found = flight_record()
+    (begun,) = found.groups.values()
+    last = {each.label for each in begun[-10:]}
+    assert last >= {f"the reduction of '{name}'" for name in ("blocks.0", "blocks.1", "blocks.2", "blocks.3", "Blocks")}
+    assert "the all-gather of 'blocks.0'" in last
+    assert begun[-1].phase == "backward of Blocks"
+    assert "the reduction of 'blocks.3'" in str(found)
+    assert json.loads(found.to_json())["rank"] == dist.get_rank()
