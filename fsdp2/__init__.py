@@ -30,8 +30,10 @@ from fsdp2.core.options import (
 from fsdp2.core.shard import fully_shard
 from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.accumulation import accumulate
 from fsdp2.features.broadcast_parameters import broadcast_parameters
 from fsdp2.features.full_parameters import full_parameters
+from fsdp2.features.inference import inference
 from fsdp2.features.owned import Owned, balanced_owners
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
@@ -78,6 +80,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedGradScaler",
     "UnshardHandle",
+    "accumulate",
     "auto_shard",
     "balanced_owners",
     "broadcast_parameters",
@@ -91,6 +94,7 @@ __all__ = [
     "fully_shard",
     "get_cls_to_fsdp_cls",
     "get_total_norm",
+    "inference",
     "offload_optimizer_state",
     "prepare_compile",
     "optim",

@@ -14,11 +14,12 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("ranks_that_fail.py")
 
+_GONE = r"FSDPRuntimeError: the process of rank 1 is gone, or stopped: the (all-gather|reduction) of '\S+' failed"
 SAID = {
-    "killed": r"FSDPRuntimeError: the process of rank 1 is gone, or stopped: the (all-gather|reduction) of '\S+' failed",
-    "ended": r"FSDPRuntimeError: the process of rank 1 is gone, or stopped: the (all-gather|reduction) of '\S+' failed",
-    "stopped": r"FSDPRuntimeError: rank 0 has waited for the all-gather of '\S+' for \d+ s, and rank 1 does not answer: "
-    "its process is stopped, or dead",
+    "killed": _GONE,
+    "ended": _GONE,
+    "stopped": r"FSDPRuntimeError: rank 0 has waited for the all-gather of '\S+' for \d+ s, and "
+    "rank 1 does not answer: its process is stopped, or dead",
     "in a barrier": r"(?s)FSDPRuntimeError: rank 0 has waited for .*all that it waits for wait as well.*"
     r"rank 1: step 2.*is in torch\.distributed\.barrier\(\), at ranks_that_fail\.py:\d+ in happens",
     "raised": r"FSDPRuntimeError: (the process of rank 1 is gone|the all-gather of '\S+' with rank 1 failed)",

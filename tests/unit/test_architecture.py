@@ -172,7 +172,7 @@ def test_tests_import_helpers_from_the_harness_and_never_from_tests() -> None:
 
 def test_folders_of_tests_hold_tests_alone() -> None:
     """Programs that tests start in a process of their own stand beside them, each named here."""
-    programs = {"tests/programs/without_features.py"}
+    programs = {"tests/programs/ranks_that_fail.py", "tests/programs/without_features.py"}
     tests = ROOT / "tests"
     for folder in {path.parent for path in tests.rglob("test_*.py")}:
         files = {path for path in folder.glob("*.py") if not path.name.startswith("test_")}

@@ -1,0 +1,65 @@
+"""`inference`: forwards that find the parameters of the one before, unsharded, as long as nobody writes weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from fsdp2.arguments import checked
+from fsdp2.core.root import roots_of
+from fsdp2.core.state import FSDPState, states_below
+from fsdp2.errors import FSDPRuntimeError
+
+
+@checked()
+def inference(module: nn.Module) -> AbstractContextManager[None]:
+    """A block in which forwards, without gradients, leave the parameters unsharded for those that follow.
+
+    The first forward gathers each module once; later ones communicate nothing, so that ranks may run different
+    numbers of them, once all have run all modules. If weights are written (an optimizer's step, a state dict that is
+    loaded, a copy in place into sharded parameters), the next forward gathers anew, on all ranks. After the block
+    everything is resharded, and settings are as before, also after an exception.
+
+    Memory: the whole model, unsharded, in the dtype that it computes in. Inside of the block ``module.parameters()``
+    are the unsharded ones of modules that have run: do not write these. To be entered outside of forward and backward.
+
+    Args:
+        module: any; sharded itself, or containing sharded ones.
+
+    Raises:
+        FSDPTypeError: not a module.
+        FSDPRuntimeError: nothing at or below ``module`` is sharded; or inside of a forward or backward.
+    """
+    states = states_below(module)
+    if not states:
+        raise FSDPRuntimeError(
+            f"inference() was given a {type(module).__name__} that contains no sharded module: call it on what "
+            "fully_shard was called on, or on a module that contains it."
+        )
+    return _inferring(states)
+
+
+@contextmanager
+def _inferring(states: list[FSDPState]) -> Iterator[None]:
+    for root in roots_of(states):
+        root.recover_if_failed()
+        if root.is_running():
+            raise FSDPRuntimeError(
+                f"inference() was entered inside of a forward or backward of {root.name}: enter it before or after."
+            )
+    before = [(state, state.reshard_after_forward) for state in states]
+    try:
+        for state in states:
+            state.reshard_after_forward = False
+        with torch.no_grad():
+            yield
+    finally:
+        for state, reshards in before:
+            state.reshard_after_forward = reshards
+        for root in roots_of(states):
+            root.recover_if_failed()
+        for group in dict.fromkeys(group for state in states for group in state.unit):
+            group.reshard()
