@@ -68,6 +68,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.micro
 	$(BIN)/python -m benchmarks.first_step
+	$(BIN)/python -m benchmarks.fsdp1
 
 torch-gaps: $(STAMP)
 	$(BIN)/python -m extras.torch_gaps $(ARGS)

@@ -54,7 +54,7 @@ class Place:
         step: forwards of roots that have begun.
         phase: which pass runs, or ran last.
         waiting: what it waits for: an object with a ``label``; None if it does not.
-        failure: the last exception that was seen to leave a pass.
+        failure: which pass an exception had left before, until one has ended well; "" if none.
         stopped: why nothing may be exchanged any more until it has been raised; "" if something may.
         restarts: how often that was raised: on all ranks, so that they start anew together.
     """

@@ -472,7 +472,7 @@ class FSDPRoot:
             if self.comm.gather_arena is not ALLOCATOR:
                 self.comm.end_step()
         self.comm.let_host_write_shards()
-        PLACE.phase = self._phases[3]
+        PLACE.phase, PLACE.failure = self._phases[3], ""
         self._hold_graph(self.holds_graph)
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
@@ -556,8 +556,10 @@ class FSDPRoot:
             for order in (self._forward_order, self._evaluation_order, self._backward_order):
                 order.forget()
         elif in_backward or self.comm.was_interrupted:
+            PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
             self.reset(warns=True)
         elif self.iteration.failed:
+            PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
             self._leave_failed_forward()
 
     def _leave_failed_forward(self) -> None:

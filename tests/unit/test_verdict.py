@@ -123,3 +123,17 @@ def test_ranks_that_do_not_answer(silence: Silence, raises: bool, complete: bool
     assert verdict.gone == ((2,) if raises else ())
     if complete:
         assert f"rank 2 {silence.value}" in verdict.text
+
+
+def test_a_collective_of_torchs_own_may_end_by_itself() -> None:
+    """What it waits for is not known: with NCCL, with more than 8 ranks on gloo, or where the environment says so."""
+    native = State(0, 1, 7, "forward", waiting=Waiting("", None, "gather a", 1, 60.0))
+    verdict = judge(0, {0: native})
+    assert not verdict.raises and verdict.complete
+    waits = rank(1, ["gather a"], waits=True, ranks=(0, 1))
+    assert not judge(1, {0: native, 1: waits}).raises
+
+
+def test_who_is_about_to_raise_comes() -> None:
+    raising = State(1, 1, 7, "forward", waiting=Waiting("world", 0, "gather b", 2, 9.0), stopped=True)
+    assert not judge(0, {0: rank(0, ["gather a"], waits=True), 1: raising, 2: rank(2)}).raises

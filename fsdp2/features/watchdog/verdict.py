@@ -97,17 +97,27 @@ def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
 def _of_slow(rank: int, state: State | Silence) -> str:
     if isinstance(state, Silence):
         return f"rank {rank} {state.value}"
+    if state.waiting is not None and not state.stopped:
+        return f"rank {rank} waits for {state.waiting.label} in a collective of torch's own"
     return f"rank {rank} has not come to it yet (it runs {state.at or 'something else'})"
 
 
 def _runs(state: State) -> bool:
-    return state.stopped or (state.waiting is None and not state.call)
+    """Whether it may go on by itself: also if it waits for what is not known, as for collectives of torch's own."""
+    if state.stopped:
+        return True
+    return not state.call if state.waiting is None else not _is_known(state)
+
+
+def _is_known(state: State) -> bool:
+    return state.waiting is not None and state.waiting.number is not None and state.waiting.line in state.lines
 
 
 def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int]:
     """Why ``state`` waits in vain, by what a rank of its group has done, and which; "" if that is not known."""
-    if waiting.number is None or waiting.line not in state.lines:
+    if not _is_known(state):
         return "", state.rank
+    assert waiting.number is not None, "it is known"
     for other in state.lines[waiting.line].ranks:
         theirs = known.get(other)
         line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
@@ -132,11 +142,10 @@ def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int
 
 def _blockers(state: State, waiting: Waiting, known: Known) -> list[int]:
     """The ranks that have not begun what ``state`` waits for, as far as is known."""
-    if waiting.line not in state.lines:
+    if not _is_known(state):
         return []
+    assert waiting.number is not None, "it is known"
     others = [other for other in state.lines[waiting.line].ranks if other != state.rank]
-    if waiting.number is None:
-        return others
     found = []
     for other in others:
         theirs = known.get(other, Silence.NOT_YET)

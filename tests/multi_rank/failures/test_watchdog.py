@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPRuntimeError, flight_record, fully_shard, set_watchdog
+from fsdp2.core.transport import NATIVE, VARIABLE
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 
@@ -189,6 +190,8 @@ def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], Non
         dist.all_gather_object(said, str(raised.value))
         assert set(said) == {said[0]}, said
         assert "test_watchdog.py:" in said[0] and "step" in said[0]
+        if diverge in (failed_in_forward, failed_in_backward):
+            assert "rank 1: step 3, " in said[0] and "an exception had left its step 2" in said[0]
         for _ in range(2):
             goes_on(model)
 
@@ -231,6 +234,18 @@ def test_a_rank_that_is_slow_is_only_told_of() -> None:
     if dist.get_rank() == 0:
         (message,) = [each for each in told.messages if "rank 1 has not come to it yet" in each]  # once for each wait
         assert "test_watchdog.py:" in message and "in test_a_rank_that_is_slow_is_only_told_of" in message
+
+
+@multi_rank(2)
+def test_collectives_of_torchs_own_are_left_to_their_timeout() -> None:
+    """They carry no name: a rank that waits there is not judged."""
+    with pytest.MonkeyPatch.context() as patch, watched():
+        patch.setenv(VARIABLE, NATIVE)
+        model = sharded()
+        step(model)
+        if dist.get_rank() == 1:
+            time.sleep(5 * SECONDS)
+        goes_on(model)
 
 
 @multi_rank(2)
