@@ -65,7 +65,7 @@ class Watchdog:
         self._answered = self._store.add("alarm", 0)
         is_same = before is not None and before._world is self._world
         self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
-        self._releases: Releases | None = None
+        self._releases: Releases | None = before._releases if before is not None and is_same else None
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
         self._thread.start()
 

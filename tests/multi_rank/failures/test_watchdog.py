@@ -191,7 +191,7 @@ def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], Non
         assert set(said) == {said[0]}, said
         assert "test_watchdog.py:" in said[0] and "step" in said[0]
         if diverge in (failed_in_forward, failed_in_backward):
-            assert "rank 1: step 3, " in said[0] and "an exception had left its step 2" in said[0]
+            assert "an exception had left its step" in said[0].partition("  rank 1: ")[2].splitlines()[0]
         for _ in range(2):
             goes_on(model)
 
