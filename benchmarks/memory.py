@@ -37,10 +37,6 @@ class LiveBytes(LocalDispatchMode):
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def observe(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        if op.namespace == "c10d":
-            # What it takes was made by other operations, unless fsdp2 shows a collective that is made of messages:
-            # with buffers that there are only because this mode looks.
-            return
         for tensor in tensors_in((*args, *kwargs.values(), result)):
             self._track(tensor)
         intervals = self._live_intervals()
