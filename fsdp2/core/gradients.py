@@ -53,12 +53,14 @@ class GradientBuffer:
     """A flat sharded-gradient buffer and the gradients on it.
 
     Attributes:
+        locals: the local tensors of the gradients.
         resizable: the buffer, to be given memory on the stream that writes it first.
     """
 
     def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
         self.flat = flat
         self.gradients = gradients
+        self.locals = tuple(map(_torch.local_of, gradients))
         self.resizable = Resizable(flat)
         self._storage = self.resizable.storage
         self._baseline = self._counts()
@@ -67,9 +69,8 @@ class GradientBuffer:
     def _counts(self) -> list[int]:
         """Holders of the storage, then of each gradient and of its local tensor."""
         count = sys.getrefcount
-        locals_ = map(_torch.local_of, self.gradients)
         own = (count(self._storage), _torch.storage_use_count(self._storage))
-        return [*own, *map(count, self.gradients), *map(count, locals_)]
+        return [*own, *map(count, self.gradients), *map(count, self.locals)]
 
     def slice(self, start: int, numel: int) -> torch.Tensor:
         """(numel,) of the buffer; always the same tensor. Nobody keeps it: `is_free` does not see who holds it."""

@@ -135,6 +135,11 @@ class FSDPParamGroup:
         self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
 
     @property
+    def sharded(self) -> tuple[nn.Parameter, ...]:
+        """The sharded parameters: the same object until one was replaced."""
+        return self._sharded
+
+    @property
     def is_shared(self) -> bool:
         """Whether weights are tied across `fully_shard` calls."""
         return len(self.sharers) > 1

@@ -424,6 +424,10 @@ class FSDPState:
         refuse_unowned_parameters(self.modules, self.class_name, params, ignored)
         self._structure = Structure(self.modules)
 
+    def has_changed_structure(self) -> bool:
+        """Whether modules or parameters were added or removed below since it became a root, or last noticed."""
+        return self._structure.has_changed()
+
     def quiesce(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
 

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,7 @@ from fsdp2.core.param import fsdp_param_of, replacement_of
 from fsdp2.core.sharding import RankGroup, ReductionGroups, reduction_groups_of
 from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.optim.delivered import delivered_of
+from fsdp2.optim.model_parameters import parameters_below
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -53,7 +55,7 @@ TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
 @checked(max_norm=at_least(0), norm_type=ANYTHING, mesh=ANYTHING)
 def clip_grad_norm_(
-    parameters: TensorOrTensors,
+    parameters: TensorOrTensors | nn.Module,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -73,7 +75,8 @@ def clip_grad_norm_(
     sharded; replicated dims communicate nothing. See [Note: which collectives].
 
     Args:
-        parameters: an iterable of tensors, or a single one.
+        parameters: an iterable of tensors, or a single one. Or a module: all of its parameters, found faster than by
+            ``parameters()`` if it is a root.
         max_norm: of the scaled gradients.
         norm_type: a number > 0, inf for the largest absolute value, 0 for how many gradients are not all zeros.
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank alike. Waits for the device.
@@ -91,7 +94,11 @@ def clip_grad_norm_(
         FSDPValueError: a negative ``norm_type``; a gradient that is Partial, or spread otherwise than its parameter.
         FSDPRuntimeError: the norm is not finite, with ``error_if_nonfinite``. Nothing is scaled then.
     """
-    every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
+    every: Sequence[torch.Tensor]
+    if isinstance(parameters, nn.Module):
+        every = parameters_below(parameters)
+    else:
+        every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
     slots = _Slots.of_parameters(every)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
     _scale(slots.groups(), max_norm, total, foreach)
@@ -202,12 +209,12 @@ class _Alike(NamedTuple):
     device: torch.device
     dtype: torch.dtype
 
-    def slots(self, slices: list[torch.Tensor], below: list[torch.Tensor]) -> _Slots:
+    def slots(self, slices: list[torch.Tensor], below: tuple[torch.Tensor, ...]) -> _Slots:
         """Their gradients, whose local tensors are ``below``, and which lie on ``slices``."""
         found = _Slots(())
         groups = _by_device_and_dtype(slices) if slices else {}
         found.slots = [_Slot(self.spread, [*below], slices, groups)]
-        found.device, found.dtype, found.written_unseen = self.device, self.dtype, tuple(below)
+        found.device, found.dtype, found.written_unseen = self.device, self.dtype, below
         return found
 
 

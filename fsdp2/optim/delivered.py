@@ -117,7 +117,8 @@ class Delivered:
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether it was made of ``params``, whose gradients are laid out as they were."""
-        if len(params) != len(self._params) or not all(map(operator.is_, params, self._params)):
+        known = self._params
+        if params is not known and (len(params) != len(known) or not all(map(operator.is_, params, known))):
             return False
         groups = [reference() for reference in self._groups]
         now = [bucket for group in groups if group is not None for bucket in group.reducer.buckets]
@@ -139,10 +140,18 @@ class Delivered:
             found = [together.slices() for together in self._together]
         return None if any(each is None for each in found) else [part for each in found if each for part in each]
 
-    def locals(self) -> list[torch.Tensor]:
-        """The local tensors of all gradients, those of one buffer after those of another. After `slices`."""
-        params = [each for together in self._together for each in together.params]
-        return list(map(_torch.local_of, map(_gradient_of, params)))
+    def locals(self) -> tuple[torch.Tensor, ...]:
+        """The local tensors of all gradients, those of one buffer after those of another. After `slices`.
+
+        Not to be kept: a buffer whose gradients somebody holds is not used again.
+        """
+        found: list[torch.Tensor] = []
+        for together in self._together:
+            bucket = together.bucket()
+            delivered = None if bucket is None else bucket.delivered
+            assert delivered is not None, "slices were found"
+            found += map(delivered.locals.__getitem__, together.positions)
+        return tuple(found)
 
 
 def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:

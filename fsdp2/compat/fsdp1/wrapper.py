@@ -40,7 +40,7 @@ from fsdp2.compat.fsdp1.construction import (
     strategy_of,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
-from fsdp2.compat.fsdp1.names import WRAPPED, Inside, parameters_below, saved
+from fsdp2.compat.fsdp1.names import WRAPPED, Inside, saved
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -322,7 +322,7 @@ class FullyShardedDataParallel(nn.Module):
             FSDPRuntimeError: on a wrapper that another one is around.
         """
         self._refuse_below_root("clip_grad_norm_")
-        total = fsdp2.clip_grad_norm_(parameters_below(self), max_norm, norm_type)
+        total = fsdp2.clip_grad_norm_(self.module, max_norm, norm_type)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

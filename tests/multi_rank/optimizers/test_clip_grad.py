@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from fsdp2 import FSDPRuntimeError, FSDPValueError, clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from fsdp2 import (
+    FSDPRuntimeError,
+    FSDPValueError,
+    clip_grad_norm_,
+    clip_grads_with_norm_,
+    fully_shard,
+    get_total_norm,
+)
 from tests.harness import Reference, assert_same, assert_sharded_same, multi_rank
 from tests.harness.compare import gather, gradients_of
 from tests.harness.models import MLP
@@ -35,6 +42,81 @@ from tests.harness.shared.optimizers import loss_of
 from tests.harness.shared.training import CASE, shard
 
 ORDERS = [2.0, 1.0, 3.0, 0.5, float("inf")]
+
+
+# ---- a module ------------------------------------------------------------------------------------
+
+
+class _Mixed(nn.Module):
+    """Sharded layers, one whose weight is ignored, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight = self.first.weight
+        self.other = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Through all layers."""
+        return self.other(torch.tanh(self.last(torch.tanh(self.first(x)))))
+
+
+def _mixed(world_size: int) -> tuple[nn.Module, nn.Module]:
+    """Sharded, and a plain one with the gradients of all ranks."""
+    model, plain = _Mixed(), _Mixed()
+    fully_shard(model, ignored_params={model.other.weight})
+    _backward_of_mixed(model, plain, world_size)
+    return model, plain
+
+
+def _backward_of_mixed(model: nn.Module, plain: nn.Module, world_size: int) -> None:
+    batches = [torch.randn(2, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    model(batches[dist.get_rank()]).square().sum().backward()
+    for batch in batches:
+        (plain(batch).square().sum() / world_size).backward()
+    ignored = model.other.weight
+    assert ignored.grad is not None and plain.other.weight.grad is not None
+    ignored.grad.copy_(plain.other.weight.grad)
+
+
+@multi_rank(2, 4)
+def test_a_module_stands_for_all_of_its_parameters(world_size: int) -> None:
+    """In its first call and in later ones, after zero_grad, and with an ignored parameter replaced in between."""
+    model, plain = _mixed(world_size)
+    for step in range(4):
+        norm = clip_grad_norm_(model, 0.5)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected)
+        for name, parameter in plain.named_parameters():
+            mine = dict(model.named_parameters())[name].grad
+            whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            torch.testing.assert_close(whole, parameter.grad)
+        model.zero_grad()
+        plain.zero_grad()
+        assert clip_grad_norm_(model, 0.5) == 0.0, "nothing is remembered of gradients"
+        if step == 1:
+            for each in (model, plain):
+                each.other.bias.requires_grad_(False)
+        _backward_of_mixed(model, plain, world_size)
+
+
+@multi_rank(2)
+def test_modules_that_are_no_root(world_size: int) -> None:
+    """Before the first forward, a part of the model, a plain module around it, and one that was changed since."""
+    model = shard()
+    assert clip_grad_norm_(model, 1.0) == 0.0
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(CASE, model).backward()
+        record = Reference(CASE, world_size=world_size).step()
+        part = next(name for name, child in model.named_children() if any(True for _ in child.parameters()))
+        for module, prefix in ((nn.ModuleList([model]), ""), (model.get_submodule(part), f"{part}."), (model, "")):
+            found = [value for name, value in record.gradients.items() if name.startswith(prefix) and value is not None]
+            torch.testing.assert_close(clip_grad_norm_(module, 1e9), nn.utils.get_total_norm(found))
+    model.extra = nn.Linear(2, 2)
+    model.extra.weight.grad = torch.full((2, 2), 100.0)
+    assert clip_grad_norm_(model, 1e9) >= 200.0, "what was added since is found"
 
 
 # ---- norms ---------------------------------------------------------------------------------------

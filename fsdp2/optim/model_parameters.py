@@ -1,0 +1,74 @@
+"""The parameters of a whole model, remembered for its root: a walk of the module tree takes longer than clipping."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp2.core.param import fsdp_param_of, replacement_of
+from fsdp2.core.root import FSDPRoot
+from fsdp2.core.state import state_of
+
+
+class _Known(NamedTuple):
+    """The parameters below a root.
+
+    Attributes:
+        of_groups: the sharded parameters of each of its groups.
+        others: where others are registered that belong to none, and under which name.
+        params: all of them.
+    """
+
+    of_groups: list[tuple[nn.Parameter, ...]]
+    others: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]
+    params: tuple[torch.Tensor, ...]
+
+    def is_still_so(self, of_groups: list[tuple[nn.Parameter, ...]]) -> bool:
+        """Whether no parameter was replaced; modules are what they were."""
+        return all(map(operator.is_, of_groups, self.of_groups)) and all(
+            slots.get(name) is param for slots, name, param in self.others
+        )
+
+
+_KNOWN: WeakKeyDictionary[FSDPRoot, _Known] = WeakKeyDictionary()
+
+
+def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
+    """All parameters of ``module``, each once, the sharded ones in the place of what is registered at the moment.
+
+    Those of a root that has run are remembered, until modules or parameters were added, removed or replaced.
+    """
+    state = state_of(module)
+    root = None if state is None or len(state.modules) > 1 else state.own_root
+    if state is None or root is None or root.is_disturbed or state.has_changed_structure():
+        return _walk(module)
+    now = [group.sharded for group in root.groups]
+    known = _KNOWN.get(root)
+    if known is None or not known.is_still_so(now):
+        found = _walk(module)
+        of_groups = {id(param) for group in now for param in group}
+        if not of_groups.issubset(map(id, found)):  # shared with modules elsewhere
+            return found
+        others = {id(param): param for param in found if id(param) not in of_groups}
+        places = [
+            (each._parameters, name, param)
+            for each in module.modules()
+            for name, param in each._parameters.items()
+            if id(param) in others and param is not None
+        ]
+        known = _KNOWN[root] = _Known(now, places, tuple(found))
+    return known.params
+
+
+def _walk(module: nn.Module) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for parameter in module.parameters():
+        owner, successor = fsdp_param_of(parameter), replacement_of(parameter)
+        chosen = successor if owner is None and successor is not None else parameter if owner is None else owner.sharded
+        found[id(chosen)] = chosen
+    return list(found.values())
