@@ -194,6 +194,7 @@ class Exchange:
             self._failure = PLACE.stopped
             _raise_stopped()
         self._parts = ((), ())
+        self._messages, self._waited_for = [], 0  # which hold what they carried
         if self._line is not None:
             kept = self._line.kept
             for number in [each for each in kept if each <= self.number]:

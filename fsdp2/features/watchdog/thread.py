@@ -98,8 +98,8 @@ class Watchdog:
 
     def _tick(self, now: float) -> None:
         store = self._store
-        waiting = PLACE.waiting
-        if waiting is not self._waiting:
+        waiting = _identity(PLACE.waiting)  # to hold it would keep memory that the engine wants to use again
+        if waiting != self._waiting:
             self._waiting, self._since, self._round, self._told = waiting, now, 0, ""
         alarm = store.add("alarm", 0)
         if waiting is not None and not PLACE.stopped and now - max(self._since, self._alarmed) >= self.seconds:
@@ -129,7 +129,7 @@ class Watchdog:
         waiting = PLACE.waiting
         told = None
         if waiting is not None:
-            seconds = time.monotonic() - self._since if waiting is self._waiting else 0.0
+            seconds = time.monotonic() - self._since if _identity(waiting) == self._waiting else 0.0
             is_numbered = isinstance(waiting, Exchange) and is_live(waiting.group)
             told = Waiting(
                 key_of(waiting.group) if is_numbered else "",
@@ -229,6 +229,11 @@ class Watchdog:
                 if host == socket.gethostname() and not _runs(pid):
                     found.append(rank)
         return found
+
+
+def _identity(waiting: Any) -> tuple[int, int] | None:
+    """What tells apart what is waited for, without holding it."""
+    return None if waiting is None else (id(waiting), getattr(waiting, "number", -1))
 
 
 def _line_state(group: dist.ProcessGroup, line: Line) -> LineState:
