@@ -6,10 +6,11 @@ watchdog that finds that ranks can never meet says so in ``PLACE.stopped``, whic
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
-_BITS = 18
+from fsdp2.core.plan import fingerprint
+
+_BITS = 30
 """Of a label in a message's tag."""
 
 
@@ -18,7 +19,7 @@ class Label:
 
     Attributes:
         text: for messages.
-        bits: less than 2 ** 18; alike on ranks that have labelled the same, and different for different labels.
+        bits: 30 bits of a fingerprint, which nothing but the text and the detail decide: ranks may have others besides.
     """
 
     __slots__ = ("bits", "text")
@@ -29,18 +30,13 @@ class Label:
 
 
 _LABELS: dict[tuple[str, str], Label] = {}
-_TAKEN: set[int] = set()
 
 
 def label(text: str, detail: str = "") -> Label:
     """The label of ``text``; of another ``detail`` (sizes, dtypes) it is another one, under the same text."""
     known = _LABELS.get((text, detail))
     if known is None:
-        bits = zlib.crc32(f"{text}\0{detail}".encode()) >> (32 - _BITS)
-        while bits in _TAKEN and len(_TAKEN) < 1 << _BITS:
-            bits = (bits + 1) % (1 << _BITS)
-        _TAKEN.add(bits)
-        known = _LABELS[text, detail] = Label(text, bits)
+        known = _LABELS[text, detail] = Label(text, fingerprint(f"{text}\0{detail}") % (1 << _BITS))
     return known
 
 

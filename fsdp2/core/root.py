@@ -185,6 +185,7 @@ class FSDPRoot:
         holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
             that was not.
         hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
+        parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
     """
 
@@ -209,6 +210,7 @@ class FSDPRoot:
             self.comm.pool_memory(settings.pools_memory)
         self.shared: Unit = tuple(group for group in groups if group.is_shared)
         self.is_disturbed = False
+        self.parameters: Any = None
         self._restarts = PLACE.restarts
         passes = ("forward of", "after the forward of", "backward of", "after the backward of")
         self._phases = [f"{each} {self.name}" for each in passes]

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter as sends and receives between all pairs of ranks, without a thread or a copy between.
+"""All-gather, reduce-scatter and all-reduce as sends and receives between all pairs of ranks: no thread, no copy.
 
 For backends whose own collectives do more than that: gloo's reduce-scatter sends twice what it must (it is an
 all-reduce) and clones its input, its all-gather goes through an output of its own. On 2, 4 and 8 ranks, 16 KiB to
@@ -6,10 +6,10 @@ all-reduce) and clones its input, its all-gather goes through an output of its o
 gradients (``python -m benchmarks.primitives``).
 
 [Note: tags and what is abandoned]
-Every exchange over a process group has the next number, and its tag is made of that and of the `Label` of what it is
-of. Ranks issue the same exchanges in the same order; where they do not, tags differ, so that no rank ever takes
-another's parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
-(`features/watchdog.py`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
+Every exchange over a process group has the next number, and its tag is a hash of 30 bits of that and of the `Label` of
+what it is of. Ranks issue the same exchanges in the same order; where they do not, tags differ, so that no rank ever
+takes another's parameters or gradients for its own, whatever their sizes: it waits, and a watchdog finds out why
+(`features/watchdog/`). An exchange that an exception has abandoned (nobody waits for it) must not be forgotten while
 messages are under way into its buffers: it is kept until a later one over the same group is done, for messages between
 two ranks arrive in order.
 
@@ -38,8 +38,8 @@ from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features import announce
 
 _FIRST_TAG = 1 << 30
-_NUMBERS = 1 << 12
-"""Tags repeat after so many exchanges, far more than are ever under way."""
+_MIXED = 2_654_435_761
+"""Odd: numbers of one label have the same tag only if they are 2 ** 30 apart."""
 
 _receive: Callable[..., dist.Work] = dist.ProcessGroup.recv
 _send: Callable[..., dist.Work] = dist.ProcessGroup.send
@@ -89,7 +89,7 @@ LINES: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
 
 def tag_of(label: Label, number: int) -> int:
     """Of the messages of an exchange."""
-    return _FIRST_TAG + (label.bits << 12) + number % _NUMBERS
+    return _FIRST_TAG + (label.bits + number * _MIXED) % _FIRST_TAG
 
 
 class Message(NamedTuple):
@@ -134,19 +134,20 @@ class Exchange:
             line = LINES[group] = Line()
             line.begun = LOST.first_number(group)
         number = line.begun
-        self._line, self.number, self._parts = line, number, (arriving, leaving)
-        self.tag = tag = tag_of(self.label, number)
-        line.kept[number] = self
-        line.begun = number + 1
-        line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
+        tag = tag_of(self.label, number)
         sources, targets = _peers(group)
         receives = map(_receive, repeat(group), [[arriving[each]] for each in sources], sources, repeat(tag))
         sends = map(_send, repeat(group), [[leaving[each]] for each in targets], targets, repeat(tag))
         try:
+            self._line, self.number, self.tag, self._parts = line, number, tag, (arriving, leaving)
+            line.kept[number] = self
+            line.begun = number + 1
+            line.recent.append(Record(number, self.label, PLACE.step, PLACE.phase))
             self._messages.extend(chain(receives, sends))
         except BaseException as failure:
-            self._fail(failure)
-            line.broken.append(number)
+            if len(self._messages) < len(sources) + len(targets):  # else it was Ctrl-C, after all of them
+                self._fail(failure)
+                line.broken.append(number)
             raise
 
     @property
@@ -210,7 +211,7 @@ def _raise_stopped() -> None:
 
 
 class Lost:
-    """What is said of a message that failed, and done before the next ones; `features/watchdog.py` knows more."""
+    """What is said of a message that failed, and done before the next ones; `features/watchdog/` knows more."""
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
         """For an exchange that failed so."""
@@ -331,11 +332,11 @@ def reduce_scatter(
 
 
 class _SumOfAll(Exchange):
-    """The first half of an all-reduce: this rank's piece of ``output`` is summed, and then sent to all others.
+    """An all-reduce: this rank's piece of ``output`` is summed, and then sent to all others.
 
     Attributes:
         output: summed in place.
-        terms: this rank's piece of all ranks, until they are added.
+        terms: this rank's piece of all ranks.
         pieces: of ``output``, one for each rank.
     """
 
@@ -343,25 +344,31 @@ class _SumOfAll(Exchange):
     is_mean: bool
     terms: list[torch.Tensor]
     pieces: Sequence[torch.Tensor]
+    _second: Exchange | None = None
 
     def wait(self) -> bool:
-        """Block the host until ``output`` holds the result."""
+        """Block the host until ``output`` holds the result. An interrupted wait goes on where it was."""
         super().wait()
-        if self.terms:
-            rank = self.group.rank()
-            # Not in place: the own term may not be the first, and others are added before it.
-            total = self.terms[0] if rank else self.terms[1]
-            add_up(self.terms, total, is_mean=self.is_mean)
-            self.pieces[rank].copy_(total)
-            self.terms = []
-            second = Exchange(self.group, self.label)
-            second.launch(self.pieces, [self.pieces[rank]] * len(self.pieces))
-            second.wait()
+        try:
+            if self._second is None:
+                # Apart, for the own term is a part of the output: to be added again after Ctrl-C.
+                total = torch.empty_like(self.terms[0])
+                add_up(self.terms, total, is_mean=self.is_mean)
+                self._second = Exchange(self.group, self.label)
+                rank = self.group.rank()
+                self.pieces[rank].copy_(total)
+                self._second.launch(self.pieces, [self.pieces[rank]] * len(self.pieces))
+            self._second.wait()
+        except BaseException as failure:
+            if self._second is not None and (self._second.number < 0 or self._second.has_failed):
+                self._fail(failure)
+            raise
+        self.terms = []
         return True
 
 
 class _SumOfWholes(Exchange):
-    """An all-reduce in which ranks, two or with little to say, send each other everything."""
+    """An all-reduce in which ranks, two or with little to say, send each other everything; fields as of `_SumOfAll`."""
 
     output: torch.Tensor
     is_mean: bool
@@ -370,9 +377,13 @@ class _SumOfWholes(Exchange):
     def wait(self) -> bool:
         """Block the host until ``output`` holds the result."""
         super().wait()
-        if self.terms:
-            add_up(self.terms, self.output, is_mean=self.is_mean)
-            self.terms = []
+        terms, self.terms = self.terms, []  # first: the own one is the output, and adding twice is wrong
+        if terms:
+            try:
+                add_up(terms, self.output, is_mean=self.is_mean)
+            except BaseException as failure:
+                self._fail(failure)
+                raise
         return True
 
 

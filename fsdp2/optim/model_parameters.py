@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from fsdp2.core.param import fsdp_param_of, replacement_of
-from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import state_of
 
 
@@ -35,9 +33,6 @@ class _Known(NamedTuple):
         )
 
 
-_KNOWN: WeakKeyDictionary[FSDPRoot, _Known] = WeakKeyDictionary()
-
-
 def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
     """All parameters of ``module``, each once, the sharded ones in the place of what is registered at the moment.
 
@@ -48,7 +43,7 @@ def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
     if state is None or root is None or root.is_disturbed or state.has_changed_structure():
         return _walk(module)
     now = [group.sharded for group in root.groups]
-    known = _KNOWN.get(root)
+    known: _Known | None = root.parameters
     if known is None or not known.is_still_so(now):
         found = _walk(module)
         of_groups = {id(param) for group in now for param in group}
@@ -61,7 +56,7 @@ def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
             for name, param in each._parameters.items()
             if id(param) in others and param is not None
         ]
-        known = _KNOWN[root] = _Known(now, places, tuple(found))
+        known = root.parameters = _Known(now, places, tuple(found))
     return known.params
 
 

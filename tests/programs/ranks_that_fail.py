@@ -1,4 +1,4 @@
-"""One rank of a program in which something happens to a rank: run by `test_ranks_that_fail`, with the case's name."""
+"""One rank of a program in which something happens to a rank: run by `test_ranks_that_fail`, with case and rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from torch import nn
 import fsdp2
 
 
-def happens(case: str, rank: int) -> None:
-    """What happens to rank 1, before a step of all."""
-    if rank != 1:
-        return
+def happens(case: str) -> None:
+    """What happens to that rank, before a step of all."""
     if case == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif case == "stopped":
@@ -30,7 +28,7 @@ def happens(case: str, rank: int) -> None:
         raise ValueError("a batch that cannot be read")
 
 
-def main(case: str) -> None:
+def main(case: str, to: int) -> None:
     """Train two steps; then the case, and what is said of it."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -48,7 +46,8 @@ def main(case: str) -> None:
     step()
     begun = time.monotonic()
     try:
-        happens(case, rank)
+        if rank == to:
+            happens(case)
         step()
     except Exception as error:
         print(f"rank {rank} after {time.monotonic() - begun:.0f} s, {type(error).__name__}: {error}", flush=True)
@@ -57,4 +56,4 @@ def main(case: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

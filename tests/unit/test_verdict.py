@@ -137,3 +137,23 @@ def test_a_collective_of_torchs_own_may_end_by_itself() -> None:
 def test_who_is_about_to_raise_comes() -> None:
     raising = State(1, 1, 7, "forward", waiting=Waiting("world", 0, "gather b", 2, 9.0), stopped=True)
     assert not judge(0, {0: rank(0, ["gather a"], waits=True), 1: raising, 2: rank(2)}).raises
+
+
+def test_an_exchange_that_all_have_begun_is_slow_not_stuck() -> None:
+    """A transfer takes as long as it takes."""
+    known = {each: rank(each, ["gather a"], waits=True) for each in WORLD}
+    verdict = judge(0, known)
+    assert not verdict.raises and verdict.complete
+    assert "rank 0 waits for gather a, which all ranks have begun" in verdict.text
+
+
+def test_a_collective_that_all_have_begun_is_slow_not_stuck() -> None:
+    """Ranks 1 and 2 exchange something large; rank 0 waits for rank 1."""
+    known = {
+        0: rank(0, ["gather a"], waits=True, ranks=(0, 1)),
+        1: rank(1, call=(1, 2), ranks=(0, 1)),
+        2: rank(2, call=(1, 2)),
+    }
+    verdict = judge(0, known)
+    assert not verdict.raises and verdict.complete
+    assert "rank 1 is in torch.distributed.barrier(), which all of its ranks have begun" in verdict.text

@@ -79,7 +79,10 @@ class _OfWatchdog(Lost):
         watchdog = _CHOSEN.watchdog
         if watchdog is None:
             return found
-        gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group))
+        try:
+            gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group))
+        except RuntimeError:  # who keeps the store is gone as well
+            return found
         if not gone:
             return found
         names = " and ".join(map(str, gone))

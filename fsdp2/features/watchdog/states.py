@@ -69,7 +69,8 @@ class State:
         step: forwards of roots that it has begun.
         phase: which pass runs, or ran last.
         at: the line of the user's code that its main thread is in.
-        call: the function of torch.distributed that it is in; "" if none.
+        call: the collective of torch.distributed that it is in, of those that no rank leaves before all have come to
+            them; "" if none.
         call_ranks: of the group that this one is of.
         failure: what exception left its last pass; "" if none did.
         waiting: for what; None if it does not.

@@ -6,6 +6,7 @@ for, as if their ranks had come to it (`release.py`), so that the process group 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -61,7 +63,7 @@ class Watchdog:
         self._since = self._alarmed = self._asked = 0.0
         self._round = 0  # of this rank's own question
         self._told = ""
-        self._store.set(f"here/{self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
+        self._store.set(f"here/{self._rank}", json.dumps([_host(), os.getpid()]))
         self._answered = self._store.add("alarm", 0)
         is_same = before is not None and before._world is self._world
         self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
@@ -192,7 +194,7 @@ class Watchdog:
         if silent < max(1.0, min(self.seconds, 10.0)):
             return Silence.NOT_YET
         host, pid = json.loads(store.get(f"here/{rank}"))
-        if host == socket.gethostname():
+        if host == _host():
             return Silence.BUSY if _runs(pid) else Silence.GONE
         return Silence.GONE if silent > _SILENT_SECONDS else Silence.BUSY
 
@@ -226,7 +228,7 @@ class Watchdog:
         for rank in ranks:
             if rank != self._rank and self._store.check([f"here/{rank}"]):
                 host, pid = json.loads(self._store.get(f"here/{rank}"))
-                if host == socket.gethostname() and not _runs(pid):
+                if host == _host() and not _runs(pid):
                     found.append(rank)
         return found
 
@@ -271,6 +273,10 @@ def _line_of(frame: FrameType | None) -> str:
     return ""
 
 
+_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+"""How collectives begin that no rank leaves before all have come to them: not so a broadcast, or a gather."""
+
+
 def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
     """The collective of torch.distributed that runs, and its group; the engine's own are not among them."""
     call: tuple[str, dist.ProcessGroup | None] = ("", None)
@@ -278,20 +284,28 @@ def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
         code = frame.f_code
         if code.co_filename.startswith(_OF_FSDP2):
             return "", None
-        if code.co_filename == _COLLECTIVES and not code.co_name.startswith("_") and code.co_name != "wrapper":
+        if code.co_filename == _COLLECTIVES and code.co_name.startswith(_OF_ALL):
             group = frame.f_locals.get("group")
             group = dist.group.WORLD if group is None else group
             known = isinstance(group, dist.ProcessGroup) and is_live(group)
-            call = (f"torch.distributed.{code.co_name}()", group if known else None)
+            call = (f"torch.distributed.{code.co_name}()", group) if known else ("", None)
         frame = frame.f_back
     return call
+
+
+def _host() -> str:
+    """What tells apart where numbers of processes mean something: host, its last start, and container."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # not on Linux
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
 
 
 def _runs(pid: int) -> bool:
     """Whether the process ``pid`` of this host is there, and not stopped."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "TtZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
     except OSError:
         if os.path.isdir("/proc/self"):
             return False

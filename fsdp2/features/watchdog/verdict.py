@@ -1,11 +1,13 @@
 """Whether ranks that wait can ever go on, from what they tell of where they are. Pure: no thread, no store.
 
-A rank that waits for an exchange waits for every rank of its group that has not begun it. Following that, one comes
+A rank that waits for an exchange waits for every rank of its group that has not begun it; one that is in a collective
+of the program's own, for every rank of that group which is not in it. Following that, one comes
 
 * to a rank that has begun *another* exchange in its place, or could not launch its part: they can never meet;
 * to a rank whose process is gone, or stopped;
 * to nobody but ranks that wait, in exchanges or in collectives of the program's own: a deadlock;
-* to a rank that runs the program's own code, however long: it may come, so the others are only told.
+* to a rank that runs the program's own code, or whose collective all of its ranks have begun, however long that takes:
+  it may come, so the others are only told.
 """
 
 from __future__ import annotations
@@ -67,10 +69,7 @@ def judge(rank: int, known: Known) -> Verdict:
             never, other = _never_meets(state, state.waiting, known)
             if never:
                 return Verdict(True, True, f"{never}\n{_table({**seen, other: None}, known)}\n{REMEDY}")
-            found = _blockers(state, state.waiting, known)
-        else:
-            found = [other for other in state.call_ranks if other != each]
-        for other in found:
+        for other in _blockers(state, known):
             if other not in seen:
                 seen[other] = None
                 queue.append(other)
@@ -87,7 +86,7 @@ def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
         names = ", ".join(f"rank {each} {Silence.GONE.value}" for each in gone)
         return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}", gone)
     complete = Silence.NOT_YET not in states.values()
-    slow = [each for each, state in states.items() if isinstance(state, Silence) or _runs(state)]
+    slow = [each for each, state in states.items() if isinstance(state, Silence) or not _blockers(state, known)]
     if slow or not complete:
         names = ", ".join(_of_slow(each, states[each]) for each in slow) or "others have not answered yet"
         return Verdict(False, complete, f"{what}: {names}.\n{_table(seen, known)}")
@@ -98,15 +97,11 @@ def _of_slow(rank: int, state: State | Silence) -> str:
     if isinstance(state, Silence):
         return f"rank {rank} {state.value}"
     if state.waiting is not None and not state.stopped:
-        return f"rank {rank} waits for {state.waiting.label} in a collective of torch's own"
+        way = "all ranks have begun" if _is_known(state) else "is a collective of torch's own"
+        return f"rank {rank} waits for {state.waiting.label}, which {way}"
+    if state.call and not state.stopped:
+        return f"rank {rank} is in {state.call}, which all of its ranks have begun"
     return f"rank {rank} has not come to it yet (it runs {state.at or 'something else'})"
-
-
-def _runs(state: State) -> bool:
-    """Whether it may go on by itself: also if it waits for what is not known, as for collectives of torch's own."""
-    if state.stopped:
-        return True
-    return not state.call if state.waiting is None else not _is_known(state)
 
 
 def _is_known(state: State) -> bool:
@@ -140,19 +135,28 @@ def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int
     return "", state.rank
 
 
-def _blockers(state: State, waiting: Waiting, known: Known) -> list[int]:
-    """The ranks that have not begun what ``state`` waits for, as far as is known."""
+def _blockers(state: State, known: Known) -> list[int]:
+    """The ranks without which ``state`` cannot go on, as far as is known; none if it may go on by itself."""
+    if state.stopped:
+        return []
+    if state.waiting is None:
+        ranks = state.call_ranks
+        return [other for other in ranks if other != state.rank and not _is_in_call(known.get(other), ranks)]
     if not _is_known(state):
         return []
+    waiting = state.waiting
     assert waiting.number is not None, "it is known"
-    others = [other for other in state.lines[waiting.line].ranks if other != state.rank]
     found = []
-    for other in others:
+    for other in state.lines[waiting.line].ranks:
         theirs = known.get(other, Silence.NOT_YET)
         line = theirs.lines.get(waiting.line) if isinstance(theirs, State) else None
-        if line is None or line.begun <= waiting.number:
+        if other != state.rank and (line is None or line.begun <= waiting.number):
             found.append(other)
     return found
+
+
+def _is_in_call(state: State | Silence | None, ranks: tuple[int, ...]) -> bool:
+    return isinstance(state, State) and state.call_ranks == ranks
 
 
 def _table(seen: Mapping[int, None], known: Known) -> str:

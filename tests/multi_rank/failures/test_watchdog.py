@@ -175,8 +175,11 @@ DIVERGENCES = (
 )
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["1D", "hybrid"])
-@pytest.mark.parametrize("diverge", DIVERGENCES, ids=lambda each: each.__name__)
+HYBRID = (swapped, failed_in_backward, not_reduced)
+CASES = [(each, False) for each in DIVERGENCES] + [(each, True) for each in HYBRID]
+
+
+@pytest.mark.parametrize(("diverge", "hybrid"), CASES, ids=[f"{each.__name__}-{hybrid}" for each, hybrid in CASES])
 @multi_rank(4)
 def test_all_ranks_raise_the_same_and_go_on(diverge: Callable[[Blocks, int], None], hybrid: bool) -> None:
     model = sharded(hybrid)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -477,3 +479,15 @@ def test_gradients_are_written_in_place() -> None:
     for parameter, local, version in zip(model.parameters(), locals_before, versions, strict=True):
         assert parameter.grad.to_local().data_ptr() == local.data_ptr()
         assert local._version > version or not local.numel()
+
+
+@multi_rank(2)
+def test_a_model_whose_gradients_were_clipped_is_collected() -> None:
+    """What a root remembers of its parameters goes with it."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model(torch.ones(2, 4)).sum().backward()
+    clip_grad_norm_(model, 1.0)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -78,10 +78,11 @@ def test_nothing_is_left_after_an_exception() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
 
+@pytest.mark.parametrize("reshards", [True, False])
 @multi_rank(2)
-def test_between_a_forward_and_its_backward() -> None:
+def test_between_a_forward_and_its_backward(reshards: bool) -> None:
     """A forward for a loss, an evaluation, and then the backward: the gradients are those of the loss."""
-    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
+    model, plain = shard(UNEVEN_MLP, reshard_after_forward=reshards), UNEVEN_MLP.build()
     batch = UNEVEN_MLP.batch(0, 0, 0)
     loss = UNEVEN_MLP.loss(model, batch)
     with inference(model):

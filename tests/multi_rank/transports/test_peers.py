@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import functools
+import itertools
+import operator
 import os
+import signal
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +85,24 @@ def test_terms_are_added_in_rank_order(numel: int, mean: bool, world_size: int) 
             expected = expected + term
         assert torch.equal(output, expected / world_size if mean else expected), dtype
         assert torch.equal(input, content(rank, world_size * numel, dtype)), "gradients are only read"
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("numel", [0, 1, 3, 5, 70_001])
+@multi_rank(2, 3, 4)
+def test_a_sum_over_all_has_the_same_bits_everywhere(numel: int, mean: bool, world_size: int) -> None:
+    for dtype in FLOATS:
+        works: list[dist.Work] = []
+        output = content(dist.get_rank(), numel, dtype)
+        peers.all_reduce(output, dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, world(), works)
+        for _ in range(2):  # waiting again changes nothing
+            for work in works:
+                work.wait()
+        expected = content(0, numel, dtype)
+        for each in range(1, world_size):
+            expected = expected + content(each, numel, dtype)
+        assert torch.equal(output, expected / world_size if mean else expected), dtype
+    assert not numel or not peers.LINES[world()].kept
 
 
 @multi_rank(2, 4)
@@ -170,6 +194,72 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
         exchange.wait()
     assert exchange.wait() and torch.equal(output, torch.arange(2.0).repeat_interleave(5))
     assert not peers.LINES[world()].kept
+
+
+class InterruptedWork:
+    """A message: Ctrl-C shows when it has arrived."""
+
+    def __init__(self, message: dist.Work) -> None:
+        self.message = message
+
+    def wait(self) -> None:
+        """Until it has arrived; then Ctrl-C."""
+        self.message.wait()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@multi_rank(2, 3, 4)
+def test_a_sum_whose_wait_was_interrupted_goes_on_where_it_was(half: int, world_size: int) -> None:
+    works: list[Any] = []
+    output = content(dist.get_rank(), 12, torch.float32)
+    launch = peers.Exchange.launch
+    launched = 0
+
+    def interrupted(exchange: Any, *args: Any) -> None:
+        nonlocal launched
+        launch(exchange, *args)
+        if launched == half:
+            exchange._messages[-1] = InterruptedWork(exchange._messages[-1])
+        launched += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers.Exchange, "launch", interrupted)
+        peers.all_reduce(output, dist.ReduceOp.SUM, world(), works)
+        (exchange,) = works
+        if half == 0 or world_size > 2:  # two ranks send each other everything, at once
+            with pytest.raises(KeyboardInterrupt):
+                exchange.wait()
+        assert exchange.wait()
+    expected = content(0, 12, torch.float32)
+    for each in range(1, world_size):
+        expected = expected + content(each, 12, torch.float32)
+    assert torch.equal(output, expected)
+
+
+@multi_rank(2, 4)
+def test_ctrl_c_during_a_launch_leaves_it_whole(world_size: int) -> None:
+    """Messages are begun from C, where no signal is looked at: it shows when all are begun; the exchange is good."""
+    works: list[Any] = []
+    output, rank = torch.zeros(3 * world_size), dist.get_rank()
+    part = output.split(3)[rank]
+    part.copy_(content(rank, 3, torch.float32))
+
+    def interrupted(receives: Iterator[Any], sends: Iterator[Any]) -> Iterator[Any]:
+        ctrl_c = map(_thread.interrupt_main, [signal.SIGINT])
+        return filter(functools.partial(operator.is_not, None), itertools.chain(receives, ctrl_c, sends))
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(peers, "chain", interrupted)
+            peers.all_gather(output, part, world(), works)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for work in works:
+        work.wait()
+    assert torch.equal(output, torch.cat([content(each, 3, torch.float32) for each in range(world_size)]))
+    assert not peers.LINES[world()].broken
 
 
 def plan_of(model: nn.Module) -> str:
