@@ -56,7 +56,10 @@ def prepare_compile(model: nn.Module) -> None:
         FSDPNotImplementedError: it cannot be part of a graph; the message names the feature.
     """
     if state_of(model) is None:
-        raise FSDPTypeError(f"fully_shard was not called on this {type(model).__name__}.")
+        raise FSDPTypeError(
+            f"prepare_compile() takes the outermost module that fully_shard was called on; on this "
+            f"{type(model).__name__} it was not."
+        )
     if not prepare_call(model):
         traced = state_of(model).graph_hooks  # type: ignore[union-attr]
         raise FSDPNotImplementedError(traced.reason)

@@ -47,7 +47,9 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         group: FSDPParamGroup | None = ctx.group()
         if group is None:
-            raise FSDPRuntimeError("the model of this backward was deleted, or sharded anew, after its forward.")
+            raise FSDPRuntimeError(
+                "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
+            )
         if group.graph_inputs.is_stale(group):
             group.refuse_backward()
         with torch.no_grad():

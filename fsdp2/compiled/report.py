@@ -78,7 +78,9 @@ def compile_report(model: nn.Module) -> CompileReport:
     model = getattr(model, "_orig_mod", model)
     states = states_below(model)
     if not states:
-        raise FSDPValueError(f"fully_shard was called on no module of {type(model).__name__}.")
+        raise FSDPValueError(
+            f"fully_shard was called on no module of {type(model).__name__}: call it before compile_report()."
+        )
     groups: dict[FSDPParamGroup, CompiledGroup] = {}
     for state in states:
         for group in state.unit:

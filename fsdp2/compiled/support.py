@@ -57,7 +57,7 @@ def set_graph_capture(model: nn.Module, enabled: bool, *, recurse: bool = True) 
     state = state_of(model)
     states = states_below(model) if recurse else [] if state is None else [state]
     if not states:
-        raise FSDPValueError(f"fully_shard was called on no module of {type(model).__name__}.")
+        raise FSDPValueError(f"fully_shard was called on no module of {type(model).__name__}: call it before this.")
     for each in states:
         each.is_captured = enabled
 

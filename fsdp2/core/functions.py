@@ -85,6 +85,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        raise FSDPValueError(f"{type(module).__name__} has no method '{method_name}'.")
+        raise FSDPValueError(f"{type(module).__name__} has no method '{method_name}': pass the name of one it has.")
 
     gather_around(module, method_name)
