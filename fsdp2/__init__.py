@@ -35,6 +35,7 @@ from fsdp2.features.broadcast_parameters import broadcast_parameters
 from fsdp2.features.full_parameters import full_parameters
 from fsdp2.features.inference import inference
 from fsdp2.features.owned import Owned, balanced_owners
+from fsdp2.features.replica_check import compare_parameters
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
 from fsdp2.features.watchdog import flight_record, set_watchdog
@@ -87,6 +88,7 @@ __all__ = [
     "choose_groups",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "compare_parameters",
     "compile_report",
     "disable_fsdp_module_new_init",
     "flight_record",

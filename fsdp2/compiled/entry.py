@@ -85,6 +85,8 @@ def prepare_call(module: nn.Module) -> bool:
     assert state is not None, "a sharded module has a state"
     root = state.ensure_root()
     root.recover_if_failed()
+    if not root.has_trained and torch.is_grad_enabled():
+        root.begin_training()
     below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()

@@ -414,6 +414,26 @@ class FSDPModule:
         """
         self._configure_as_root("set_backward_prefetch", backward_prefetch=when)
 
+    @checked()
+    def set_replica_check(self, parameters: bool = True, buffers: bool = True) -> None:
+        """Whether replicas compare what they hold when training begins. On by default.
+
+        In the first forward with gradients, for weights are often loaded after `fully_shard`, the ranks that hold the
+        same rows of a parameter (hybrid sharding, `replicate`) compare checksums of them. They are meant to be equal
+        for ever, and nothing makes them so afterwards. Parameters that differ are an FSDPRuntimeError on all ranks of
+        the mesh, which names them; buffers that differ, a warning. Set it on the root, the same on all ranks, outside
+        of forward and backward.
+
+        Args:
+            parameters: compare those.
+            buffers: compare those.
+
+        Raises:
+            FSDPTypeError: not a bool.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        self._configure_as_root("set_replica_check", compares_parameters=parameters, compares_buffers=buffers)
+
     # -- gradients
 
     @checked()

@@ -531,6 +531,8 @@ class RootSettings:
         prefetch_bytes: how many bytes of unsharded parameters may be gathered ahead; None: one unit's.
         backward_prefetch: when a unit's backward gathers ahead what comes next: before, after, or never.
         pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
+        compares_parameters: of replicas, when training begins.
+        compares_buffers: the same of buffers.
     """
 
     is_last_backward: bool = True
@@ -538,6 +540,8 @@ class RootSettings:
     prefetch_bytes: int | None = field(default=None, metadata={"setter": "set_prefetch_budget"})
     backward_prefetch: str = field(default="before", metadata={"setter": "set_backward_prefetch"})
     pools_memory: bool | None = field(default=None, metadata={"setter": "set_communication_memory_pool"})
+    compares_parameters: bool = field(default=True, metadata={"setter": "set_replica_check"})
+    compares_buffers: bool = field(default=True, metadata={"setter": "set_replica_check"})
 
     def __post_init__(self) -> None:
         nbytes = self.prefetch_bytes

@@ -59,6 +59,9 @@ POSTPONED: Port[Callable[[Unit, Sequence[Unit], Callable[[], None]], Postponed] 
 ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
 """A port: called when a root forms, with its states and their groups."""
 
+ON_TRAINING: list[Callable[[Any], None]] = []
+"""A port: called with a root when its first forward with gradients begins, and again if one of them raises."""
+
 Prefetch = tuple[Unit, ...] | None
 """The units that are gathered after one, as the user has it; None: those that are expected to come."""
 
@@ -187,6 +190,7 @@ class FSDPRoot:
         hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
         parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
+        has_trained: a forward with gradients has begun.
     """
 
     def __init__(
@@ -210,6 +214,7 @@ class FSDPRoot:
             self.comm.pool_memory(settings.pools_memory)
         self.shared: Unit = tuple(group for group in groups if group.is_shared)
         self.is_disturbed = False
+        self.has_trained = False
         self.parameters: Any = None
         self._restarts = PLACE.restarts
         passes = ("forward of", "after the forward of", "backward of", "after the backward of")
@@ -226,9 +231,17 @@ class FSDPRoot:
 
     # -- forward
 
+    def begin_training(self) -> None:
+        """The first forward with gradients begins: what is to be so by then is looked at. Collective."""
+        for action in ON_TRAINING:
+            action(self)
+        self.has_trained = True
+
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
         self.comm.refuse_unfinished_handle("a forward")
+        if not self.has_trained and torch.is_grad_enabled():
+            self.begin_training()
         self.iteration.in_forward = True
         PLACE.step += 1
         PLACE.phase = self._phases[0]

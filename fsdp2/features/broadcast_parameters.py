@@ -1,7 +1,7 @@
-"""`broadcast_parameters`: one rank's parameters and buffers on all ranks, before they are sharded.
+"""`broadcast_parameters`: one rank's parameters and buffers on all ranks; of sharded ones, one replica's on all.
 
-Knows nothing of groups but which parameters they own. Tensors travel as bytes, many in one message; what is larger than
-a message is sent in pieces, from where it lies.
+Knows nothing of groups but which parameters they own, and over which ranks. Tensors travel as bytes, many in one
+message; what is larger than a message is sent in pieces, from where it lies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp2.arguments import Rule, checked
 from fsdp2.core import agreement
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, replacement_of
-from fsdp2.core.state import state_of
+from fsdp2.core.state import states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 _NAME = "broadcast_parameters()"
@@ -29,14 +29,14 @@ MESSAGE_BYTES = 32 * 2**20
 """How much is sent at once, and how much memory is taken for it at most."""
 
 
-_GROUP = Rule(
+GROUP = Rule(
     "a process group that this rank is in, or None",
     lambda value: value is None or isinstance(value, dist.ProcessGroup),
     lambda value: value is dist.GroupMember.NON_GROUP_MEMBER,
 )
 
 
-@checked(process_group=_GROUP)
+@checked(process_group=GROUP)
 def broadcast_parameters(
     module: nn.Module,
     src: int = 0,
@@ -50,7 +50,9 @@ def broadcast_parameters(
     For models that ranks have initialized differently, or that one rank has loaded: before `fully_shard`, of the whole
     model or unit by unit. Tied tensors travel once. Takes `MESSAGE_BYTES` of memory at most, beside the tensors.
 
-    Parameters that are sharded already, in submodules, are left alone, as every rank has its own rows of them.
+    Of parameters that are sharded already every rank has its own rows, which together are one model: where there are
+    replicas of them (hybrid sharding, `replicate`), all get the rows of the replica that ``src`` is in; where there are
+    none, they stay. Outside of forward and backward then.
 
     Collective: all ranks of ``process_group`` must call it, with modules of the same parameters and buffers: names,
     shapes, dtypes, and types of devices.
@@ -68,61 +70,107 @@ def broadcast_parameters(
         FSDPTypeError: not a module, a rank or a process group.
         FSDPValueError: no such rank, this one is not in the process group, or its ranks hold different parts of a
             DTensor.
-        FSDPRuntimeError: no process group; ``module`` itself is sharded; something on meta, or not initialized; the
+        FSDPRuntimeError: no process group; something on meta, or not initialized; inside of a forward or backward; the
             ranks differ. On all ranks alike.
         FSDPNotImplementedError: a tensor that is a subclass, or sparse.
 
     Stream: the current one.
     """
-    group = _group_of(process_group, src)
+    group = group_of(process_group, _NAME)
+    size = dist.get_world_size(group)
+    if not 0 <= src < size:
+        raise FSDPValueError(f"{_NAME}: src={src} is no rank of the process group, which has {size}, counted from 0.")
     error: FSDPError | None = None
     named: dict[str, torch.Tensor] = {}
+    replicated: list[FSDPParam] = []
     try:
-        named = _plain_tensors(module, frozenset(ignored_params), buffers=buffers)
+        named = plain_tensors(module, frozenset(ignored_params), buffers=buffers)
         for name, tensor in named.items():
             _refuse(name, tensor, group)
+        replicated = _replicated(module)
+        for param in replicated:
+            _refuse_sharded(param, group)
     except FSDPError as raised:
         error = raised
-    _agree(named, src, group, error)
+    _agree(named, replicated, src, group, error)
     with torch.no_grad():
         for message in _messages([_torch.plain_of(tensor.detach()) for tensor in named.values()]):
             _send(message, src, group)
+        if replicated:
+            _send_shards(replicated, src, group)
 
 
-def _group_of(process_group: dist.ProcessGroup | None, src: int) -> dist.ProcessGroup:
+def group_of(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
+    """``process_group``, or that of all ranks.
+
+    Raises:
+        FSDPRuntimeError: there is none.
+    """
     if not dist.is_initialized():
         raise FSDPRuntimeError(
-            f"{_NAME} needs a process group, and none is initialized: call torch.distributed.init_process_group() "
+            f"{caller} needs a process group, and none is initialized: call torch.distributed.init_process_group() "
             "first, or start the program with torchrun."
         )
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "it is initialized"
-    size = dist.get_world_size(group)
-    if not 0 <= src < size:
-        raise FSDPValueError(f"{_NAME}: src={src} is no rank of the process group, which has {size}, counted from 0.")
     return group
 
 
-def _plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffers: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken."""
+def plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffers: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken.
+
+    (Inside of `full_parameters` these are plain ones, too.)
+    """
     named: dict[str, torch.Tensor] = {}
-    state = state_of(module)
     for name, parameter in module.named_parameters():
-        if parameter in ignored:
-            continue
-        owner = _owner_of(parameter)
-        if owner is None:
+        if parameter not in ignored and _owner_of(parameter) is None:
             named[name] = parameter
-        elif state is not None and owner.group in state.unit:
-            raise FSDPRuntimeError(
-                f"{_NAME} was called on {state.class_name} after fully_shard: every rank has its own rows of '{name}'. "
-                "Call it before. To give a sharded model the values of one rank, load them by torch.distributed."
-                "checkpoint.state_dict.set_model_state_dict with StateDictOptions(full_state_dict=True, "
-                "broadcast_from_rank0=True); or call it inside of fsdp2.full_parameters(module)."
-            )
     if buffers:
         named |= dict(module.named_buffers())
     return named
+
+
+def _replicated(module: nn.Module) -> list[FSDPParam]:
+    """The sharded parameters of which there are replicas, at rest."""
+    states = states_below(module)
+    lent = {group for state in states for group in state.unit if group.loan is not None}
+    for state in states:
+        if not lent.intersection(state.unit):
+            state.quiesce()
+    groups = dict.fromkeys(group for state in states for group in state.unit)
+    replicated = [group for group in groups if group.mesh.replicate_group is not None and group not in lent]
+    return [param for group in replicated for param in group.params]
+
+
+def _refuse_sharded(param: FSDPParam, group: dist.ProcessGroup) -> None:
+    _refuse(param.path, param.local, group)
+    replicas = param.group.mesh.replicate_group
+    assert replicas is not None, "there are replicas"
+    missing = set(dist.get_process_group_ranks(replicas)).difference(dist.get_process_group_ranks(group))
+    if missing:
+        raise FSDPValueError(
+            f"replicas of '{param.path}' are also on the ranks {sorted(missing)}, which are not in the process group "
+            f"that {_NAME} was given: leave it out, or pass one of all ranks of the mesh that the parameter is on."
+        )
+
+
+def _send_shards(params: list[FSDPParam], src: int, group: dist.ProcessGroup) -> None:
+    """Give all replicas the rows of that which the rank ``src`` is in."""
+    meshes = {param.group.mesh.key: param.group.mesh for param in params}
+    device = device_that_travels(torch.device("cpu"), group)
+    places = [mesh.device_mesh.get_local_rank(0) for mesh in meshes.values()]
+    where = torch.tensor(places, dtype=torch.int64, device=device)
+    dist.broadcast(where, group=group, group_src=src)
+    for mesh, place in zip(meshes.values(), where.tolist(), strict=True):
+        replicas = mesh.replicate_group
+        assert replicas is not None, "there are replicas"
+        column = mesh.device_mesh.mesh if mesh.device_mesh.ndim == 1 else mesh.device_mesh.mesh[:, mesh.shard_rank]
+        source = dist.get_group_rank(replicas, int(column[place]))
+        mine = [param for param in params if param.group.mesh.key == mesh.key]
+        for message in _messages([param.local for param in mine]):
+            _send(message, source, replicas)
+        for param in mine:
+            param.write_counter.writes += 1  # what was gathered is stale
 
 
 def _owner_of(parameter: nn.Parameter) -> FSDPParam | None:
@@ -155,7 +203,13 @@ def _refuse(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         )
 
 
-def _agree(named: dict[str, torch.Tensor], src: int, group: dist.ProcessGroup, error: FSDPError | None) -> None:
+def _agree(
+    named: dict[str, torch.Tensor],
+    replicated: list[FSDPParam],
+    src: int,
+    group: dist.ProcessGroup,
+    error: FSDPError | None,
+) -> None:
     """Go on only if all ranks can, and would do the same.
 
     Raises:
@@ -166,14 +220,16 @@ def _agree(named: dict[str, torch.Tensor], src: int, group: dist.ProcessGroup, e
         for name, tensor in named.items():
             plain = _torch.plain_of(tensor)
             lines.append(f"{name} {list(plain.shape)} {plain.dtype} on {plain.device.type}")
-    difference = agreement.disagreement("\n".join(lines), group, _device_that_travels(torch.device("cpu"), group))
+        for param in replicated:
+            lines.append(f"{param.path} {list(param.shape)} {param.dtype} over {param.group.mesh}")
+    difference = agreement.disagreement("\n".join(lines), group, device_that_travels(torch.device("cpu"), group))
     if error is not None:
         raise error
     if difference is not None:
         raise FSDPRuntimeError(f"the ranks differ in what {_NAME} is to send. Difference:\n{difference}")
 
 
-def _device_that_travels(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def device_that_travels(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """``device``, if ``group`` communicates from there, else one that it does."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     others = [torch.device("cpu")]
@@ -229,7 +285,7 @@ def _cut(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 def _send(message: list[_Piece], src: int, group: dist.ProcessGroup) -> None:
     """Broadcast one message: a large contiguous piece from where it lies, others packed."""
-    first, device = message[0].tensor, _device_that_travels(message[0].tensor.device, group)
+    first, device = message[0].tensor, device_that_travels(message[0].tensor.device, group)
     if len(message) == 1 and first.is_contiguous() and first.device.type == device.type:
         dist.broadcast(first.view(-1).view(torch.uint8), group=group, group_src=src)
         return

@@ -131,6 +131,7 @@ RANKS = ("mesh.", "meshes.", "_torch.concatenate_meshes", "reshard_to_fewer._nei
 
 SAID = {
     "agreement.disagreement",  # ranks compare their plans, once for each way of laying out
+    "replica_check._described",  # replicas compare checksums, once, when training begins
     "tensor_extensions._refuse_disagreement",  # the same
     "param.lie_on",  # shards move to the host, once
     "options.denominator_of",  # a check of what the user gave

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp2 import (
+    FSDPModule,
     FSDPNotImplementedError,
     FSDPRuntimeError,
     FSDPValueError,
@@ -22,7 +23,8 @@ from fsdp2 import (
 )
 from tests.harness import multi_rank
 from tests.harness.compare import assert_same, assert_sharded_same, gather, parameters_of
-from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP
+from tests.harness.models import TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.reference import adamw
 from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.training import loss_on, shard
 
@@ -120,10 +122,53 @@ def test_unit_by_unit_and_then_trained() -> None:
     plain = TRANSFORMER.build()
     assert_sharded_same("parameters", parameters_of(model), parameters_of(plain))
     for moment in ("sharded", "unsharded"):
-        with pytest.raises(FSDPRuntimeError, match="after fully_shard: every rank has its own rows"):
-            broadcast_parameters(model)
+        broadcast_parameters(model)  # every rank has its own rows, which stay
         assert_same(moment, {"": loss_on(TRANSFORMER, model, 0, 0)}, {"": loss_on(TRANSFORMER, plain, 0, 0)})
     broadcast_parameters(nn.ModuleList([model.blocks[0]]))
+
+
+def hybrid(case: ModelCase, seed: int, **arguments: Any) -> nn.Module:
+    model = case.build(seed=seed)
+    model.register_buffer("steps", torch.tensor(dist.get_rank()))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for unit in case.units(model):
+        fully_shard(unit, mesh=mesh, **arguments)
+    return model
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER, ODD], ids=lambda each: each.name)
+@pytest.mark.parametrize("moment", ["before", "after a forward", "after a step"])
+def test_replicas_get_the_rows_of_one(case: ModelCase, moment: str, world_size: int) -> None:
+    replica = dist.get_rank() // (world_size // 2)
+    model = hybrid(case, replica)
+    assert isinstance(model, FSDPModule)
+    model.set_replica_check(parameters=False, buffers=False)
+    expected = {name: each.clone() for name, each in parameters_of(case.build(seed=1)).items()}
+    if moment != "before":
+        loss_on(case, model, 0, 0).backward()
+    if moment == "after a step":
+        adamw([each for each in model.parameters() if each.requires_grad]).step()
+    broadcast_parameters(model, world_size - 1)
+    found = {name: gather(each) for name, each in parameters_of(model).items()}
+    if moment != "after a step":
+        assert_same("parameters", found, expected)
+    for each in found.values():
+        values = [torch.empty_like(each.contiguous()) for _ in range(world_size)]
+        dist.all_gather(values, each.contiguous())
+        assert all(torch.equal(values[0], other) for other in values), "all replicas are one"
+    assert model.steps.item() == world_size - 1
+    plain = case.build()
+    plain.load_state_dict(found, strict=False)
+    assert_same("loss", {"": loss_on(case, model, 0, 0)}, {"": loss_on(case, plain, 0, 0)})
+
+
+@multi_rank(4)
+def test_a_group_that_misses_replicas_is_refused_on_all_ranks() -> None:
+    model = hybrid(UNEVEN_MLP, 0)
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"].get_group()
+    with pytest.raises(FSDPValueError, match=r"replicas of '\w+' are also on the ranks \[\d\]"):
+        broadcast_parameters(model, process_group=group)
 
 
 @multi_rank(2)
