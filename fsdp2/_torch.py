@@ -250,6 +250,10 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
+BACKWARD_FUNCTION = "_engine_run_backward"
+"""In whose frame every backward of a thread runs."""
+
+
 def share_version(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether an in-place write to ``other`` counts in the version of ``one``, as of a view."""
     before = one._version

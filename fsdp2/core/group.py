@@ -714,6 +714,12 @@ class FSDPParamGroup:
         self.reshard()
         return lost
 
+    def drop_gradients(self) -> None:
+        """Those of earlier microbatches too, reduced or not."""
+        self.reducer.abandon()
+        for param in self.params:
+            param.sharded.grad = None
+
 
 def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
     return len(ones) == len(others) and all(map(is_, ones, others))

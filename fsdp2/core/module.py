@@ -31,7 +31,7 @@ from fsdp2.core.options import (
 )
 from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.ports import Port, missing
-from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.root import ABANDON, FSDPRoot, Unit
 from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
@@ -433,6 +433,34 @@ class FSDPModule:
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
         self._configure_as_root("set_replica_check", compares_parameters=parameters, compares_buffers=buffers)
+
+    @checked(on_error=ANYTHING)
+    def set_recovery(self, on_error: str = "keep_accumulated", abort_together: bool = False) -> None:
+        """What a step that an exception leaves keeps, and whether all ranks leave it. See docs/failures.md.
+
+        Parameters and optimizer states are never touched. Set it on the root, the same on all ranks, outside of forward
+        and backward.
+
+        Args:
+            on_error: "keep_accumulated", the default: a failed forward takes nothing with it; a failed backward takes
+                the gradients that earlier microbatches had accumulated without communication, with a warning, and
+                leaves in each ``.grad`` what had been reduced by then: call zero_grad(). "drop_step": the next forward
+                begins without any gradient, whatever failed, so that a program that goes on with the next batch never
+                steps on parts.
+            abort_together: if an exception leaves forward or backward on one rank, the others leave the step, too: each
+                raises an FSDPRuntimeError that names the rank, in its next exchange, or out of the one that it waits
+                in. Nothing is called for it, and the process group goes on to work. Where ranks exchange by gloo, 8 at
+                most, and the watchdog is on (`set_watchdog`).
+
+        Raises:
+            FSDPTypeError: ``abort_together`` is no bool.
+            FSDPValueError: another word.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+            FSDPNotImplementedError: ``abort_together`` without a watchdog.
+        """
+        if abort_together:
+            ABANDON.filling.refuse_if_alone()
+        self._configure_as_root("set_recovery", on_error=on_error, aborts_together=abort_together)
 
     # -- gradients
 

@@ -533,6 +533,8 @@ class RootSettings:
         pools_memory: memory for communication is kept from use to use; None: as the communication context has it.
         compares_parameters: of replicas, when training begins.
         compares_buffers: the same of buffers.
+        on_error: what a failed pass leaves of the gradients of its step: "keep_accumulated" or "drop_step".
+        aborts_together: if an exception leaves a step on one rank, all ranks leave it.
     """
 
     is_last_backward: bool = True
@@ -542,6 +544,8 @@ class RootSettings:
     pools_memory: bool | None = field(default=None, metadata={"setter": "set_communication_memory_pool"})
     compares_parameters: bool = field(default=True, metadata={"setter": "set_replica_check"})
     compares_buffers: bool = field(default=True, metadata={"setter": "set_replica_check"})
+    on_error: str = field(default="keep_accumulated", metadata={"setter": "set_recovery"})
+    aborts_together: bool = field(default=False, metadata={"setter": "set_recovery"})
 
     def __post_init__(self) -> None:
         nbytes = self.prefetch_bytes
@@ -550,6 +554,10 @@ class RootSettings:
         if self.backward_prefetch not in ("before", "after", "never"):
             raise FSDPValueError(
                 f"set_backward_prefetch takes 'before', 'after' or 'never', got {self.backward_prefetch!r}."
+            )
+        if self.on_error not in ("keep_accumulated", "drop_step"):
+            raise FSDPValueError(
+                f"set_recovery takes on_error='keep_accumulated' or 'drop_step', got {self.on_error!r}."
             )
 
     def setter_called(self) -> str | None:

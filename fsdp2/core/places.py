@@ -53,9 +53,11 @@ class Place:
         failure: which pass an exception had left before, until one has ended well; "" if none.
         stopped: why nothing may be exchanged any more until it has been raised; "" if something may.
         restarts: how often that was raised: on all ranks, so that they start anew together.
+        tells: other ranks are to be told if an exception leaves this one's step.
+        left: which pass one has left so; "" if none.
     """
 
-    __slots__ = ("failure", "phase", "restarts", "step", "stopped", "waiting")
+    __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "tells", "waiting")
 
     def __init__(self) -> None:
         self.step = 0
@@ -64,6 +66,14 @@ class Place:
         self.failure = ""
         self.restarts = 0
         self.stopped = ""
+        self.tells = False
+        self.left = ""
+
+    def restart(self) -> None:
+        """All ranks leave the step that they are in."""
+        self.stopped = self.left = ""
+        self.tells = False
+        self.restarts += 1
 
 
 PLACE = Place()

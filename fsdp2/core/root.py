@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,7 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
 from fsdp2.core.places import PLACE
-from fsdp2.core.ports import Port
+from fsdp2.core.ports import Port, missing
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.schedule import ExecutionOrder
 from fsdp2.core.streams import FSDPCommContext
@@ -61,6 +61,21 @@ ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
 
 ON_TRAINING: list[Callable[[Any], None]] = []
 """A port: called with a root when its first forward with gradients begins, and again if one of them raises."""
+
+
+class Abandon(NamedTuple):
+    """How ranks leave a step together that an exception has left on one of them.
+
+    Attributes:
+        refuse_if_alone: raises if they cannot tell each other.
+        tell: tells the others, unless they know.
+    """
+
+    refuse_if_alone: Callable[[], None] = missing("watchdog")
+    tell: Callable[[], None] = missing("watchdog")
+
+
+ABANDON: Port[Abandon] = Port(Abandon())
 
 Prefetch = tuple[Unit, ...] | None
 """The units that are gathered after one, as the user has it; None: those that are expected to come."""
@@ -244,7 +259,7 @@ class FSDPRoot:
             self.begin_training()
         self.iteration.in_forward = True
         PLACE.step += 1
-        PLACE.phase = self._phases[0]
+        PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         if self.comm.device.has_streams and not self.comm.begin_forward():  # a captured stream must come back
             last = [group.reducer.last_stream(self.comm) for group in self.groups]
@@ -467,6 +482,7 @@ class FSDPRoot:
             GradientReducer.owing.update(group.reducer for group in self.groups)
             self.iteration.in_backward = False
             self.iteration.unfinalized = True
+            PLACE.phase = self._phases[3]
             self.keep_for_backward(None)
             self._drop_ahead()
             self._backward_order.end()
@@ -564,18 +580,26 @@ class FSDPRoot:
         A backward has failed if it began, and neither ended nor is running now.
         """
         in_backward = self.iteration.in_backward and not _torch.backward_is_running()
+        has_failed = in_backward or self.comm.was_interrupted or self.iteration.failed
+        keeps = self.settings.on_error == "keep_accumulated"
+        if has_failed and self.settings.aborts_together and self._restarts == PLACE.restarts:
+            ABANDON.filling.tell()
         if self._restarts != PLACE.restarts:
             # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
             self._restarts = PLACE.restarts
-            self.reset(warns=True)
+            has_failed = True
+            self.reset(warns=keeps)
             for order in (self._forward_order, self._evaluation_order, self._backward_order):
                 order.forget()
         elif in_backward or self.comm.was_interrupted:
             PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
-            self.reset(warns=True)
+            self.reset(warns=keeps)
         elif self.iteration.failed:
             PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
             self._leave_failed_forward()
+        if has_failed and not keeps:
+            for group in self.groups:
+                group.drop_gradients()
 
     def _leave_failed_forward(self) -> None:
         """End a forward that an exception has left, as it ends on ranks where none came.

@@ -38,6 +38,7 @@ from fsdp2.core.options import (
     PolicyFunction,
     RootSettings,
 )
+from fsdp2.core.places import PLACE
 from fsdp2.core.ports import Port
 from fsdp2.core.root import (
     ON_ROOT,
@@ -669,6 +670,8 @@ class FSDPState:
             return  # not initialized; or a recompute, whose early stop is an exception too
         if self.is_root or not root.iteration.in_forward:
             root.iteration.failed = True
+            if PLACE.tells:
+                PLACE.left = PLACE.phase
             root.comm.let_host_write_shards()
         self._to_run.discard(module)
         for group in self._shared:

@@ -204,8 +204,8 @@ class Exchange:
 
 
 def _raise_stopped() -> None:
-    message, PLACE.stopped = PLACE.stopped, ""
-    PLACE.restarts += 1
+    message = PLACE.stopped
+    PLACE.restart()
     LOST.restart()
     raise FSDPRuntimeError(message)
 

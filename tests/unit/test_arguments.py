@@ -134,6 +134,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "set_prefetch_budget": {"nbytes": None},
     "set_backward_prefetch": {"when": "before"},
     "set_replica_check": {},
+    "set_recovery": {},
     "set_full_precision": {"full_precision": False},
     "set_requires_gradient_sync": {"requires_gradient_sync": True},
     "set_requires_all_reduce": {"requires_all_reduce": True},

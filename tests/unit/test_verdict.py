@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from fsdp2.core.places import label
+from fsdp2.features.gloo_p2p import tag_of
+from fsdp2.features.watchdog.release import first_number
 from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
 from fsdp2.features.watchdog.verdict import Silence, judge
 
@@ -157,3 +160,11 @@ def test_a_collective_that_all_have_begun_is_slow_not_stuck() -> None:
     verdict = judge(0, known)
     assert not verdict.raises and verdict.complete
     assert "rank 1 is in torch.distributed.barrier(), which all of its ranks have begun" in verdict.text
+
+
+def test_what_a_verdict_has_ended_is_taken_for_nothing_that_follows() -> None:
+    """Messages that nobody waits for any more may be under way, and have the tags of their numbers."""
+    named = label("the all-gather of 'blocks.0'")
+    numbers = [first_number(epoch) + number for epoch in range(50) for number in range(2000)]
+    assert numbers == sorted(numbers)
+    assert len({tag_of(named, number) for number in numbers}) == len(numbers)

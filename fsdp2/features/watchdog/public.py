@@ -12,6 +12,8 @@ from fsdp2 import _torch
 from fsdp2.arguments import at_least, checked
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import PLACE
+from fsdp2.core.root import ABANDON, Abandon
+from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features import gloo_p2p
 from fsdp2.features.gloo_p2p import LINES, Exchange, Lost
 from fsdp2.features.watchdog.release import key_of, live_groups
@@ -68,6 +70,26 @@ def _stop() -> None:
 
 atexit.register(_stop)  # a thread that is in the store when Python goes would end the process
 ON_SHARDING.append(start)
+
+
+def _refuse_if_alone() -> None:
+    if _CHOSEN.watchdog is None or not _CHOSEN.watchdog.is_for(dist.group.WORLD):
+        raise FSDPNotImplementedError(
+            "set_recovery(abort_together=True) needs the watchdog, by which ranks tell each other: it runs where "
+            "ranks exchange by gloo, unless set_watchdog(0) was called. Elsewhere let ranks agree, by an all-reduce of "
+            "a flag before each backward."
+        )
+
+
+def _tell() -> None:
+    """Tell the others, unless they know; this rank goes on as they do, without raising."""
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.abandon()
+        PLACE.restart()
+        gloo_p2p.LOST.restart()
+
+
+ABANDON.fill(Abandon(_refuse_if_alone, _tell))
 
 
 class _OfWatchdog(Lost):

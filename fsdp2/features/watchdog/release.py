@@ -38,8 +38,12 @@ def key_of(group: dist.ProcessGroup) -> str:
 
 
 def first_number(epoch: int) -> int:
-    """Of exchanges that begin after so many verdicts: alike on all ranks, and higher than any before."""
-    return epoch << 32
+    """Of exchanges that begin after so many verdicts: alike on all ranks, and higher than any before.
+
+    Tags tell numbers apart that differ by less than 2 ** 30: those of the exchanges that a verdict has ended, of which
+    messages may yet be under way, are not those of the next ones.
+    """
+    return epoch * ((1 << 32) + 12_345_677)
 
 
 class Releases:

@@ -58,6 +58,8 @@ class Watchdog:
         self._store = _torch.own_store("fsdp2_watchdog")
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._ends = threading.Event()
+        self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
+        self._abandoned = (-1, -1)
         self._trains = threading.main_thread().ident
         self._waiting: Any = None
         self._since = self._alarmed = self._asked = 0.0
@@ -90,7 +92,8 @@ class Watchdog:
             if not dist.is_initialized() or dist.group.WORLD is not self._world:
                 return
             try:
-                self._tick(time.monotonic())
+                with self._lock:
+                    self._tick(time.monotonic())
                 failures = 0
             except (RuntimeError, ValueError, KeyError) as failure:  # whoever keeps the store is gone, or a group
                 failures += 1
@@ -103,6 +106,8 @@ class Watchdog:
         waiting = _identity(PLACE.waiting)  # to hold it would keep memory that the engine wants to use again
         if waiting != self._waiting:
             self._waiting, self._since, self._round, self._told = waiting, now, 0, ""
+        if PLACE.tells and self._has_left():
+            self._abandon()
         alarm = store.add("alarm", 0)
         if waiting is not None and not PLACE.stopped and now - max(self._since, self._alarmed) >= self.seconds:
             alarm = store.add("alarm", 1)
@@ -154,10 +159,7 @@ class Watchdog:
         verdict = judge(self._rank, known)
         if verdict.raises:
             calls = [rank for rank, each in known.items() if isinstance(each, State) and each.call]
-            found = {"text": verdict.text, "gone": verdict.gone, "calls": calls}
-            text = json.dumps(found)
-            if self._store.compare_set(f"verdict/{self._epoch}", "", text).decode() == text:
-                self._store.add("epoch", 1)  # for ranks that come later
+            self._publish({"text": verdict.text, "gone": verdict.gone, "calls": calls, "step": None})
             self._round = 0
         elif verdict.complete:
             self._tell(verdict)
@@ -200,11 +202,58 @@ class Watchdog:
 
     # -- what follows
 
+    def _publish(self, verdict: dict[str, Any]) -> None:
+        """Let all ranks carry it out, if there is no other."""
+        text = json.dumps(verdict)
+        if self._store.compare_set(f"verdict/{self._epoch}", "", text).decode() == text:
+            self._store.add("epoch", 1)  # for ranks that come later
+
+    def _has_left(self) -> bool:
+        """Whether an exception has left the pass that this rank was in."""
+        if PLACE.left:
+            return True
+        step, phase = PLACE.step, PLACE.phase
+        if not phase.startswith("backward of "):
+            return False
+        frame = sys._current_frames().get(self._trains or 0)
+        while frame is not None:
+            if frame.f_code.co_name == _torch.BACKWARD_FUNCTION:
+                return False
+            frame = frame.f_back
+        return (step, phase) == (PLACE.step, PLACE.phase)  # it has not ended meanwhile, nor another begun
+
+    def abandon(self) -> None:
+        """Let all ranks leave the step that an exception has left on this one. By the thread that trains.
+
+        Nothing to do if they have been told, or are leaving it for another reason.
+        """
+        with self._lock:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        place = (PLACE.step, PLACE.restarts)
+        if PLACE.stopped or place == self._abandoned:
+            return
+        self._abandoned = place
+        text = (
+            f"an exception has left step {PLACE.step} on rank {self._rank}, {PLACE.left or PLACE.phase}, and all ranks "
+            "leave that step (set_recovery(abort_together=True)). See what that rank said. To go on, catch this, clear "
+            "the gradients and run the next batch, on all ranks."
+        )
+        self._publish({"text": text, "gone": [], "calls": [], "step": PLACE.step})
+        self._answered = self._store.add("alarm", 1)
+        self._carry_out(json.loads(self._store.get(f"verdict/{self._epoch}")), time.monotonic())
+
     def _carry_out(self, verdict: dict[str, Any], now: float) -> None:
         self._epoch += 1
         self._round = 0
         self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now)
         PLACE.stopped = verdict["text"]
+        if verdict["step"] is not None and PLACE.step > verdict["step"]:
+            PLACE.stopped += (
+                f" This rank is in step {PLACE.step} already: if its optimizer has stepped, the ranks' parameters are "
+                "of different steps, and a checkpoint has to be loaded."
+            )
         self._releases.go_on(now)
         group = _call_of(sys._current_frames().get(self._trains or 0))[1]
         if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
