@@ -71,7 +71,8 @@ def _early_reads() -> Iterator[None]:
     wait = Exchange.wait
 
     def waited(self: Exchange) -> bool:
-        parts = [message.part for message in self.pending() if message.arrives]
+        compares = self.label.text.startswith("the comparison")  # of plans: not what is looked for
+        parts = [message.part for message in self.pending() if message.arrives and not compares]
         done = wait(self)
         for part in parts:  # as if nothing had arrived; gloo itself must not write later
             fill_with_garbage(part)

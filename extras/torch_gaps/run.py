@@ -61,19 +61,43 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class Report:
+    """What a rank said, and when."""
+
     rank: int
     time: float
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a case went on all its ranks.
+
+    Attributes:
+        ranks: how many there were.
+        reports: of the ranks that came to an end, in their order.
+        crashed: exit statuses of those whose processes ended.
+        verdict: of all together.
+    """
+
+    ranks: int
+    reports: tuple[Report, ...]
+    crashed: tuple[int, ...]
+    verdict: Outcome
+
+
 def run(case: Case, implementation: str) -> Outcome:
     """Runs ``case`` on all its ranks until all have reported, one has failed, or they hang."""
+    return run_ranks(case, implementation).verdict
+
+
+def run_ranks(case: Case, implementation: str, *, max_message: int = MAX_MESSAGE) -> Ran:
+    """The same; says how each rank ended, with up to ``max_message`` characters of its error's message."""
     context = multiprocessing.get_context("fork")
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_rank_main, args=(case, implementation, rank, port, Path(folder)))
+            context.Process(target=_rank_main, args=(case, implementation, rank, port, Path(folder), max_message))
             for rank in range(case.world_size)
         ]
         for each in ranks:
@@ -85,13 +109,14 @@ def run(case: Case, implementation: str) -> Outcome:
             for each in ranks:
                 each.kill()
                 each.join()
-        return _verdict(reports, crashed, case.world_size, Path(folder))
+        verdict = _verdict(reports, crashed, case.world_size, Path(folder))
+        return Ran(case.world_size, tuple(reports), tuple(crashed), verdict)
 
 
-def _wait(ranks: list[multiprocessing.context.ForkProcess], folder: Path) -> list[_Report]:
+def _wait(ranks: list[multiprocessing.context.ForkProcess], folder: Path) -> list[Report]:
     deadline = time.monotonic() + CEILING_S
     idle_since, idle_cpu_s = time.monotonic(), _cpu_s(ranks)
-    reports: list[_Report] = []
+    reports: list[Report] = []
     limit_s = LIMIT_S
     while time.monotonic() < min(deadline, idle_since + limit_s):
         if abs(_cpu_s(ranks) - idle_cpu_s) > IDLE_CPU_S:
@@ -122,7 +147,7 @@ def _free_port() -> int:
         return int(each.getsockname()[1])
 
 
-def _verdict(reports: list[_Report], crashed: list[int], world_size: int, folder: Path) -> Outcome:
+def _verdict(reports: list[Report], crashed: list[int], world_size: int, folder: Path) -> Outcome:
     if crashed:
         return Outcome("crashes", _crash(crashed[0], folder))
     failures = [each for each in reports if each.outcome.kind != "works"]
@@ -142,18 +167,18 @@ def _crash(exitcode: int, folder: Path) -> str:
     return f"({name}): {_shortened(found.group(1))}" if found else f"({name})"
 
 
-def _reports(folder: Path) -> list[_Report]:
+def _reports(folder: Path) -> list[Report]:
     found = []
     for path in sorted(folder.glob("*.json")):
         rank, moment, kind, detail = json.loads(path.read_text())
-        found.append(_Report(rank, moment, Outcome(kind, detail)))
+        found.append(Report(rank, moment, Outcome(kind, detail)))
     return found
 
 
 # ---- on a rank -----------------------------------------------------------------------------------
 
 
-def _rank_main(case: Case, implementation: str, rank: int, port: int, folder: Path) -> None:
+def _rank_main(case: Case, implementation: str, rank: int, port: int, folder: Path, max_message: int) -> None:
     errors = os.open(folder / f"{rank}.stderr", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     os.dup2(errors, 1)
@@ -162,7 +187,7 @@ def _rank_main(case: Case, implementation: str, rank: int, port: int, folder: Pa
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.world_size))
-    outcome = _run_here(case, implementation, rank, port)
+    outcome = _run_here(case, implementation, rank, port, max_message)
     report = json.dumps([rank, time.monotonic(), outcome.kind, outcome.detail])
     unfinished = folder / f"{rank}.unfinished"
     unfinished.write_text(report)
@@ -177,7 +202,7 @@ def _end_with_the_parent() -> None:
     os._exit(1)
 
 
-def _run_here(case: Case, implementation: str, rank: int, port: int) -> Outcome:
+def _run_here(case: Case, implementation: str, rank: int, port: int, max_message: int) -> Outcome:
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=case.world_size)
         case.program(Trial(Api(implementation), rank, case.world_size))
@@ -188,14 +213,14 @@ def _run_here(case: Case, implementation: str, rank: int, port: int) -> Outcome:
     except BaseException as error:
         with contextlib.suppress(Exception):
             traceback.print_exc()
-        message = _shortened(str(error))
+        message = _shortened(str(error), max_message)
         return Outcome("raises", f"{type(error).__name__}: {message}" if message else type(error).__name__)
     return Outcome("works")
 
 
-def _shortened(message: str) -> str:
+def _shortened(message: str, limit: int = MAX_MESSAGE) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     # A heading ("Error(s) in loading state_dict:") says nothing without the line below it.
     line = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     line = re.sub(r"^\[enforce fail at \S+\] ", "", re.sub(r"0x[0-9a-f]+", "0x...", line))
-    return line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3].rstrip()}..."
+    return line if len(line) <= limit else f"{line[: limit - 3].rstrip()}..."

@@ -57,8 +57,8 @@ def prepare_compile(model: nn.Module) -> None:
     """
     if state_of(model) is None:
         raise FSDPTypeError(
-            f"prepare_compile() takes the outermost module that fully_shard was called on; on this "
-            f"{type(model).__name__} it was not."
+            f"fully_shard was not called on this {type(model).__name__}: prepare_compile() takes the outermost module "
+            "that it was called on."
         )
     if not prepare_call(model):
         traced = state_of(model).graph_hooks  # type: ignore[union-attr]

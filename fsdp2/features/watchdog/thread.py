@@ -193,11 +193,13 @@ class Watchdog:
         if not store.check([f"here/{rank}"]):
             return Silence.NOT_STARTED
         silent = now - self._asked
+        host, pid = json.loads(store.get(f"here/{rank}"))
+        if host == _host() and not _runs(pid):
+            return Silence.GONE
         if silent < max(1.0, min(self.seconds, 10.0)):
             return Silence.NOT_YET
-        host, pid = json.loads(store.get(f"here/{rank}"))
         if host == _host():
-            return Silence.BUSY if _runs(pid) else Silence.GONE
+            return Silence.BUSY
         return Silence.GONE if silent > _SILENT_SECONDS else Silence.BUSY
 
     # -- what follows
