@@ -72,7 +72,7 @@ def test_ours_is_one_column_that_tells_where_versions_differ() -> None:
 
 def _verdict(tmp_path: Path, *kinds: str | None, crashed: list[int] | None = None) -> Outcome:
     reports = [
-        run._Report(rank, time.monotonic(), Outcome(kind, "x" if kind == "raises" else ""))
+        run.Report(rank, time.monotonic(), Outcome(kind, "x" if kind == "raises" else ""))
         for rank, kind in enumerate(kinds)
         if kind is not None
     ]
