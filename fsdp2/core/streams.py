@@ -275,7 +275,7 @@ class FSDPCommContext:
         reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
         was_interrupted: an exception came while a reduction was being launched.
         was_captured: a forward was captured in a graph.
-        has_failed: communication has failed while it was waited for.
+        has_failed: a reduction has failed while it was waited for.
     """
 
     def __init__(self, device: Device) -> None:
@@ -538,7 +538,11 @@ class FSDPCommContext:
             for each in pending.held:
                 each.leave()
             self._interrupted.append(pending)
-        self._wait_for(pending, Wait.REDUCED)
+        try:
+            self._wait_for(pending, Wait.REDUCED)
+        except Exception:
+            self.has_failed = True
+            raise
         if pending.ends_elsewhere:
             self.device.wait(self.reduce_scatter_stream, pending.event, Wait.GRADIENTS_READ)
         if pending.needs_host is not None and pending.event is not None:
@@ -548,10 +552,6 @@ class FSDPCommContext:
                 self._to_host.append(pending.event)
 
     def _wait_for(self, handle: CommHandle, why: Wait) -> None:
-        try:
-            handle.wait_for_works()
-        except Exception:
-            self.has_failed = True
-            raise
+        handle.wait_for_works()
         if handle.event is not None:
             self.device.wait(self.device.current_stream(), handle.event, why)

@@ -21,8 +21,9 @@ begun to receive and not to send would leave the others waiting.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
+from operator import length_hint, methodcaller
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,7 @@ _MIXED = 2_654_435_761
 
 _receive: Callable[..., dist.Work] = dist.ProcessGroup.recv
 _send: Callable[..., dist.Work] = dist.ProcessGroup.send
+_wait = methodcaller("wait")
 
 RECORDED = 200
 """Exchanges of a group that are remembered."""
@@ -116,8 +118,8 @@ class Exchange:
         self.number = self.tag = -1
         self._line: Line | None = None
         self._messages: list[dist.Work] = []
+        self._left: Iterator[dist.Work] | None = None  # to be waited for; None: all
         self._parts: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
-        self._waited_for = 0
         self._failure = ""
 
     def launch(self, arriving: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]) -> None:
@@ -158,9 +160,14 @@ class Exchange:
     def _fail(self, failure: BaseException) -> None:
         self._failure = str(failure) or type(failure).__name__
 
+    @property
+    def waited_for(self) -> int:
+        """How many messages, with that which is waited for now."""
+        return 0 if self._left is None else len(self._messages) - length_hint(self._left)
+
     def pending(self) -> list[Message]:
         """The messages that were not waited for yet; asked for by another thread."""
-        (arriving, leaving), done = self._parts, self._waited_for
+        (arriving, leaving), done = self._parts, self.waited_for
         if not arriving or self._failure:
             return []
         sources, targets = _peers(self.group)
@@ -177,13 +184,12 @@ class Exchange:
         """
         if self._failure:
             raise FSDPRuntimeError(f"an exchange with other ranks has failed before: {self._failure}")
-        messages = self._messages
+        if self._left is None:
+            self._left = iter(self._messages)
         PLACE.waiting = self
         try:
-            while self._waited_for < len(messages):
-                # Each once: gloo would wait for another of the same tag. Counted before: Ctrl-C shows after the wait.
-                self._waited_for += 1
-                messages[self._waited_for - 1].wait()
+            # Each once, as gloo would wait for another of the same tag; from C: Ctrl-C shows when all have arrived.
+            deque(map(_wait, self._left), 0)
         except Exception as failure:
             self._fail(failure)
             if PLACE.stopped:
@@ -195,7 +201,7 @@ class Exchange:
             self._failure = PLACE.stopped
             _raise_stopped()
         self._parts = ((), ())
-        self._messages, self._waited_for = [], 0  # which hold what they carried
+        self._messages, self._left = [], None  # which hold what they carried
         if self._line is not None:
             kept = self._line.kept
             for number in [each for each in kept if each <= self.number]:
@@ -215,7 +221,7 @@ class Lost:
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
         """For an exchange that failed so."""
-        waited_for = exchange._waited_for - 1
+        waited_for = exchange.waited_for - 1
         sources, targets = _peers(exchange.group)
         peer = [*sources, *targets][waited_for]
         rank = dist.get_global_rank(exchange.group, peer)
