@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check quick test test-full test-clients test-pool lint bench faults torch-gaps gpu-check clean
+.PHONY: help train train-check quick test test-full test-clients test-pool lint bench faults soak torch-gaps gpu-check clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -21,7 +21,8 @@ help:
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
-	@echo "make faults       ranks that diverge, stop or die while they train, under torch's fully_shard and this one: a table"
+	@echo "make faults       ranks that diverge, stop or die, under both implementations, and exceptions at every line"
+	@echo "make soak         a thousand drawn programs in which ranks diverge: each time all is right, or named"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
 	@echo "make gpu-check    what only GPUs can show, in 20 checks on the GPUs of this machine; a report to send"
 
@@ -73,6 +74,10 @@ bench: $(STAMP)
 
 faults: $(STAMP)
 	$(BIN)/python -m extras.faults $(ARGS)
+	$(BIN)/python -m pytest -m full tests/multi_rank/failures/test_every_line.py
+
+soak: $(STAMP)
+	$(BIN)/python -m extras.faults.drawn $(ARGS)
 
 torch-gaps: $(STAMP)
 	$(BIN)/python -m extras.torch_gaps $(ARGS)

@@ -48,7 +48,7 @@ def _running(name: str, ranks: int = 2, **attributes: object) -> None:
         if is_other:
             _set(trained.model, attributes)
         try:
-            trained.train()
+            trained.checked_loss().backward()
             trained.train()
         finally:
             _set(trained.model, {"order": ORDER, "checkpointed": (), "cut_after": None})
@@ -57,7 +57,8 @@ def _running(name: str, ranks: int = 2, **attributes: object) -> None:
         if is_other:
             _set(trained.model, attributes)
         try:
-            trained.evaluate()
+            with torch.no_grad():
+                trained.checked_loss()
         finally:
             _set(trained.model, {"order": ORDER, "checkpointed": (), "cut_after": None})
 
@@ -242,7 +243,7 @@ def _stopped(trained: Trained, is_other: bool) -> None:
     trained.train()
 
 
-_ENDS = (
+ENDS = (
     "its process is killed",
     "its process is stopped",
     "a barrier of the program's own",
@@ -263,17 +264,17 @@ def case_of(name: str) -> Case:
         begun = time.monotonic()
         try:
             diverge(trained, trial.rank == 1)
-            if name not in _ENDS:
+            if name not in ENDS:
                 trained.train()  # who was through meets the others here
         except Exception as error:
             seconds = time.monotonic() - begun
-            if "Application timeout caused pair closure" in str(error) and name in _ENDS:
+            if "Application timeout caused pair closure" in str(error) and name in ENDS:
                 raise Ended from error
             is_named = type(error).__name__ == "FSDPRuntimeError" and re.search(r"rank \d", str(error))
             if not is_named or seconds > 20:
                 raise
             named = f"after {seconds:.0f} s: {error}"
-        if name not in _ENDS and "while training" not in name:
+        if name not in ENDS and "while training" not in name:
             trained.expect_right_gradients()
         if named:
             raise Named(named)

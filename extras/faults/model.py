@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from extras.torch_gaps.checks import WIDTH, batch, expect_same_gradients, squared_output
+from extras.torch_gaps.checks import WIDTH, batch, expect_same, expect_same_gradients, squared_output
 from extras.torch_gaps.registry import Trial
 
 BLOCKS = 4
@@ -75,6 +75,19 @@ class Trained:
         """Of this rank's next batch."""
         self.step += 1
         return squared_output(self.model, batch(self.trial.rank, self.step))
+
+    def checked_loss(self) -> Tensor:
+        """The same; it is what the plain model has if it runs as this rank's does.
+
+        Raises:
+            Wrong: it is not: the rank has computed with other parameters.
+        """
+        loss = self.loss()
+        self.plain.order, self.plain.cut_after = self.model.order, self.model.cut_after
+        with torch.no_grad():
+            expect_same(loss.detach(), squared_output(self.plain, batch(self.trial.rank, self.step)), "the loss")
+        self.plain.order, self.plain.cut_after = ORDER, None
+        return loss
 
     def train(self) -> None:
         """A forward and a backward."""

@@ -23,15 +23,15 @@ def word_of(ran: Ran, *, loses: int = 0) -> str:
     is_well = [
         each.outcome.kind == "works" or each.outcome.detail.startswith(("Named", "Ended")) for each in ran.reports
     ]
+    kinds = {each.outcome.kind for each in ran.reports}
     if len(ran.crashed) > loses:
         return "abort"
+    if "wrong" in kinds:  # others may wait for a rank that has noticed
+        return "wrong"
     if len(ran.reports) + loses < ran.ranks:
         return "hang"
-    kinds = {each.outcome.kind for each in ran.reports}
     if "no such option" in kinds:
         return "no such option"
-    if "wrong" in kinds:
-        return "wrong"
     if any(is_named) and all(is_well):
         return "named"
     return "right" if kinds == {"works"} else "obscure"
