@@ -577,8 +577,13 @@ def knows_group(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
+def shared_store(prefix: str) -> Any:
+    """What all ranks of the default process group share, with keys of its own."""
+    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+
 def own_store(prefix: str) -> Any:
-    """What all ranks of the default process group share, over a connection of its own, with keys of its own."""
+    """The same, over a connection of its own. Slow where names of hosts are not found at once: 5 s, now and then."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 

@@ -33,6 +33,7 @@ from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
 
 LOG = logging.getLogger("fsdp2")
 
+_PREFIX = "fsdp2_watchdog"
 _TOLD = 40
 """Exchanges of each group that are told to other ranks."""
 _STORE_SECONDS = 10.0
@@ -55,8 +56,10 @@ class Watchdog:
         self.seconds = seconds
         self._world = dist.group.WORLD
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store = _torch.own_store("fsdp2_watchdog")
-        self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        is_same = before is not None and before._world is self._world
+        self._has_own_store: bool = before is not None and is_same and before._has_own_store
+        # Until the thread has a connection of its own, over that which the program uses.
+        self._store: Any = before._store if before is not None and is_same else _torch.shared_store(_PREFIX)
         self._ends = threading.Event()
         self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
         self._abandoned = (-1, -1)
@@ -67,7 +70,6 @@ class Watchdog:
         self._told = ""
         self._store.set(f"here/{self._rank}", json.dumps([_host(), os.getpid()]))
         self._answered = self._store.add("alarm", 0)
-        is_same = before is not None and before._world is self._world
         self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
         self._releases: Releases | None = before._releases if before is not None and is_same else None
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
@@ -88,6 +90,13 @@ class Watchdog:
     def _run(self) -> None:
         period = max(min(0.5, self.seconds / 4), self._world_size / 2000)
         failures = 0
+        if not self._has_own_store:
+            try:
+                store = _torch.own_store(_PREFIX)
+            except (RuntimeError, ValueError):  # the process group is gone already
+                return
+            store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+            self._store, self._has_own_store = store, True
         while not self._ends.wait(period):
             if not dist.is_initialized() or dist.group.WORLD is not self._world:
                 return
@@ -251,11 +260,7 @@ class Watchdog:
         self._round = 0
         self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now)
         PLACE.stopped = verdict["text"]
-        if verdict["step"] is not None and PLACE.step > verdict["step"]:
-            PLACE.stopped += (
-                f" This rank is in step {PLACE.step} already: if its optimizer has stepped, the ranks' parameters are "
-                "of different steps, and a checkpoint has to be loaded."
-            )
+        PLACE.stopped_step = verdict["step"]
         self._releases.go_on(now)
         group = _call_of(sys._current_frames().get(self._trains or 0))[1]
         if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
