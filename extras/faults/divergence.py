@@ -187,7 +187,7 @@ def _frozen(trained: Trained, is_other: bool) -> None:
 def _converted(trained: Trained, is_other: bool) -> None:
     if is_other:
         trained.model.blocks[1].bfloat16()
-    trained.train()
+    trained.loss().backward()
 
 
 @way("an unshard() by hand")

@@ -90,8 +90,8 @@ class Trained:
         return loss
 
     def train(self) -> None:
-        """A forward and a backward."""
-        self.loss().backward()
+        """A forward and a backward; the loss is checked."""
+        self.checked_loss().backward()
 
     def evaluate(self) -> None:
         """A forward without gradients."""
