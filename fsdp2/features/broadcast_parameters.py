@@ -20,7 +20,7 @@ from fsdp2.arguments import Rule, checked
 from fsdp2.core import agreement
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, replacement_of
-from fsdp2.core.state import states_below
+from fsdp2.core.state import state_of, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 _NAME = "broadcast_parameters()"
@@ -50,9 +50,9 @@ def broadcast_parameters(
     For models that ranks have initialized differently, or that one rank has loaded: before `fully_shard`, of the whole
     model or unit by unit. Tied tensors travel once. Takes `MESSAGE_BYTES` of memory at most, beside the tensors.
 
-    Of parameters that are sharded already every rank has its own rows, which together are one model: where there are
-    replicas of them (hybrid sharding, `replicate`), all get the rows of the replica that ``src`` is in; where there are
-    none, they stay. Outside of forward and backward then.
+    Of parameters that are sharded already every rank has its own rows, which together are one model. If ``module``
+    itself is sharded, and there are replicas (hybrid sharding, `replicate`), all get the rows of the replica that
+    ``src`` is in, outside of forward and backward. Else they stay: rows of sharded submodules were broadcast before.
 
     Collective: all ranks of ``process_group`` must call it, with modules of the same parameters and buffers: names,
     shapes, dtypes, and types of devices.
@@ -131,7 +131,12 @@ def plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffer
 
 
 def _replicated(module: nn.Module) -> list[FSDPParam]:
-    """The sharded parameters of which there are replicas, at rest."""
+    """The sharded parameters of which there are replicas, at rest; none if ``module`` itself is yet to be sharded.
+
+    (Those below it were given the values of one rank before they were.)
+    """
+    if state_of(module) is None:
+        return []
     states = states_below(module)
     lent = {group for state in states for group in state.unit if group.loan is not None}
     for state in states:
