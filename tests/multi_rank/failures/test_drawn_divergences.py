@@ -10,7 +10,7 @@ from fsdp2 import set_watchdog
 from tests.harness import multi_rank
 
 SEEDS = range(3000, 3100)
-IN_CI = 4
+IN_CI = 2
 
 
 @multi_rank(2, 4)

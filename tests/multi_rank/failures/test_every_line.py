@@ -173,7 +173,7 @@ KINDS = ("1D", "hybrid", "accumulating", "bfloat16")
 @pytest.mark.parametrize("kind", ["1D", "hybrid"])
 @multi_rank(2)
 def test_some_lines(kind: str, exception: type[BaseException]) -> None:
-    check_all(kind, exception, part=12)
+    check_all(kind, exception, part=20)
 
 
 @pytest.mark.full  # a minute each
