@@ -22,6 +22,7 @@ BESIDE = (
     "tests/compiled",
     "tests/multi_rank/combinations",
     "tests/multi_rank/parameters",
+    "tests/multi_rank/transports",
 )
 """Folders that take as long together as all others."""
 
