@@ -52,13 +52,12 @@ class Place:
         waiting: what it waits for: an object with a ``label``; None if it does not.
         failure: which pass an exception had left before, until one has ended well; "" if none.
         stopped: why nothing may be exchanged any more until it has been raised; "" if something may.
-        stopped_step: the step that all ranks leave then; None: whichever each is in.
         restarts: how often that was raised: on all ranks, so that they start anew together.
         tells: other ranks are to be told if an exception leaves this one's step.
         left: which pass one has left so; "" if none.
     """
 
-    __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "stopped_step", "tells", "waiting")
+    __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "tells", "waiting")
 
     def __init__(self) -> None:
         self.step = 0
@@ -67,7 +66,6 @@ class Place:
         self.failure = ""
         self.restarts = 0
         self.stopped = ""
-        self.stopped_step: int | None = None
         self.tells = False
         self.left = ""
 

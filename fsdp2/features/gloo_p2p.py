@@ -211,11 +211,6 @@ class Exchange:
 
 def _raise_stopped() -> None:
     message = PLACE.stopped
-    if PLACE.stopped_step is not None and PLACE.stopped_step < PLACE.step:
-        message += (
-            f" This rank is in step {PLACE.step} already: if its optimizer has stepped, the ranks' parameters are of "
-            "different steps, and a checkpoint has to be loaded."
-        )
     PLACE.restart()
     LOST.restart()
     raise FSDPRuntimeError(message)

@@ -168,7 +168,7 @@ class Watchdog:
         verdict = judge(self._rank, known)
         if verdict.raises:
             calls = [rank for rank, each in known.items() if isinstance(each, State) and each.call]
-            self._publish({"text": verdict.text, "gone": verdict.gone, "calls": calls, "step": None})
+            self._publish({"text": verdict.text, "gone": verdict.gone, "calls": calls})
             self._round = 0
         elif verdict.complete:
             self._tell(verdict)
@@ -249,9 +249,10 @@ class Watchdog:
         text = (
             f"an exception has left step {PLACE.step} on rank {self._rank}, {PLACE.left or PLACE.phase}, and all ranks "
             "leave that step (set_recovery(abort_together=True)). See what that rank said. To go on, catch this, clear "
-            "the gradients and run the next batch, on all ranks."
+            "the gradients and run the next batch, on all ranks. (If this rank had ended that step, and its optimizer "
+            "has stepped, the ranks' parameters are of different steps: load a checkpoint.)"
         )
-        self._publish({"text": text, "gone": [], "calls": [], "step": PLACE.step})
+        self._publish({"text": text, "gone": [], "calls": []})
         self._answered = self._store.add("alarm", 1)
         self._carry_out(json.loads(self._store.get(f"verdict/{self._epoch}")), time.monotonic())
 
@@ -260,7 +261,6 @@ class Watchdog:
         self._round = 0
         self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now)
         PLACE.stopped = verdict["text"]
-        PLACE.stopped_step = verdict["step"]
         self._releases.go_on(now)
         group = _call_of(sys._current_frames().get(self._trains or 0))[1]
         if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
