@@ -32,6 +32,7 @@ from fsdp2.core.sharding import ShardPlacementResult
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.accumulation import accumulate
 from fsdp2.features.broadcast_parameters import broadcast_parameters
+from fsdp2.features.divergence import DivergenceReport, divergence_report
 from fsdp2.features.full_parameters import full_parameters
 from fsdp2.features.inference import inference
 from fsdp2.features.owned import Owned, balanced_owners
@@ -59,6 +60,7 @@ __all__ = [
     "DDPMeshInfo",
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
+    "DivergenceReport",
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -91,6 +93,7 @@ __all__ = [
     "compare_parameters",
     "compile_report",
     "disable_fsdp_module_new_init",
+    "divergence_report",
     "flight_record",
     "full_parameters",
     "fully_shard",

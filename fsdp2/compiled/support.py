@@ -65,6 +65,9 @@ def set_graph_capture(model: nn.Module, enabled: bool, *, recurse: bool = True) 
 def _feature_of_state(state: FSDPState) -> str | None:
     if not state.is_captured:
         return "set_graph_capture(False) was called on it"
+    settings = state.root_settings if state.root is None else state.root.settings
+    if settings.divergence == "join":
+        return "set_divergence('join'): what a rank skips is known only while it runs"
     if len(state.modules) > 1:
         return "fully_shard was called on a list of modules; call it on each of them"
     if state.forward_prefetch is not None or state.backward_prefetch is not None:

@@ -394,10 +394,12 @@ class FSDPParamGroup:
     @property
     def was_interrupted(self) -> bool:
         """Whether an exception came while the all-gather was being issued, or finished."""
-        unsharding = self._unsharding
-        if unsharding is None:
-            return False
-        return unsharding.is_issuing or unsharding.is_copying_out or not unsharding.user_initiated
+        return self._unsharding is not None and (self.was_cut_short or not self._unsharding.user_initiated)
+
+    @property
+    def was_cut_short(self) -> bool:
+        """The same, where it cannot be waited for (again)."""
+        return self._unsharding is not None and (self._unsharding.is_issuing or self._unsharding.is_copying_out)
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"

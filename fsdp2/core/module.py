@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -461,6 +461,55 @@ class FSDPModule:
         if abort_together:
             ABANDON.filling.refuse_if_alone()
         self._configure_as_root("set_recovery", on_error=on_error, aborts_together=abort_together)
+
+    @checked(on_difference=ANYTHING)
+    def set_divergence(self, on_difference: str = "error", order: Sequence[nn.Module] | None = None) -> None:
+        """Whether ranks may run different sharded modules in a step. See docs/divergence.md.
+
+        Set it on the root, the same on all ranks, outside of forward and backward. The next forward compares it.
+
+        Args:
+            on_difference: "error", the default: all ranks run the same modules in the same order; where they do not,
+                all raise (`set_watchdog`). "join": a rank that skips modules (early exit, layers dropped by rank,
+                experts without tokens, nothing to do in a batch) takes part in their gathers and reductions all the
+                same, and contributes nothing, so gradients are the mean over all ranks as ever. All ranks must begin
+                as many forwards and backwards of the root; `join_step` stands for those that one of them lacks.
+            order: for "join": the sharded modules in the order in which forward comes to them; one that it calls
+                k times is there k times. By default as the last step came to them, if it ran all, else as they
+                lie in the model.
+
+        Raises:
+            FSDPValueError: another word; ``order`` names a module that is not below, or that was not sharded.
+            FSDPRuntimeError: this module is not the root, or an iteration is running.
+        """
+        names = None if order is None else self._names_in_order(order)
+        self._configure_as_root("set_divergence", divergence=on_difference, divergence_order=names)
+
+    def _names_in_order(self, order: Sequence[nn.Module]) -> tuple[str, ...]:
+        root = cast(nn.Module, self)
+        names = {module: name for name, module in root.named_modules()}
+        for module in order:
+            if module not in names or state_of(module) is None:
+                raise FSDPValueError(
+                    f"set_divergence: order has {type(module).__name__}, which is not below {type(root).__name__}, or "
+                    "on which fully_shard was not called."
+                )
+        return tuple(names[module] for module in order)
+
+    @checked()
+    def join_step(self) -> None:
+        """Let this rank, which has nothing to run, take part in a step of the others: after ``set_divergence("join")``.
+
+        A forward and a backward, which contribute no gradient; in `torch.no_grad` a forward alone. After a forward
+        whose backward this rank lacks, the backward alone; after a forward that an exception has left, what is left of
+        it first. ``.grad`` is then set as on the other ranks. Collective: the others run the root meanwhile, or call
+        this.
+
+        Raises:
+            FSDPRuntimeError: not on the root; without ``set_divergence("join")``; inside of forward or backward; or
+                after a backward that an exception has left.
+        """
+        self._get_fsdp_state().join_step()
 
     # -- gradients
 

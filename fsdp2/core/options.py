@@ -535,6 +535,9 @@ class RootSettings:
         compares_buffers: the same of buffers.
         on_error: what a failed pass leaves of the gradients of its step: "keep_accumulated" or "drop_step".
         aborts_together: if an exception leaves a step on one rank, all ranks leave it.
+        divergence: what ranks that run different modules do: "error" or "join".
+        divergence_order: the sharded modules by name, in the order in which they "join"; None: as learned, or as they
+            lie in the model.
     """
 
     is_last_backward: bool = True
@@ -546,6 +549,8 @@ class RootSettings:
     compares_buffers: bool = field(default=True, metadata={"setter": "set_replica_check"})
     on_error: str = field(default="keep_accumulated", metadata={"setter": "set_recovery"})
     aborts_together: bool = field(default=False, metadata={"setter": "set_recovery"})
+    divergence: str = field(default="error", metadata={"setter": "set_divergence"})
+    divergence_order: tuple[str, ...] | None = field(default=None, metadata={"setter": "set_divergence"})
 
     def __post_init__(self) -> None:
         nbytes = self.prefetch_bytes
@@ -559,6 +564,9 @@ class RootSettings:
             raise FSDPValueError(
                 f"set_recovery takes on_error='keep_accumulated' or 'drop_step', got {self.on_error!r}."
             )
+
+        if self.divergence not in ("error", "join"):
+            raise FSDPValueError(f"set_divergence takes 'error' or 'join', got {self.divergence!r}.")
 
     def setter_called(self) -> str | None:
         """The method that was called here, though it means nothing but on the root, if any was."""

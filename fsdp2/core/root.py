@@ -77,6 +77,38 @@ class Abandon(NamedTuple):
 
 ABANDON: Port[Abandon] = Port(Abandon())
 
+
+class Walk(Protocol):
+    """The exchanges of a step in an order that is agreed upon, where ranks run different modules on purpose."""
+
+    def begin_forward(self) -> None:
+        """The root's forward begins. Collective if the order is another one than before."""
+
+    def enter_forward(self, state: Any) -> None:
+        """Gather the unit of ``state``, after what comes before it. Collective."""
+
+    def end_forward(self) -> None:
+        """The root's forward has ended: gather what is left. Collective."""
+
+    def begin_backward(self, *, is_recorded: bool) -> None:
+        """A backward begins."""
+
+    def enter_backward(self, state: Any) -> None:
+        """Gather the unit of ``state``, after what comes before it in backward. Collective."""
+
+    def leave_backward(self, state: Any) -> None:
+        """All gradients of ``state`` have been computed. Collective."""
+
+    def end_backward(self) -> None:
+        """The backward has ended: gather and reduce what is left. Collective."""
+
+    def join_step(self) -> None:
+        """This rank has nothing to run. Collective."""
+
+
+WALK: Port[Callable[[Any], Walk]] = Port(missing("divergence"))
+"""Makes one, of a root."""
+
 Prefetch = tuple[Unit, ...] | None
 """The units that are gathered after one, as the user has it; None: those that are expected to come."""
 
@@ -206,6 +238,7 @@ class FSDPRoot:
         parameters: what `optim/model_parameters.py` knows of the parameters below; here, as it must go with the root.
         is_disturbed: another root has claimed modules of this one, which must claim them back before its next forward.
         has_trained: a forward with gradients has begun.
+        walk: in which order ranks exchange that run different modules; None where all are to run the same.
     """
 
     def __init__(
@@ -230,6 +263,7 @@ class FSDPRoot:
         self.shared: Unit = tuple(group for group in groups if group.is_shared)
         self.is_disturbed = False
         self.has_trained = False
+        self.walk: Walk | None = None
         self.parameters: Any = None
         self._restarts = PLACE.restarts
         passes = ("forward of", "after the forward of", "backward of", "after the backward of")
@@ -257,6 +291,8 @@ class FSDPRoot:
         self.comm.refuse_unfinished_handle("a forward")
         if not self.has_trained and torch.is_grad_enabled():
             self.begin_training()
+        if self.settings.divergence == "join" or self.walk is not None:
+            self._take_walk()
         self.iteration.in_forward = True
         PLACE.step += 1
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
@@ -273,6 +309,23 @@ class FSDPRoot:
             self.comm.gathers_follow_compute()
         else:
             self.comm.gathers_follow(event)
+
+    def _take_walk(self) -> None:
+        if self.settings.divergence != "join":
+            self.walk = None
+            return
+        self.walk = self.walk or WALK.filling(self)
+        self.walk.begin_forward()
+
+    def join_step(self) -> None:
+        """This rank has nothing to run in a step, or no more: others have. Collective."""
+        self.walk = self.walk or WALK.filling(self)
+        self.walk.join_step()
+
+    @property
+    def learned_order(self) -> tuple[Unit, ...]:
+        """In which order the last step that all ranks have run came to the units; empty before."""
+        return self._forward_order.learned
 
     def join(self) -> None:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
@@ -292,16 +345,27 @@ class FSDPRoot:
 
     def _advance(self, order: ExecutionOrder[Unit], unit: Unit) -> Sequence[Unit]:
         """Note that ``unit`` is needed now; returns what is to be gathered ahead if the user says nothing."""
+        if self.settings.prefetch_bytes is None:
+            return order.advance(unit, depth=PREFETCH_DEPTH)
+        return self.within_budget(order.advance(unit, depth=MAX_PREFETCH_DEPTH))
+
+    def within_budget(self, upcoming: Sequence[Unit]) -> Sequence[Unit]:
+        """As many of ``upcoming`` as are to be gathered ahead."""
         budget = self.settings.prefetch_bytes
         if budget is None:
-            return order.advance(unit, depth=PREFETCH_DEPTH)
+            return upcoming[:PREFETCH_DEPTH]
         within: list[Unit] = []
-        for upcoming in order.advance(unit, depth=MAX_PREFETCH_DEPTH):
-            budget -= sum(group.storage.unsharded_bytes for group in upcoming)
+        for unit in upcoming[:MAX_PREFETCH_DEPTH]:
+            budget -= sum(group.storage.unsharded_bytes for group in unit)
             if budget < 0:
                 break
-            within.append(upcoming)
+            within.append(unit)
         return within
+
+    def gather_in_turn(self, unit: Unit, then: Sequence[Unit], *, for_backward: bool = False) -> None:
+        """Gather ``unit`` and what is to be gathered ahead of what comes ``then``. Collective."""
+        self._gather(unit, for_backward=for_backward)
+        self._gather_ahead(self.within_budget(then), for_backward=for_backward)
 
     def _gather(self, unit: Unit, *, for_backward: bool = False) -> None:
         ahead = self.iteration.ahead
@@ -330,6 +394,8 @@ class FSDPRoot:
         Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
         learn it, and predict something else; after an evaluation, nothing later would tell.
         """
+        if self.walk is not None:
+            self.walk.end_forward()
         self._end_rounds()
         self.iteration.in_forward = False
         PLACE.phase = self._phases[1]
@@ -362,6 +428,8 @@ class FSDPRoot:
             self.iteration.in_backward = True
             PLACE.phase = self._phases[2]
             self.iteration.creates_graph = torch.is_grad_enabled()
+            if self.walk is not None:
+                self.walk.begin_backward(is_recorded=self.iteration.creates_graph)
             is_last = self.settings.is_last_backward or self.settings.finalizes_manually
             for group in self.groups:
                 group.reducer.is_last = is_last
@@ -475,6 +543,8 @@ class FSDPRoot:
     def _end_backward(self) -> None:
         if self.iteration.postponed is not None:
             self.gather_postponed()
+        if self.walk is not None:
+            self.walk.end_backward()
         if self.settings.finalizes_manually:
             for state in self.states:
                 state.pause_backward()

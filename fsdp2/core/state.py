@@ -56,7 +56,7 @@ from fsdp2.core.root import (
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
-from fsdp2.errors import FSDPRuntimeError, ParamPhase
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, ParamPhase
 
 # What a state's hooks do in a graph for which nothing was prepared: they refuse.
 
@@ -233,6 +233,7 @@ class FSDPState:
         module_hooks: what hangs on the modules.
         graph_hooks: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
+        own: those of the unit that no other state shares.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class FSDPState:
         self._was_hidden = False  # such a backward has ended
         self._replaced = Replaced()
         self._replaced_in_calls: list[Replaced | None] = []  # of the calls under way
-        self._own = unit
+        self.own = unit
         self._shared: Unit = ()
         for group in unit:
             group.sharers.append(self)
@@ -375,7 +376,7 @@ class FSDPState:
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         for state in states:
             state._shared = tuple(group for group in state.unit if group.is_shared)
-            state._own = tuple(group for group in state.unit if not group.is_shared)
+            state.own = tuple(group for group in state.unit if not group.is_shared)
         for action in ON_ROOT:
             action(states, groups)
         self.own_root = root
@@ -480,7 +481,7 @@ class FSDPState:
         hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if recompute:
-            if self._in_backward and self._is_unsharded():
+            if self._in_backward and self.is_unsharded():
                 hooks = False  # its parameters are there, and its own hooks are in place
             else:
                 self._on_real_parameters(self._gather_for_recompute, root)
@@ -511,11 +512,14 @@ class FSDPState:
         if replaced is not None:
             replaced.take_out()
 
-    def _is_unsharded(self) -> bool:
+    def is_unsharded(self) -> bool:
+        """Whether its parameters are there to compute with."""
         return all(group.phase is ParamPhase.UNSHARDED for group in self.unit)
 
     def _gather_for_recompute(self, root: FSDPRoot) -> None:
         if self.unit:
+            if root.walk is not None:
+                root.walk.enter_backward(self)
             root.gather_for_recompute(self.unit)
             for group in self._shared:
                 group.users.add(self)
@@ -534,9 +538,27 @@ class FSDPState:
         elif not root.iteration.in_forward:
             root.join()
         if self.unit:
-            root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
+            if root.walk is not None and root.iteration.in_forward:
+                root.walk.enter_forward(self)
+            else:
+                root.gather_for_forward(self.unit, self.forward_prefetch)  # type: ignore[arg-type]
             for group in self._shared:
                 group.users.add(self)
+
+    def join_step(self) -> None:
+        """This rank has nothing to run, and goes through a step for the others' sake. Collective.
+
+        Raises:
+            FSDPRuntimeError: this is no root, or ``set_divergence("join")`` was not called.
+        """
+        root = self.ensure_root()
+        if not self.is_root:
+            raise FSDPRuntimeError(f"join_step() must be called on the root, {root.name}, not on '{self.name}'.")
+        if root.settings.divergence != "join":
+            raise FSDPRuntimeError("join_step() needs set_divergence('join'), called on the root, on all ranks.")
+        if root.is_disturbed:
+            self._reclaim(root)
+        root.join_step()
 
     def _new_call(self) -> ForwardCall:
         call = ForwardCall(self)
@@ -568,10 +590,10 @@ class FSDPState:
         """The root's forward is over: of a list not all modules were called in it."""
         if self._to_run:
             self._to_run.clear()
-            self._leave_as_set()
+            self.leave_as_set()
 
-    def _leave_as_set(self) -> None:
-        """The end of a forward frees the unsharded parameters, or does not."""
+    def leave_as_set(self) -> None:
+        """The end of a forward, or of a gather in vain in its place, frees the unsharded parameters, or does not."""
         if self._reshards_now(hides=self._hides_outputs):
             for group in self.unit:
                 if not group.users:
@@ -605,6 +627,8 @@ class FSDPState:
         self._to_run.discard(module)
         for group in self._shared:
             group.users.discard(self)
+        if root.walk is not None and self.unit and (self._hides_outputs or self._shows_parameters(outputs)):
+            self._refuse_to_stay()
         hides = self._hides_outputs
         if not self._to_run and self.unit and self._reshards_now(hides=hides) and not self._shows_parameters(outputs):
             if recompute:
@@ -677,7 +701,14 @@ class FSDPState:
         for group in self._shared:
             group.users.discard(self)
         if not self._to_run:
-            self._leave_as_set()
+            self.leave_as_set()
+
+    def _refuse_to_stay(self) -> NoReturn:
+        raise FSDPNotImplementedError(
+            f"set_divergence('join'): '{self.name}' ({self.class_name}) returns parameters, or hides tensors that may "
+            "require gradients in its outputs, and would stay unsharded for its backward, which ranks that skip it "
+            "cannot know: return tensors, in tuples, lists or dicts; or set reshard_after_forward=False on it."
+        )
 
     def refuse_other_precision(self) -> None:
         """Refuse to change the dtype that its parameters are gathered in, if something depends on the one of now.
@@ -687,7 +718,7 @@ class FSDPState:
         """
         if self.root is not None and self.root.is_running():
             raise FSDPRuntimeError("set_full_precision() must be called outside of forward and backward.")
-        for group in self._own:
+        for group in self.own:
             group.refuse_loan("set_full_precision()")
             if group.reducer.accumulated or group.reducer.awaits_all_reduce() or group.reducer.awaits_last():
                 raise FSDPRuntimeError(
@@ -712,7 +743,10 @@ class FSDPState:
 
     def _gather_for_backward(self, root: FSDPRoot) -> None:
         if self.unit:
-            root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
+            if root.walk is not None:
+                root.walk.enter_backward(self)
+            else:
+                root.gather_for_backward(self.unit, self.backward_prefetch)  # type: ignore[arg-type]
             for group in self._shared:
                 group.users.add(self)
                 group.took_part = True
@@ -772,8 +806,10 @@ class FSDPState:
                     group.reshard()
         if iteration.following is not None:
             root.gather_following(self.unit)
-        if reduces:
-            root.reduce_or_keep(self._own)
+        if reduces and root.walk is not None:
+            root.walk.leave_backward(self)
+        elif reduces:
+            root.reduce_or_keep(self.own)
 
     def finish_backward(self) -> Unit:
         """The whole backward is done: finish the module if its own end could not be noticed.
@@ -788,7 +824,7 @@ class FSDPState:
         if self._in_backward or self._awaits_finalization:
             self.end_module_backward(reduces=True)
         else:
-            is_due = any([group.reducer.is_due() for group in self._own])
+            is_due = any([group.reducer.is_due() for group in self.own])
             if is_due or any([group.phase is ParamPhase.UNSHARDED for group in self.unit]):
                 self.end_module_backward(reduces=is_due)
         if not self._hides_outputs:
@@ -819,7 +855,7 @@ class FSDPState:
         """A backward is done, and others are to come before the user finalizes them: reduce nothing by ourselves."""
         if not self._in_backward:
             return
-        if any(group.settings.requires_gradient_sync for group in self._own):
+        if any(group.settings.requires_gradient_sync for group in self.own):
             self._in_backward, self._awaits_finalization = False, True
         else:
             self.end_module_backward(reduces=True)

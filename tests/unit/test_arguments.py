@@ -89,6 +89,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "accumulate": lambda model: {"module": model, "last": True},
     "broadcast_parameters": lambda model: {"module": nn.Linear(2, 2)},
     "compare_parameters": lambda model: {"module": nn.Linear(2, 2)},
+    "divergence_report": lambda model: {"model": model},
     "compile_report": lambda model: {"model": model},
     "full_parameters": lambda model: {"module": model},
     "inference": lambda model: {"module": model},
@@ -135,6 +136,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "set_backward_prefetch": {"when": "before"},
     "set_replica_check": {},
     "set_recovery": {},
+    "set_divergence": {},
+    "join_step": {},
     "set_full_precision": {"full_precision": False},
     "set_requires_gradient_sync": {"requires_gradient_sync": True},
     "set_requires_all_reduce": {"requires_all_reduce": True},
@@ -160,7 +163,7 @@ METHODS: dict[str, dict[str, Any]] = {
 # Without arguments, or not called by users: what functions return, and what is derived from.
 UNCHECKED = {
     *("AllGather", "Comm", "ReduceScatter", "FSDPModule", "RaggedDTensor", "optim"),
-    *("CompileReport", "CompiledGroup", "GradientReductionHandle", "GroupChoice", "ModuleGroup"),
+    *("CompileReport", "CompiledGroup", "DivergenceReport", "GradientReductionHandle", "GroupChoice", "ModuleGroup"),
     *("OptimizerStateOffload", "UnshardHandle"),
     *("disable_fsdp_module_new_init", "get_cls_to_fsdp_cls"),
 }

@@ -173,6 +173,7 @@ SETTINGS = {
     setting("set_backward_prefetch", "never"): r"root: set backward_prefetch=never",
     setting("set_full_precision", True): r"full_precision=True",
     setting("set_recovery", "drop_step"): r"on_error=drop_step",
+    setting("set_divergence", "join"): r"divergence=join",
     setting("set_replica_check", False): r"compares_parameters=False",
     setting("set_is_last_backward", False): r"is_last_backward=False",
     setting("set_manual_backward_finalization", True): r"finalizes_manually=True",

@@ -1,0 +1,379 @@
+"""Ranks that run different modules on purpose: each joins the exchanges of those that it skips (`set_divergence`).
+
+All ranks go through the same list of exchanges in every step, whatever they run. In forward that is one gather of each
+sharded module; in backward one gather and one reduction of each, in the opposite order, where a module's reduction
+comes after those of the modules in it. A rank that comes to a module first does what the list has before it: gathers
+in vain, and reductions to which it contributes nothing. At the end of a pass it does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.arguments import checked
+from fsdp2.core.agreement import refuse_disagreement
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.hooks import on_real_parameters
+from fsdp2.core.root import MAX_PREFETCH_DEPTH, WALK, FSDPRoot
+from fsdp2.core.state import FSDPState, state_of
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, ParamPhase
+
+
+class Event(NamedTuple):
+    """One of a backward.
+
+    Attributes:
+        state: of which.
+        what: "enter": the backward of one of its forwards begins; "leave": it ends; "reduce": all its gradients are
+            complete.
+    """
+
+    state: FSDPState
+    what: str
+
+
+@dataclass(slots=True)
+class DivergenceReport:
+    """What this rank has joined since `set_divergence`, in the place of what it did not run.
+
+    Attributes:
+        forward_gathers: of modules, in forward.
+        backward_gathers: the same in backward.
+        gathered_bytes: of unsharded parameters, in both.
+        reductions: of modules to which this rank contributed no gradient.
+        steps: passes of which this rank ran nothing (`join_step`).
+    """
+
+    forward_gathers: int = 0
+    backward_gathers: int = 0
+    gathered_bytes: int = 0
+    reductions: int = 0
+    steps: int = 0
+
+
+class Joining:
+    """The exchanges of a root in an order that all ranks follow.
+
+    Attributes:
+        report: what was joined.
+    """
+
+    def __init__(self, root: FSDPRoot) -> None:
+        self.report = DivergenceReport()
+        self._root = root
+        self._order: tuple[str, ...] | None = None
+        self._is_agreed = False
+        self._forward: tuple[FSDPState, ...] = ()
+        self._backward: tuple[Event, ...] = ()
+        self._next = 0  # of `_forward`
+        self._entered: set[FSDPState] = set()
+        self._next_back = 0  # of `_backward`
+        self._open: set[FSDPState] = set()  # whose backward has begun
+        self._ran: set[FSDPState] = set()  # of these, or of those before
+        self._awaits_backward = False
+
+    # -- the order
+
+    def _agree(self) -> None:
+        """Look up the order, and compare it with that of the other ranks. Collective."""
+        root = self._root
+        self._order = root.settings.divergence_order
+        self._forward = self._given(self._order) if self._order is not None else self._learned()
+        self._backward = tuple(_backward_of(self._forward))
+        names = tuple(f"joins '{state.name}'" for state in self._forward)
+        owner: Any = root.owner
+        refuse_disagreement(root.name, root.groups, owner.mesh, names)
+        self._is_agreed = True
+
+    def _given(self, order: Sequence[str]) -> tuple[FSDPState, ...]:
+        owner: Any = self._root.owner
+        found = []
+        for name in order:
+            state = state_of(owner.modules[0].get_submodule(name))
+            if state is not None and state.unit:
+                found.append(state)
+        if owner.unit and owner not in found:
+            found.insert(0, owner)
+        missing = [state.name for state in self._states() if state not in found]
+        if missing:
+            raise FSDPRuntimeError(
+                f"set_divergence('join', order=...) lacks {_quoted(missing)}, which fully_shard was called on as well: "
+                "give all sharded modules, in the order in which forward comes to them."
+            )
+        return tuple(found)
+
+    def _learned(self) -> tuple[FSDPState, ...]:
+        """As the last step came to them, if that was to all; else as they lie in the model."""
+        of_units: dict[Any, list[FSDPState]] = {}
+        for state in self._states():
+            of_units.setdefault(state.unit, []).append(state)
+        learned = self._root.learned_order
+        if set(learned) == set(of_units) and all(len(states) == 1 for states in of_units.values()):
+            return tuple(of_units[unit][0] for unit in learned)
+        return tuple(self._states())
+
+    def _states(self) -> list[FSDPState]:
+        states: Any = self._root.states
+        return [state for state in states if state.unit]
+
+    # -- forward
+
+    def begin_forward(self) -> None:
+        """The root's forward begins. Collective if the order is another one than before."""
+        self._refuse_settings()
+        if not self._is_agreed or self._order != self._root.settings.divergence_order:
+            self._agree()
+        self._next, self._awaits_backward = 0, False
+        self._entered.clear()
+
+    def _refuse_settings(self) -> None:
+        if self._root.settings.finalizes_manually:
+            raise FSDPNotImplementedError(
+                "set_divergence('join') with set_manual_backward_finalization(True): ranks would not know which "
+                "backward is to join what is left. Use one of them."
+            )
+
+    def enter_forward(self, state: FSDPState) -> None:
+        """Gather what comes before ``state``, in vain, and its own unit. Collective."""
+        if state in self._entered and state.is_unsharded():
+            return
+        try:
+            index = self._forward.index(state, self._next)
+        except ValueError:
+            self._refuse_order(state)
+        while self._next < index:
+            self._pass()
+        self._next = index + 1
+        self._entered.add(state)
+        self._gather_forward(index)
+
+    def end_forward(self) -> None:
+        """Gather what is left, in vain. Collective."""
+        while self._next < len(self._forward):
+            self._pass()
+        self._awaits_backward = torch.is_grad_enabled()
+
+    def _pass(self) -> None:
+        """Gather what comes next, in vain."""
+        index, self._next = self._next, self._next + 1
+        state = self._forward[index]
+        if not state.is_unsharded():
+            self.report.forward_gathers += 1
+            self.report.gathered_bytes += _bytes_of(state.unit)
+        self._gather_forward(index)
+        state.leave_as_set()
+
+    def _gather_forward(self, index: int) -> None:
+        then = [state.unit for state in self._forward[index + 1 : index + 1 + MAX_PREFETCH_DEPTH]]
+        self._root.gather_in_turn(self._forward[index].unit, then)
+
+    def _refuse_order(self, state: FSDPState) -> NoReturn:
+        before, order = self._forward[self._next - 1].name, _quoted(each.name for each in self._forward)
+        raise FSDPRuntimeError(
+            f"set_divergence('join'): forward comes to '{state.name}' ({state.class_name}) after '{before}', and in "
+            f"the order that the ranks follow it is not to come any more: {order}. "
+            "Call set_divergence('join', order=[...]) on all ranks, with the sharded modules in the order in which "
+            "forward comes to them; one that runs k times is there k times."
+        )
+
+    # -- backward
+
+    def begin_backward(self, *, is_recorded: bool) -> None:
+        """A backward begins."""
+        if is_recorded:
+            raise FSDPNotImplementedError(
+                "set_divergence('join') with create_graph=True: ranks that skip modules cannot know which of them the "
+                "differentiation of that backward comes to."
+            )
+        self._next_back = 0
+        self._open.clear()
+        self._ran.clear()
+
+    def enter_backward(self, state: FSDPState) -> None:
+        """Gather, and reduce, what comes before ``state``, and gather its own unit. Collective."""
+        needed = _needed_in_backward(state.unit)
+        if state in self._open and all(group.phase is ParamPhase.UNSHARDED for group in needed):
+            self._ran.add(state)
+            return
+        try:
+            index = self._backward.index(Event(state, "enter"), self._next_back)
+        except ValueError:
+            self._refuse_late(state)
+        self._advance(index)
+        self._ran.add(state)
+        self._enter(index)
+
+    def leave_backward(self, state: FSDPState) -> None:
+        """Reduce the gradients of ``state``, unless what comes before is yet to come. Collective."""
+        if not state.unit:
+            return
+        index = self._backward.index(Event(state, "reduce"))
+        if index < self._next_back:
+            if any([group.reducer.has_gradients() for group in state.own if group.settings.requires_gradient_sync]):
+                self._refuse_late(state)
+            return
+        if self._next_back > self._last_entry(index):
+            self._advance(index + 1)
+
+    def end_backward(self) -> None:
+        """Gather, and reduce, what is left. Collective."""
+        self._advance(len(self._backward))
+        for group in self._root.shared:
+            group.took_part = True
+        self._awaits_backward = False
+
+    def _last_entry(self, index: int) -> int:
+        """The last event before ``index`` in which its state enters; between them there are those of modules in it."""
+        entry = Event(self._backward[index].state, "enter")
+        return max(each for each in range(index) if self._backward[each] == entry)
+
+    def _advance(self, index: int) -> None:
+        while self._next_back < index:
+            event = self._backward[self._next_back]
+            if event.what == "enter":
+                if not event.state.is_unsharded():
+                    self.report.backward_gathers += 1
+                    self.report.gathered_bytes += _bytes_of(event.state.unit)
+                self._enter(self._next_back)
+                continue
+            self._next_back += 1
+            if event.what == "leave":
+                self._open.discard(event.state)
+                event.state.end_module_backward(reduces=False)
+            else:
+                self._reduce(event.state)
+
+    def _enter(self, index: int) -> None:
+        self._next_back = index + 1
+        state = self._backward[index].state
+        self._open.add(state)
+        upcoming = self._backward[index + 1 : index + 1 + 3 * MAX_PREFETCH_DEPTH]
+        then = [event.state.unit for event in upcoming if event.what == "enter"]
+        if self._root.settings.backward_prefetch == "never":
+            then = []
+        self._root.gather_in_turn(_needed_in_backward(state.unit), then, for_backward=True)
+
+    def _reduce(self, state: FSDPState) -> None:
+        if state not in self._ran and any(group.reducer.is_trainable for group in state.own):
+            self.report.reductions += 1
+        self._root.reduce_or_keep(state.own)
+
+    def _refuse_late(self, state: FSDPState) -> NoReturn:
+        raise FSDPRuntimeError(
+            f"set_divergence('join'): backward comes to '{state.name}' ({state.class_name}) after modules that forward "
+            "came to before it, so that ranks which skip it could not follow. Activation checkpointing of several "
+            "sharded modules in one region does that: checkpoint each of them by itself."
+        )
+
+    # -- nothing to run
+
+    def join_step(self) -> None:
+        """Go through what is left of a step, or through a whole one. Collective."""
+        root = self._root
+        if (root.iteration.in_forward and not root.iteration.failed) or _torch.backward_is_running():
+            raise FSDPRuntimeError("join_step() must be called outside of forward and backward.")
+        if root.iteration.in_backward:
+            raise FSDPRuntimeError(
+                "join_step() after a backward that an exception has left: modules that were reduced before it hold "
+                "gradients of this rank's batch, and others would not. Let all ranks leave the step: "
+                "set_recovery(abort_together=True)."
+            )
+        self.report.steps += 1
+        if not self._awaits_backward:
+            on_real_parameters(self._join_forward)
+        if torch.is_grad_enabled():
+            begins = torch.zeros((), requires_grad=True)
+            begins.register_hook(lambda gradient: root.begin_backward())
+            begins.clone().backward()
+
+    def _join_forward(self) -> None:
+        root = self._root
+        if root.iteration.failed and root.iteration.in_forward:
+            cut_short = [group.name for group in root.groups if group.was_cut_short]
+            if cut_short:
+                raise FSDPRuntimeError(
+                    f"join_step() after an exception inside of the all-gather of {_quoted(cut_short)}, which cannot be "
+                    "taken up again. Let all ranks leave the step: set_recovery(abort_together=True)."
+                )
+            root.iteration.failed = False  # it goes on where the program's own forward has ended
+        else:
+            root.recover_if_failed()
+            root.begin_forward()
+        root.end_forward()
+
+
+def _backward_of(forward: Sequence[FSDPState]) -> Iterator[Event]:
+    """The events of a backward: modules in the opposite order, each reduced after those in it, once."""
+    within = _modules_within(forward)
+    first = {state: index for index, state in reversed(list(enumerate(forward)))}
+
+    def walk(start: int, end: int) -> Iterator[Event]:
+        """Of what forward came to from ``start`` to ``end``, where nothing before ``start`` contains it."""
+        spans = []
+        while start < end:
+            after = start + 1
+            while after < end and forward[after] in within[forward[start]]:
+                after += 1
+            spans.append((start, after))
+            start = after
+        for begin, after in reversed(spans):
+            yield Event(forward[begin], "enter")
+            yield from walk(begin + 1, after)
+            yield Event(forward[begin], "leave")
+            if first[forward[begin]] == begin:
+                yield Event(forward[begin], "reduce")
+
+    return walk(0, len(forward))
+
+
+def _modules_within(states: Sequence[FSDPState]) -> dict[FSDPState, set[FSDPState]]:
+    """Which of ``states`` manage modules inside of those of each."""
+    owners = {module: state for state in states for module in state.modules}
+    found: dict[FSDPState, set[FSDPState]] = {}
+    for state in states:
+        inside = [each for module in state.modules for each in module.modules()]
+        found[state] = {owners[each] for each in inside if each in owners} - {state}
+    return found
+
+
+def _needed_in_backward(unit: tuple[FSDPParamGroup, ...]) -> tuple[FSDPParamGroup, ...]:
+    return tuple(group for group in unit if group.settings.unshards_in_backward)
+
+
+def _bytes_of(unit: tuple[FSDPParamGroup, ...]) -> int:
+    return sum(group.storage.unsharded_bytes for group in unit)
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+@checked()
+def divergence_report(model: nn.Module) -> DivergenceReport:
+    """What this rank has joined in the place of what it did not run: the price of ``set_divergence("join")``.
+
+    No communication; each rank has its own.
+
+    Args:
+        model: the root.
+
+    Raises:
+        FSDPTypeError: not a module.
+        FSDPValueError: not a root on which `FSDPModule.set_divergence` was called, or it has run no forward since.
+    """
+    state = state_of(model)
+    walk = None if state is None or state.root is None or not state.is_root else state.root.walk
+    if not isinstance(walk, Joining):
+        raise FSDPValueError(
+            f"divergence_report: {type(model).__name__} is no root that has run a forward since set_divergence('join')."
+        )
+    return walk.report
+
+
+WALK.fill(Joining)

@@ -1,0 +1,454 @@
+"""`set_divergence("join")`: ranks that run different modules get the gradients of the mean over all of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import (
+    FSDPModule,
+    FSDPNotImplementedError,
+    FSDPRuntimeError,
+    FSDPValueError,
+    MixedPrecisionPolicy,
+    accumulate,
+    clip_grad_norm_,
+    divergence_report,
+    fully_shard,
+    optim,
+    set_watchdog,
+)
+from tests.harness import multi_rank
+from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, assert_sharded_same, full_parameters, gradients_of
+
+BLOCKS, EXPERTS, WIDTH = 3, 2, 5
+IN_BF16 = Tolerance(rtol=2e-2, atol=2e-2, reason="bf16 sums in another order")
+
+
+@dataclass(frozen=True)
+class Path:
+    """What one rank runs in one microbatch.
+
+    Attributes:
+        blocks: which, in this order.
+        experts: the one that each of them uses; None: none of them.
+        runs: whether there is a forward.
+        has_loss: whether there is a backward.
+        checkpoints: blocks are computed again in backward, "inside" of the sharded module or "around" it.
+    """
+
+    blocks: tuple[int, ...] = tuple(range(BLOCKS))
+    experts: dict[int, int | None] = field(default_factory=dict)
+    runs: bool = True
+    has_loss: bool = True
+    checkpoints: str = ""
+    breaks_in: int | None = None
+
+
+class Boom(Exception):
+    """What the tests throw."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(width, width)
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(EXPERTS)])
+
+    def inner(self, x: Tensor, expert: int | None) -> Tensor:
+        hidden = torch.tanh(self.mixed(x))
+        return hidden if expert is None else hidden + self.experts[expert](hidden)
+
+    def forward(self, x: Tensor, expert: int | None, checkpoints: str) -> Tensor:
+        if checkpoints == "inside":
+            return x + checkpoint(self.inner, x, expert, use_reentrant=False)  # type: ignore[no-any-return]
+        return x + self.inner(x, expert)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor, path: Path) -> Tensor:
+        x = self.embed(tokens) * self.scale
+        for index in path.blocks:
+            expert = path.experts.get(index, 0)
+            block = self.blocks[index]
+            if path.breaks_in == index:
+                raise Boom
+            if path.checkpoints == "around":
+                x = checkpoint(block, x, expert, "", use_reentrant=False)
+            else:
+                x = block(x, expert, path.checkpoints)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def build() -> Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Model()
+
+
+def sharded(*, hybrid: bool = False, order: bool = False, blocks: dict[str, Any] | None = None, **all_of: Any) -> Any:
+    if hybrid:
+        sizes = (2, dist.get_world_size() // 2)
+        all_of["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+    model = build()
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        for expert in block.experts:
+            fully_shard(expert, **all_of)
+        fully_shard(block, **(all_of | (blocks or {})))
+    for each in (model.embed, model.head, model):
+        fully_shard(each, **all_of)
+    assert isinstance(model, FSDPModule)
+    every = [model, model.embed, *[each for b in model.blocks for each in (b, *b.experts)], model.head]  # type: ignore[union-attr,misc]
+    model.set_divergence("join", order=every if order else None)
+    return model
+
+
+def tokens(rank: int, step: int) -> Tensor:
+    return torch.randint(0, 11, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, path: Path, rank: int, step: int) -> Tensor:
+    return model(tokens(rank, step), path).float().square().mean()  # type: ignore[no-any-return]
+
+
+def run(model: Any, path: Path, step: int) -> None:
+    """This rank's part of a step."""
+    if not path.runs:
+        model.join_step()
+        return
+    try:
+        loss = loss_of(model, path, dist.get_rank(), step)
+    except Boom:
+        model.join_step()
+        return
+    if path.has_loss:
+        loss.backward()
+    else:
+        del loss
+        model.join_step()
+
+
+def expected(paths: Sequence[Sequence[Path]], plain: nn.Module | None = None) -> dict[str, Tensor | None]:
+    """Gradients of the mean over ranks; of microbatches, the first index, the sum."""
+    plain = plain or build()
+    for step, of_ranks in enumerate(paths):
+        for rank, path in enumerate(of_ranks):
+            if path.runs and path.has_loss and path.breaks_in is None:
+                (loss_of(plain, path, rank, step) / len(of_ranks)).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def drawn(seed: int, world_size: int, **fixed: Any) -> list[Path]:
+    """A path for each rank."""
+    generator = random.Random(seed)
+    found = []
+    for _ in range(world_size):
+        blocks = tuple(each for each in range(BLOCKS) if generator.random() < 0.6)
+        experts = {each: generator.choice([None, 0, 1]) for each in blocks}
+        fate = generator.random()
+        broken = generator.choice(blocks) if blocks and 0.7 < fate < 0.8 else None
+        found.append(Path(blocks, experts, runs=fate < 0.8, has_loss=fate < 0.7, breaks_in=broken, **fixed))
+    return found
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hybrid": {"hybrid": True},
+    "unsharded after forward": {"reshard_after_forward": False},
+    "on fewer ranks after forward": {"reshard_after_forward": 2},
+    "blocks stay": {"blocks": {"reshard_after_forward": False}},
+    "order": {"order": True},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+}
+
+
+@pytest.mark.parametrize("checkpoints", ["", "inside", "around"])
+@pytest.mark.parametrize("kind", KINDS)
+@multi_rank(2, 4)
+def test_gradients_are_those_of_the_mean_over_all_ranks(kind: str, checkpoints: str, world_size: int) -> None:
+    if world_size == 2 and kind in ("hybrid", "on fewer ranks after forward"):
+        return  # nothing is sharded
+    model = sharded(**KINDS[kind])
+    tolerance = IN_BF16 if kind == "bf16" else SUM_ORDER
+    for step in range(6):
+        paths = drawn(step + 10 * len(kind), world_size, checkpoints=checkpoints)
+        run(model, paths[dist.get_rank()], 0)
+        assert_sharded_same(f"step {step}: {paths}", gradients_of(model), expected([paths]), tolerance=tolerance)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["unsharded", "sharded"])
+@multi_rank(2, 4)
+def test_microbatches_that_add_up(way: str, world_size: int) -> None:
+    model = sharded(hybrid=world_size == 4)
+    for seed in range(3):
+        paths = [drawn(seed * 7 + micro, world_size) for micro in range(3)]
+        for micro, of_ranks in enumerate(paths):
+            context: Any = accumulate(model, last=micro == 2) if way == "unsharded" else nullcontext()
+            with context:
+                run(model, of_ranks[dist.get_rank()], micro)
+        assert_sharded_same(f"{paths}", gradients_of(model), expected(paths), tolerance=SUM_ORDER)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("setting", ["prefetch budget", "no backward prefetch", "memory pool"])
+@multi_rank(2)
+def test_beside_other_settings(setting: str) -> None:
+    model = sharded()
+    if setting == "prefetch budget":
+        model.set_prefetch_budget(4000)
+    elif setting == "no backward prefetch":
+        model.set_backward_prefetch("never")
+    elif setting == "memory pool":
+        model.set_communication_memory_pool(True)
+    for step in range(4):
+        paths = drawn(step + 50, 2)
+        run(model, paths[dist.get_rank()], 0)
+        assert_sharded_same(f"step {step}", gradients_of(model), expected([paths]), tolerance=SUM_ORDER)
+        model.zero_grad()
+
+
+@multi_rank(2, 4)
+def test_training_beside_clipping_optimizers_and_evaluation(world_size: int) -> None:
+    """The ranks' own optimizers step on the same gradients; evaluations of other modules come between."""
+    model, plain = sharded(), build()
+    optimizer = optim.local(torch.optim.AdamW, model.parameters(), lr=0.05)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for step in range(4):
+        paths = drawn(step + 90, world_size)
+        run(model, paths[dist.get_rank()], 0)
+        expected([paths], plain)
+        clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        with torch.no_grad():
+            path = drawn(step + 190, world_size)[dist.get_rank()]
+            if path.runs and path.breaks_in is None:
+                found = loss_of(model, path, dist.get_rank(), 5)
+                torch.testing.assert_close(found, loss_of(plain, path, dist.get_rank(), 5), rtol=1e-3, atol=1e-5)
+            else:
+                model.join_step()
+    wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    assert_same("parameters", full_parameters(model), wanted, tolerance=Tolerance(1e-3, 1e-5, "other sums"))
+
+
+@multi_rank(2)
+def test_a_parameter_that_no_rank_has_run_keeps_no_gradient() -> None:
+    model = sharded()
+    run(model, Path((0,), {0: None}), 0)
+    missing = {name for name, gradient in gradients_of(model).items() if gradient is None}
+    plain = expected([[Path((0,), {0: None})] * 2])
+    assert missing == {name for name, gradient in plain.items() if gradient is None}
+
+
+@multi_rank(2)
+def test_what_was_joined_is_counted() -> None:
+    model = sharded()
+    with pytest.raises(FSDPValueError, match="no root that has run a forward since"):
+        divergence_report(model)
+    everything = Path(experts={0: 0, 1: 0, 2: 0})
+    run(model, everything if dist.get_rank() == 0 else Path((1,), {1: 0}), 0)
+    report = divergence_report(model)
+    unused = 3 if dist.get_rank() == 0 else 7  # experts; and two blocks with two experts each
+    assert (report.forward_gathers, report.backward_gathers, report.reductions) == (unused, unused, unused)
+    assert report.steps == 0
+    gathered = [6 * WIDTH * (WIDTH + 1) // 6 * 4] * unused  # of each the weight and the bias
+    assert report.gathered_bytes >= 2 * sum(gathered)
+    model.join_step()
+    assert divergence_report(model).steps == 1
+
+
+@multi_rank(2)
+def test_the_order_is_that_of_the_last_step_or_as_given() -> None:
+    """Modules that lie in the model in another order than forward comes to them."""
+
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, skips: bool) -> Tensor:
+            x = self.first(x)
+            return x if skips else self.last(x)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = Reversed()
+        for each in (model.last, model.first, model):
+            fully_shard(each)
+        return model
+
+    x, skips = torch.ones(2, 4), dist.get_rank() == 1
+    given = make()
+    given.set_divergence("join", order=[given.first, given.last])
+    given(x, skips).sum().backward()
+    learned = make()
+    learned(x, False).sum().backward()
+    learned.zero_grad()
+    learned.set_divergence("join")
+    learned(x, skips).sum().backward()
+    for one, other in zip(given.parameters(), learned.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor())
+    wrong = make()
+    wrong.set_divergence("join")
+    with pytest.raises(FSDPRuntimeError, match=r"comes to 'last' \(Linear\) after 'first'.*order=\[\.\.\.\]"):
+        wrong(x, False)
+    assert given is not None
+
+
+@multi_rank(2)
+def test_modules_that_run_several_times() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, calls: str) -> Tensor:
+            for each in calls:
+                x = torch.tanh(getattr(self, each)(x))
+            return x
+
+    torch.manual_seed(0)
+    plain = Twice()
+    torch.manual_seed(0)
+    model: Any = Twice()
+    for each in (model.a, model.b, model):
+        fully_shard(each)
+    model.set_divergence("join", order=[model.a, model.b, model.a])
+    for calls in [("aba", "ab"), ("b", "aba"), ("a", "ba"), ("", "a"), ("aa", "b")]:
+        x = torch.ones(2, 4)
+        model(x.clone().requires_grad_(), calls[dist.get_rank()]).sum().backward()
+        for each in calls:
+            if each:
+                (plain(x, each).sum() / 2).backward()
+        wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same(str(calls), gradients_of(model), wanted, tolerance=SUM_ORDER)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@multi_rank(2)
+def test_back_to_error() -> None:
+    """Settings compare again, and orders are learned as if nothing had been."""
+    model = sharded()
+    run(model, Path((0,)) if dist.get_rank() else Path((1, 2)), 0)
+    model.zero_grad()
+    model.set_divergence("error")
+    for step in range(2):
+        run(model, Path((0, 2)), step)
+    wanted = expected([[Path((0, 2))] * 2] * 2)
+    assert_sharded_same("two steps", gradients_of(model), wanted, tolerance=SUM_ORDER)
+    with pytest.raises(FSDPRuntimeError, match=r"join_step\(\) needs set_divergence\('join'\)"):
+        model.join_step()
+
+
+@multi_rank(2)
+def test_what_cannot_be_joined_says_so() -> None:
+    """Each on both ranks, from where a step can be left and run again."""
+    model = sharded()
+    with pytest.raises(FSDPRuntimeError, match=r"on the root, Model, not on 'blocks\.0'"):
+        run(model, Path(), 0)
+        model.blocks[0].join_step()
+    model.zero_grad()
+    with pytest.raises(FSDPNotImplementedError, match=r"with create_graph=True"):
+        loss_of(model, Path(), 0, 0).backward(create_graph=True)
+    run(model, Path(), 0)
+    model.zero_grad()
+    model.set_manual_backward_finalization(True)
+    with pytest.raises(FSDPNotImplementedError, match="set_manual_backward_finalization"):
+        run(model, Path(), 0)
+    model.set_manual_backward_finalization(False)
+    handle = model.blocks[0].register_forward_hook(lambda *_: model.join_step())
+    with pytest.raises(FSDPRuntimeError, match="outside of forward and backward"):
+        run(model, Path(), 0)
+    handle.remove()
+    expert = model.blocks[0].experts[0]
+    expert.forward = lambda x: expert.weight
+    with pytest.raises(FSDPNotImplementedError, match=r"'blocks\.0\.experts\.0' \(Linear\) returns parameters"):
+        run(model, Path(), 0)
+    del expert.forward
+    handle = model.blocks[1].register_full_backward_hook(throw)
+    with pytest.raises(Boom):
+        run(model, Path(), 0)
+    handle.remove()
+    with pytest.raises(FSDPRuntimeError, match=r"join_step\(\) after a backward that an exception has left"):
+        model.join_step()
+    model.zero_grad()
+    run(model, Path(), 0)
+    assert_sharded_same("after all", gradients_of(model), expected([[Path()] * 2]), tolerance=SUM_ORDER)
+
+
+def throw(*_: object) -> None:
+    """Leaves a backward."""
+    raise Boom
+
+
+@multi_rank(2)
+def test_one_checkpoint_around_several_modules_is_refused() -> None:
+    model = sharded()
+    first, second = model.blocks[0], model.blocks[1]
+
+    def both(x: Tensor) -> Tensor:
+        return second(first(x, 0, ""), 0, "")  # type: ignore[no-any-return]
+
+    def forward(x: Tensor) -> Tensor:
+        return checkpoint(both, model.embed(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+    model.forward = forward
+    with pytest.raises(FSDPRuntimeError, match="Activation checkpointing of several sharded modules in one region"):
+        model(tokens(0, 0)).sum().backward()
+
+
+@multi_rank(2)
+def test_a_rank_that_does_not_join_is_named() -> None:
+    set_watchdog(1.0)
+    model = sharded()
+    run(model, Path(), 0)
+    if dist.get_rank() == 0:
+        model.set_divergence("error")
+    with pytest.raises(FSDPRuntimeError, match=r"ranks \d and \d can never meet: .*all-gather of 'blocks\.0'"):
+        run(model, Path((0,) if dist.get_rank() else (1,)), 0)
+    set_watchdog()
+
+
+@multi_rank(2)
+def test_ranks_that_follow_other_orders_are_told() -> None:
+    model = sharded()
+    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    model.set_divergence("join", order=units if dist.get_rank() else [model, *units[:0:-1]])
+    with pytest.raises(FSDPRuntimeError, match=r"the ranks have different plans"):
+        run(model, Path(), 0)
+
+
+@multi_rank(2)
+def test_words() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    fully_shard(model[0])
+    fully_shard(model)
+    with pytest.raises(FSDPValueError, match="takes 'error' or 'join', got 'joins'"):
+        model.set_divergence("joins")
+    with pytest.raises(FSDPValueError, match="order has Linear, which is not below"):
+        model.set_divergence("join", order=[nn.Linear(2, 2)])
+    model.set_divergence("join", order=[model])
+    with pytest.raises(FSDPRuntimeError, match=r"lacks '0', which fully_shard was called on as well"):
+        model(torch.ones(1, 2))
