@@ -6,9 +6,15 @@ watchdog that finds that ranks can never meet says so in ``PLACE.stopped``, whic
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from fsdp2.core.plan import fingerprint
+from fsdp2.errors import FSDPRuntimeError
 
 _BITS = 30
 """Of a label in a message's tag."""
@@ -43,6 +49,11 @@ def label(text: str, detail: str = "") -> Label:
 UNNAMED = label("an exchange")
 
 
+def label_of_bits(bits: int) -> str:
+    """The text of the label that has them, in this process; "" if none has."""
+    return next((each.text for each in list(_LABELS.values()) if each.bits == bits), "")
+
+
 class Place:
     """Where the thread that trains is.
 
@@ -71,10 +82,119 @@ class Place:
 
     def restart(self) -> None:
         """All ranks leave the step that they are in."""
+        for action in RESTARTED:
+            action()
         self.stopped = self.left = ""
         self.tells = False
         self.restarts += 1
 
 
+RESTARTED: list[Callable[[], None]] = []
+"""A port: called by `Place.restart`."""
+
+FAILED: list[Callable[[], None]] = []
+"""A port: called when a wait for other ranks has failed; what knows why says so in `Place.stopped`."""
+
 PLACE = Place()
 """The only one."""
+
+
+def raise_stopped() -> NoReturn:
+    """Raise what `Place.stopped` says, and start anew.
+
+    Raises:
+        FSDPRuntimeError: always.
+    """
+    message = PLACE.stopped
+    PLACE.restart()
+    raise FSDPRuntimeError(message)
+
+
+def raise_if_stopped() -> None:
+    """A wait for other ranks has failed: raise what they are going to raise, if they are.
+
+    Raises:
+        FSDPRuntimeError: they are.
+    """
+    if not PLACE.stopped:
+        for action in FAILED:
+            action()
+    if PLACE.stopped:
+        raise_stopped()
+
+
+class Record(NamedTuple):
+    """One exchange that was begun.
+
+    Attributes:
+        number: over its process group.
+        label: what it is of.
+        step: `Place.step` then.
+        phase: `Place.phase` then.
+    """
+
+    number: int
+    label: Label
+    step: int
+    phase: str
+
+
+RECORDED = 200
+"""Exchanges of a group that are remembered."""
+
+_COMPARED = 1024
+"""Exchanges that ranks can compare one by one."""
+
+_MARKED = 32
+"""After so many each the digest is remembered, of so many times."""
+
+
+class Order:
+    """The collectives over one process group that carry no name; ranks can compare afterwards what they have begun.
+
+    Attributes:
+        begun: how many.
+        digest: of the labels of all of them, in their order.
+        recent: the last ones; to copy them is one step, which no other thread comes into.
+        marks: how many there had been, and the digest then, now and then.
+    """
+
+    __slots__ = ("begun", "digest", "marks", "recent")
+
+    def __init__(self) -> None:
+        self.begun = self.digest = 0
+        self.recent: deque[Record] = deque(maxlen=_COMPARED)
+        self.marks: deque[tuple[int, int]] = deque(maxlen=_MARKED)
+
+    def begin(self, what: Label) -> None:
+        """One of ``what`` begins.
+
+        Raises:
+            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`.
+        """
+        if PLACE.stopped:
+            raise_stopped()
+        begun = self.begun
+        self.recent.append(Record(begun, what, PLACE.step, PLACE.phase))
+        self.digest = (self.digest * 1_000_003 + what.bits) & 0x7FFFFFFFFFFFFFFF
+        self.begun = begun = begun + 1
+        if not begun % _MARKED:
+            self.marks.append((begun, self.digest))
+
+    def restart(self) -> None:
+        """Ranks count anew."""
+        self.begun = self.digest = 0
+        self.recent.clear()
+        self.marks.clear()
+
+
+ORDERS: WeakKeyDictionary[dist.ProcessGroup, Order] = WeakKeyDictionary()
+"""By process group."""
+
+
+def order_over(group: dist.ProcessGroup) -> Order:
+    """That of ``group``."""
+    found = ORDERS.get(group)
+    if found is None:
+        found = ORDERS[group] = Order()
+    return found

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
-from fsdp2.core.places import PLACE, UNNAMED, Label
+from fsdp2.core.places import PLACE, UNNAMED, Label, raise_if_stopped
 from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPRuntimeError
 
@@ -177,20 +177,30 @@ class CommHandle:
     works: list[dist.Work]
     event: Any = None
     label: Label = UNNAMED
+    is_lost: bool = False
 
     def wait_for_works(self) -> None:
         """Block the host until the works are done; on devices with streams there are none."""
         if self.works:
             PLACE.waiting = self
-            for work in self.works:
-                work.wait()
-            PLACE.waiting = None
+            try:
+                for work in self.works:
+                    work.wait()
+            except Exception:
+                self.is_lost = not any([getattr(work, "has_failed", False) for work in self.works])
+                raise_if_stopped()
+                raise
+            finally:
+                PLACE.waiting = None
 
     def leave_failed_works(self) -> bool:
         """Wait no more for works that have failed before; whether there are any.
 
         What such a work was to bring is lost, and something may yet arrive where it was to be.
         """
+        if self.is_lost:  # a collective of torch's own, and the process group with it
+            self.works = []
+            return True
         if not any([getattr(work, "has_failed", False) for work in self.works]):
             return False
         self.works = [work for work in self.works if not getattr(work, "has_failed", False)]

@@ -22,7 +22,7 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena
 from fsdp2.core.gather import Transfer
 from fsdp2.core.options import AllGather, Comm, CommHook, ReduceScatter
-from fsdp2.core.places import UNNAMED, Label
+from fsdp2.core.places import UNNAMED, Label, order_over
 from fsdp2.core.ports import Port, missing
 from fsdp2.errors import FSDPValueError
 
@@ -105,6 +105,7 @@ class Native(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self._order = order_over(group)
 
     def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """Gather ``mine`` (n,) into ``everyone`` (world_size * n,), before this returns.
@@ -115,10 +116,12 @@ class Native(Transport):
 
     def sum(self, tensor: torch.Tensor, op: Any, works: Works) -> None:
         """Reduce ``tensor`` over the ranks, in place."""
+        self._order.begin(self.label)
         all_reduce(tensor, self.group, op, works)
 
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
         """One launch, or one work for each member."""
+        self._order.begin(self.label)
         if works is None and len(members) > 1:
             with _torch.coalescing(self.group):
                 for output, input in members:
@@ -131,6 +134,7 @@ class Native(Transport):
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """One launch, or one work for each member."""
+        self._order.begin(self.label)
         if works is None and len(members) > 1:
             with _torch.coalescing(self.group):
                 for output, input in members:

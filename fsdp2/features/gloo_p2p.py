@@ -33,7 +33,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Resizable
 from fsdp2.core.gather import Transfer
-from fsdp2.core.places import PLACE, UNNAMED, Label
+from fsdp2.core.places import PLACE, RECORDED, UNNAMED, Label, Record, raise_stopped
 from fsdp2.core.transport import OF_BACKENDS, Native, Works
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features import announce
@@ -45,25 +45,6 @@ _MIXED = 2_654_435_761
 _receive: Callable[..., dist.Work] = dist.ProcessGroup.recv
 _send: Callable[..., dist.Work] = dist.ProcessGroup.send
 _wait = methodcaller("wait")
-
-RECORDED = 200
-"""Exchanges of a group that are remembered."""
-
-
-class Record(NamedTuple):
-    """One exchange that was begun.
-
-    Attributes:
-        number: over its process group.
-        label: what it is of.
-        step: `Place.step` then.
-        phase: `Place.phase` then.
-    """
-
-    number: int
-    label: Label
-    step: int
-    phase: str
 
 
 class Line:
@@ -129,7 +110,7 @@ class Exchange:
             FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`.
         """
         if PLACE.stopped:
-            _raise_stopped()
+            raise_stopped()
         group = self.group
         line = LINES.get(group)
         if line is None:
@@ -193,13 +174,13 @@ class Exchange:
         except Exception as failure:
             self._fail(failure)
             if PLACE.stopped:
-                _raise_stopped()
+                raise_stopped()
             raise FSDPRuntimeError(LOST.text(self, failure)) from failure
         finally:
             PLACE.waiting = None
         if PLACE.stopped:
             self._failure = PLACE.stopped
-            _raise_stopped()
+            raise_stopped()
         self._parts = ((), ())
         self._messages, self._left = [], None  # which hold what they carried
         if self._line is not None:
@@ -207,13 +188,6 @@ class Exchange:
             for number in [each for each in kept if each <= self.number]:
                 del kept[number]
         return True
-
-
-def _raise_stopped() -> None:
-    message = PLACE.stopped
-    PLACE.restart()
-    LOST.restart()
-    raise FSDPRuntimeError(message)
 
 
 class Lost:
@@ -229,9 +203,6 @@ class Lost:
             f"{exchange.label.text} with rank {rank} failed, {PLACE.phase}: its process has ended, or raised and left, "
             f"or the connection to it was lost. See what that rank said. ({failure})"
         )
-
-    def restart(self) -> None:
-        """All ranks raise, or have: what is exchanged from now on is numbered anew."""
 
     def first_number(self, group: dist.ProcessGroup) -> int:
         """Of the exchanges over ``group``, where there was none before."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,39 +30,84 @@ SAID = {
 KEEPS_STORE = r"FSDPRuntimeError: the (all-gather|reduction) of '\S+' with rank 0 failed"
 
 
-@pytest.mark.parametrize(
-    ("case", "rank", "says"),
-    [*((case, 1, says) for case, says in SAID.items()), ("killed", 0, KEEPS_STORE)],
-)
-def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> None:
-    other = 1 - rank
+def run(
+    case: str, rank: int, folder: Path, *, world_size: int = 2, asks: int | None = None, **variables: str
+) -> tuple[list[str], list[int | None]]:
+    """What the ranks have printed, and how they ended: those but ``rank``, which may not; ``asks`` gets a signal."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    said = [tmp_path / f"{each}.txt" for each in range(2)]
-    for each in range(2):
-        env = {
-            **os.environ,
-            "RANK": str(each),
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
+    said = [folder / f"{each}.txt" for each in range(world_size)]
+    for each in range(world_size):
+        place = {"RANK": str(each), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {**os.environ, **place, "OMP_NUM_THREADS": "1", **variables}
         with said[each].open("w") as file:
             command = [sys.executable, str(PROGRAM), case, str(rank)]
             ranks.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
     try:
-        ranks[other].wait(timeout=60)
+        if asks is not None:
+            while "ready" not in said[asks].read_text():
+                time.sleep(0.1)
+            time.sleep(1.0)
+            ranks[asks].send_signal(signal.SIGUSR2)
+        for each, process in enumerate(ranks):
+            if each != rank:
+                process.wait(timeout=100)
+        status = [process.poll() for process in ranks]
     finally:
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait()
-    out = said[other].read_text()
-    assert re.search(says, out), out + said[rank].read_text()
+    return [each.read_text() for each in said], status
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "says"),
+    [*((case, 1, says) for case, says in SAID.items()), ("killed", 0, KEEPS_STORE)],
+)
+def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> None:
+    other = 1 - rank
+    said, status = run(case, rank, tmp_path)
+    out = said[other]
+    assert re.search(says, out), out + said[rank]
     seconds = int(re.search(rf"rank {other} after (\d+) s", out).group(1))  # type: ignore[union-attr]
     assert seconds < 20
-    assert ranks[other].returncode == 3, "neither aborted nor crashed"
+    assert status[other] == 3, "neither aborted nor crashed"
+
+
+DIFFER = (
+    r"FSDPRuntimeError: ranks 0 and 1 differ in exchange \d+ of their process group: rank 0 has begun "
+    r"the (all-gather|reduction) of '(?P<one>\d)', and rank 1 the (all-gather|reduction) of '(?P<other>\d)'\.\n"
+    r".*go on from the last checkpoint"
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [
+        ("swaps", 2),
+        ("skips", 2),
+        ("evaluates", 2),
+        pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s; without FSDP2_COMM, as so many exchange so
+    ],
+)
+def test_collectives_without_a_name_are_compared_afterwards(case: str, world_size: int, tmp_path: Path) -> None:
+    variables = {} if world_size > 8 else {"FSDP2_COMM": "native"}
+    said, status = run(case, 1, tmp_path, world_size=world_size, **variables)
+    for rank, out in enumerate(said):
+        if rank != 1:
+            found = re.search(DIFFER, out)
+            assert found is not None, out
+            assert {found["one"], found["other"]} <= {"0", "1", "2"}
+            assert status[rank] == 3
+
+
+def test_a_rank_that_waits_says_where_it_is_upon_a_signal(tmp_path: Path) -> None:
+    said, _ = run("asked", 1, tmp_path, asks=0)
+    place = r"fsdp2: asked by a signal\. rank 0: step 3, forward of Layers; waits for the all-gather of '0'"
+    assert re.search(place + r".*at ranks_that_fail\.py:\d+ in forward", said[0]), said[0]
+    assert re.search(r"over ranks 0,1:\n +\d+ +step 0 +before the first forward +the comparison of", said[0])
+    assert "rank 0 is done" in said[0]

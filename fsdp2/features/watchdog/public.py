@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import sys
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -11,12 +13,14 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.arguments import at_least, checked
 from fsdp2.core.module import ON_SHARDING
-from fsdp2.core.places import PLACE
+from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
 from fsdp2.core.root import ABANDON, Abandon
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features import gloo_p2p
 from fsdp2.features.gloo_p2p import LINES, Exchange, Lost
+from fsdp2.features.watchdog.orders import orders_of_live_groups
 from fsdp2.features.watchdog.release import key_of, live_groups
+from fsdp2.features.watchdog.signals import listen
 from fsdp2.features.watchdog.states import Begun
 from fsdp2.features.watchdog.thread import Watchdog, told
 
@@ -30,7 +34,7 @@ _CHOSEN = _Chosen()
 
 
 @checked(seconds=at_least(0))
-def set_watchdog(seconds: float = 10.0) -> None:
+def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> None:
     """Let ranks that wait for others longer than ``seconds`` find out why. 10 by default; 0: they wait, as torch's do.
 
     A thread of each rank, which is there from the first `fully_shard` over several ranks on, answers through the
@@ -40,11 +44,20 @@ def set_watchdog(seconds: float = 10.0) -> None:
     once, and nothing is raised however long it takes.
 
     Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 8 by gloo,
-    what they wait for is not known, and torch's own timeouts hold.
+    collectives are torch's own and carry no name: the threads compare once a second what ranks have begun. If that
+    differs, all ranks raise at their next exchange; one that hangs on a device is told of by the logger, and torch's
+    own timeout ends it.
+
+    Args:
+        seconds: see above.
+        dump_signal: the number of a signal (``signal.SIGUSR2``), upon which this rank prints where it is and its
+            `flight_record` to stderr, also while it waits for others. None: no signal.
 
     Raises:
-        FSDPTypeError, FSDPValueError: not a number >= 0.
+        FSDPTypeError, FSDPValueError: not a number >= 0, or no such signal.
+        FSDPRuntimeError: a signal, but not from the main thread, or another library listens to signals.
     """
+    listen(dump_signal)
     _CHOSEN.seconds = float(seconds)
     if _CHOSEN.watchdog is not None:
         _CHOSEN.watchdog.stop()
@@ -58,8 +71,9 @@ def start() -> None:
     world = dist.group.WORLD
     if _CHOSEN.watchdog is not None and _CHOSEN.watchdog.is_for(world):
         return
-    if "gloo" in _torch.backend_names(world):
-        _CHOSEN.watchdog = Watchdog(_CHOSEN.seconds, _CHOSEN.watchdog)
+    names = _torch.backend_names(world)
+    if names and "fake" not in names:
+        _CHOSEN.watchdog = Watchdog(_CHOSEN.seconds, _CHOSEN.watchdog, _dump)
         gloo_p2p.LOST = _OfWatchdog()
 
 
@@ -73,7 +87,8 @@ ON_SHARDING.append(start)
 
 
 def _refuse_if_alone() -> None:
-    if _CHOSEN.watchdog is None or not _CHOSEN.watchdog.is_for(dist.group.WORLD):
+    has_names = "gloo" in _torch.backend_names(dist.group.WORLD)
+    if _CHOSEN.watchdog is None or not has_names or not _CHOSEN.watchdog.is_for(dist.group.WORLD):
         raise FSDPNotImplementedError(
             "set_recovery(abort_together=True) needs the watchdog, by which ranks tell each other: it runs where "
             "ranks exchange by gloo, unless set_watchdog(0) was called. Elsewhere let ranks agree, by an all-reduce of "
@@ -86,10 +101,24 @@ def _tell() -> None:
     if _CHOSEN.watchdog is not None:
         _CHOSEN.watchdog.abandon()
         PLACE.restart()
-        gloo_p2p.LOST.restart()
 
 
 ABANDON.fill(Abandon(_refuse_if_alone, _tell))
+
+
+def _restart() -> None:
+    if _CHOSEN.watchdog is not None:
+        _CHOSEN.watchdog.restart()
+
+
+def _ask_why() -> None:
+    if _CHOSEN.watchdog is not None:
+        with contextlib.suppress(RuntimeError):  # who keeps the store is gone as well
+            _CHOSEN.watchdog.look_for_verdict()
+
+
+RESTARTED.append(_restart)
+FAILED.append(_ask_why)
 
 
 class _OfWatchdog(Lost):
@@ -117,10 +146,9 @@ class _OfWatchdog(Lost):
         """As the last verdict says."""
         return 0 if _CHOSEN.watchdog is None else _CHOSEN.watchdog.first_number
 
-    def restart(self) -> None:
-        """As the verdict says."""
-        if _CHOSEN.watchdog is not None:
-            _CHOSEN.watchdog.restart()
+
+def _dump(place: str) -> None:
+    print(f"fsdp2: asked by a signal. {place}\n{flight_record()}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +178,8 @@ class FlightRecord:
 
 @checked()
 def flight_record() -> FlightRecord:
-    """The last 200 exchanges of this rank, over each group whose ranks exchange by messages. No communication."""
-    groups = {key_of(group): told(LINES[group]) for group in live_groups()}
+    """The last 200 exchanges of this rank, over each process group. No communication."""
+    groups = {key_of(group): told(LINES[group].recent) for group in live_groups()}
+    for group, order in orders_of_live_groups().items():
+        groups[key_of(group)] = (*groups.get(key_of(group), ()), *told(list(order.recent)[-RECORDED:]))
     return FlightRecord(dist.get_rank() if dist.is_initialized() else None, groups)

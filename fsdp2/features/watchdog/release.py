@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.core.places import PLACE
+from fsdp2.core.places import ORDERS, PLACE
 from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
 
 _SECONDS = 30.0
@@ -55,10 +55,14 @@ class Releases:
         rank: this one's, in the world.
         gone: ranks whose processes are gone.
         now: when it began.
+        ends: collectives without a name do not match: groups that a rank waits in for them are closed.
     """
 
-    def __init__(self, store: Any, epoch: int, rank: int, gone: Iterable[int], now: float) -> None:
+    def __init__(
+        self, store: Any, epoch: int, rank: int, gone: Iterable[int], now: float, *, ends: bool = False
+    ) -> None:
         self._store, self._epoch, self._rank, self._began = store, epoch, rank, now
+        self._ends = ends
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
         self._held: list[Any] = []  # until the end of the process, as nobody knows when they arrive
@@ -67,6 +71,10 @@ class Releases:
     def go_on(self, now: float) -> bool:
         """Do what has come up since; whether there may be more."""
         groups = {key_of(group): group for group in live_groups()}
+        if self._ends and PLACE.stopped and PLACE.waiting is not None and not isinstance(PLACE.waiting, Exchange):
+            for group in list(ORDERS):
+                if is_live(group) and "gloo" in _torch.backend_names(group):
+                    self.close(group)
         mine = []
         for exchange in self._open():
             key, ranks = key_of(exchange.group), dist.get_process_group_ranks(exchange.group)

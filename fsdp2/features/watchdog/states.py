@@ -50,6 +50,7 @@ class Waiting:
         label: what it is of.
         bits: of that label.
         seconds: for how long.
+        ranks: those that it may be over, of one that is not numbered.
     """
 
     line: str
@@ -57,6 +58,7 @@ class Waiting:
     label: str
     bits: int
     seconds: float
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,11 @@ class State:
             for key, line in found.pop("lines").items()
         }
         found["call_ranks"] = tuple(found["call_ranks"])
-        return cls(**found, waiting=None if waiting is None else Waiting(**waiting), lines=lines)
+        return cls(
+            **found,
+            waiting=None if waiting is None else Waiting(**waiting | {"ranks": tuple(waiting["ranks"])}),
+            lines=lines,
+        )
 
     def describe(self) -> str:
         """One line for people."""

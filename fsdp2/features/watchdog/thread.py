@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -25,9 +25,11 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2 import _torch
-from fsdp2.core.places import PLACE
+from fsdp2.core.places import PLACE, Record
 from fsdp2.features.gloo_p2p import LINES, Exchange, Line
+from fsdp2.features.watchdog.orders import Comparison, orders_of_live_groups
 from fsdp2.features.watchdog.release import Releases, first_number, is_live, key_of, live_groups
+from fsdp2.features.watchdog.signals import was_asked
 from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
 from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
 
@@ -38,6 +40,8 @@ _TOLD = 40
 """Exchanges of each group that are told to other ranks."""
 _STORE_SECONDS = 10.0
 """An answer of the store takes less."""
+_COMPARE_SECONDS = 1.0
+"""What carries no name is compared so often; by more ranks more rarely."""
 _FAILURES = 5
 """After so many in turn the thread gives up."""
 _SILENT_SECONDS = 60.0
@@ -50,10 +54,12 @@ class Watchdog:
     Args:
         seconds: for how long a rank waits before the others are asked.
         before: what watched the same ranks until now.
+        dump: called with where this rank is, if a signal asks.
     """
 
-    def __init__(self, seconds: float, before: Watchdog | None = None) -> None:
+    def __init__(self, seconds: float, before: Watchdog | None, dump: Callable[[str], None]) -> None:
         self.seconds = seconds
+        self._dump = dump
         self._world = dist.group.WORLD
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         is_same = before is not None and before._world is self._world
@@ -71,6 +77,8 @@ class Watchdog:
         self._store.set(f"here/{self._rank}", json.dumps([_host(), os.getpid()]))
         self._answered = self._store.add("alarm", 0)
         self._epoch: int = before._epoch if before is not None and is_same else self._store.add("epoch", 0)
+        self._comparison = Comparison(self._store, self._rank)
+        self._compared = 0.0
         self._releases: Releases | None = before._releases if before is not None and is_same else None
         self._thread = threading.Thread(target=self._run, name="fsdp2-watchdog", daemon=True)
         self._thread.start()
@@ -97,10 +105,13 @@ class Watchdog:
                 return
             store.set_timeout(timedelta(seconds=_STORE_SECONDS))
             self._store, self._has_own_store = store, True
+            self._comparison = Comparison(store, self._rank)
         while not self._ends.wait(period):
             if not dist.is_initialized() or dist.group.WORLD is not self._world:
                 return
             try:
+                if was_asked():
+                    self._dump(self.state(0).describe())
                 with self._lock:
                     self._tick(time.monotonic())
                 failures = 0
@@ -129,9 +140,11 @@ class Watchdog:
             self._answered = alarm
         if self._round:
             self._look(now)
-        key = f"verdict/{self._epoch}"
-        if self._answered and store.check([key]):
-            self._carry_out(json.loads(store.get(key)), now)
+        if now - self._compared >= max(_COMPARE_SECONDS, self._world_size / 200) and not PLACE.stopped:
+            self._compared = now
+            self._compare()
+        if self._answered:
+            self._follow(now)
         if self._releases is not None and not self._releases.go_on(now):
             self._releases = None
 
@@ -153,6 +166,7 @@ class Watchdog:
                 waiting.label.text,
                 waiting.label.bits,
                 seconds,
+                () if is_numbered else _ranks_of_orders(),
             )
         lines = {key_of(group): _line_state(group, LINES[group]) for group in live_groups()}
         place = (self._rank, round, PLACE.step, PLACE.phase)
@@ -173,6 +187,14 @@ class Watchdog:
         elif verdict.complete:
             self._tell(verdict)
             self._round = 0
+
+    def _compare(self) -> None:
+        """What ranks have begun that carries no name."""
+        found = self._comparison.look(self._epoch)
+        if found:
+            LOG.error("%s", found)  # a rank may hang in what nobody can end
+            self._publish({"text": found, "gone": [], "calls": [], "ends": True})
+            self._answered = self._store.add("alarm", 1)
 
     def _tell(self, verdict: Verdict) -> None:
         first = verdict.text.splitlines()[0].rpartition(" for ")[0]
@@ -219,6 +241,16 @@ class Watchdog:
         if self._store.compare_set(f"verdict/{self._epoch}", "", text).decode() == text:
             self._store.add("epoch", 1)  # for ranks that come later
 
+    def look_for_verdict(self) -> None:
+        """What this rank waited for has failed: other ranks may have ended it. By the thread that trains."""
+        with self._lock:
+            self._follow(time.monotonic())
+
+    def _follow(self, now: float) -> None:
+        key = f"verdict/{self._epoch}"
+        if not PLACE.stopped and self._store.check([key]):
+            self._carry_out(json.loads(self._store.get(key)), now)
+
     def _has_left(self) -> bool:
         """Whether an exception has left the pass that this rank was in."""
         if PLACE.left:
@@ -259,7 +291,8 @@ class Watchdog:
     def _carry_out(self, verdict: dict[str, Any], now: float) -> None:
         self._epoch += 1
         self._round = 0
-        self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now)
+        ends = verdict.get("ends", False)
+        self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now, ends=ends)
         PLACE.stopped = verdict["text"]
         self._releases.go_on(now)
         group = _call_of(sys._current_frames().get(self._trains or 0))[1]
@@ -272,6 +305,8 @@ class Watchdog:
         for group in live_groups():
             LINES[group].begun = self.first_number
             LINES[group].broken.clear()
+        for order in orders_of_live_groups().values():
+            order.restart()
 
     @property
     def first_number(self) -> int:
@@ -296,12 +331,12 @@ def _identity(waiting: Any) -> tuple[int, int] | None:
 
 def _line_state(group: dist.ProcessGroup, line: Line) -> LineState:
     ranks = tuple(dist.get_process_group_ranks(group))
-    return LineState(ranks, line.begun, tuple(line.broken), told(line)[-_TOLD:])
+    return LineState(ranks, line.begun, tuple(line.broken), told(line.recent)[-_TOLD:])
 
 
-def told(line: Line) -> tuple[Begun, ...]:
-    """The last exchanges of ``line``, for others to read."""
-    found = list(line.recent)
+def told(recent: Iterable[Record]) -> tuple[Begun, ...]:
+    """Exchanges that the thread which trains has begun, for others to read."""
+    found = list(recent)
     return tuple(Begun(each.number, each.label.text, each.label.bits, each.step, each.phase) for each in found)
 
 
@@ -310,7 +345,13 @@ def _concerned(state: State) -> Iterable[int]:
     if state.waiting is None:
         return state.call_ranks
     line = state.lines.get(state.waiting.line)
-    return () if line is None else line.ranks
+    return state.waiting.ranks if line is None else line.ranks
+
+
+def _ranks_of_orders() -> tuple[int, ...]:
+    """Of all groups whose collectives carry no name."""
+    groups = orders_of_live_groups()
+    return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 
 _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
