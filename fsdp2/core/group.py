@@ -42,7 +42,7 @@ class Unsharding(CommHandle):
 
     def __init__(self, gather: Gather, *, resumes: bool, user_initiated: bool) -> None:
         self.works, self.event = [], None
-        self.label = UNNAMED
+        self.label, self.is_lost = UNNAMED, False
         self.gather = gather
         self.resumes = resumes
         self.user_initiated = user_initiated

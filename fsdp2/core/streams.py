@@ -245,7 +245,7 @@ class PendingReduce(CommHandle):
 
     def __init__(self, has_streams: bool) -> None:
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
-        self.label = UNNAMED
+        self.label, self.is_lost = UNNAMED, False
         self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
