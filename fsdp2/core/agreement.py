@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,43 @@ def disagreement(
             lines = difflib.unified_diff(reference, text.splitlines(), "rank 0", f"rank {rank}", lineterm="", n=1)
             return "\n".join(lines)
     return "the fingerprints differ, the descriptions do not"
+
+
+class Number:
+    """Which one a sharded module is, of those of its ``kind``, in the order of the calls of `fully_shard`.
+
+    Roots of one class and of equal sizes have equal plans: by their numbers ranks notice that one runs another than the
+    others. They are relative to the first root of the kind that ranks have agreed upon, as some may have made others
+    before; after a disagreement to the next one.
+    """
+
+    _made: ClassVar[dict[tuple[Any, ...], int]] = {}
+    _agreed: ClassVar[dict[tuple[Any, ...], tuple[int, WeakSet[Any]]]] = {}
+
+    __slots__ = ("_absolute", "_kind", "relative")
+
+    def __init__(self, kind: tuple[Any, ...]) -> None:
+        self._kind = kind
+        self._absolute = self._made.get(kind, 0)
+        self._made[kind] = self._absolute + 1
+        self.relative = 0
+
+    def take(self) -> None:
+        """The module becomes a root: see which one it is."""
+        first = self._agreed.get(self._kind)
+        self.relative = 0 if first is None else self._absolute - first[0]
+
+    def described(self) -> str:
+        """For ranks to compare."""
+        return f"{self._kind[0]} is number {self.relative} of its kind, by the order of fully_shard"
+
+    def agree(self, owner: Any) -> None:
+        """It is the same on all ranks; ``owner`` is what has it."""
+        self._agreed.setdefault(self._kind, (self._absolute, WeakSet()))[1].add(owner)
+
+    def disagree(self) -> list[Any]:
+        """It is not, nor need the others be that were agreed upon: those that have these."""
+        return list(self._agreed.pop(self._kind, (0, ()))[1])
 
 
 def refuse_unowned_parameters(

@@ -67,6 +67,7 @@ class FSDPParamGroup:
 
     Attributes:
         name: of the module, below the root once that is known.
+        of_root: which root of its kind that is, for messages; "" of the first.
         params: all of one mesh.
         mesh: over which they are sharded and replicated.
         storage: the memory that they lie on.
@@ -91,7 +92,7 @@ class FSDPParamGroup:
         write_counter: WriteCounter,
         name: str,
     ) -> None:
-        self.name = name
+        self.name, self.of_root = name, ""
         self.params = tuple(params)
         self.mesh = mesh
         self.storage = GroupStorage(params, mesh, offloading)
@@ -119,9 +120,14 @@ class FSDPParamGroup:
             param.group = self
         self._lay_out()
 
-    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
-        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
-        self.name = name
+    def rename(self, name: str, paths: Mapping[nn.Module, str], of_root: str) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says.
+
+        ``of_root``: which root that is, if there are several of its kind.
+        """
+        if of_root != self.of_root:
+            self.is_prepared = False  # by that exchanges are known
+        self.name, self.of_root = name, of_root
         for param in self.params:
             param.rename(paths)
 
@@ -179,7 +185,7 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
-        self.reducer.name = self.name
+        self.reducer.name = f"'{self.name}'{self.of_root}"
         self.reducer.lay_out(self.params)
         self._bind_transports()
         self.is_prepared = True
@@ -187,10 +193,10 @@ class FSDPParamGroup:
     def _bind_transports(self) -> None:
         custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
         sent = str([f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers])
-        what = label(f"the all-gather of '{self.name}'", sent)
+        what = label(f"the all-gather of '{self.name}'{self.of_root}", sent)
         self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom, label=what)
         if post_forward is not None:
-            what = label(f"the all-gather of '{self.name}' from fewer ranks", sent)
+            what = label(f"the all-gather of '{self.name}'{self.of_root} from fewer ranks", sent)
             group = post_forward.mesh.shard_group
             self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
 

@@ -175,7 +175,7 @@ class Order:
         if PLACE.stopped:
             raise_stopped()
         begun = self.begun
-        self.recent.append(Record(begun, what, PLACE.step, PLACE.phase))
+        self.recent.append(tuple.__new__(Record, (begun, what, PLACE.step, PLACE.phase)))  # no call of Python
         self.digest = (self.digest * 1_000_003 + what.bits) & 0x7FFFFFFFFFFFFFFF
         self.begun = begun = begun + 1
         if not begun % _MARKED:

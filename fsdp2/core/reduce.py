@@ -144,11 +144,11 @@ class GradientReducer:
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
         # By what is set on each rank, sizes and scales may come to differ.
         sent = [f"{each.dtype} {each.layout.numel}" for each in self.buckets]
-        self._transport.label = label(f"the reduction of '{self.name}'", f"{sent} {self._scalings}")
+        self._transport.label = label(f"the reduction of {self.name}", f"{sent} {self._scalings}")
         replicas = self._mesh.replicate_group
         if replicas is not None and not is_alone(replicas):
             over = self._transport.among_replicas = among(replicas, self._mesh.device)
-            over.label = label(f"the all-reduce of '{self.name}'", f"{sent} {self._scalings}")
+            over.label = label(f"the all-reduce of {self.name}", f"{sent} {self._scalings}")
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh

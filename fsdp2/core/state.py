@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.agreement import (
+    Number,
     refuse_disagreement,
     refuse_hooks_below,
     refuse_list_as_root,
@@ -272,6 +274,9 @@ class FSDPState:
         self.own_root: FSDPRoot | None = None
         self.is_root = False
         self._root_settings = RootSettings()
+        params = [param for group in unit for param in group.params]
+        numel = sum(math.prod(param.shape) for param in params)
+        self._number = Number((self.class_name, str(self.mesh), len(params), numel))
         self.post_optim_event: Any = None
         self.shared_comm: SharedComm | None = None
         self.reshard_after_forward = arguments.reshard_after_forward[0]
@@ -358,11 +363,12 @@ class FSDPState:
         shared = self._comm_ctx
         share_context(shared, roots_of(related))
         supersede(names)
+        self._number.take()
         for state, name in names.items():
             for group in state.unit:
                 if group.sharers[0] is not state and group.sharers[0] in names:
                     continue  # it is called as its owner calls it
-                group.rename(name or self.class_name, paths)
+                group.rename(name or self.class_name, paths, self._of_root())
         self._refuse_unowned()
         refuse_meta(self.modules, self.class_name)
         refuse_hooks_below(groups, self.class_name)
@@ -371,7 +377,16 @@ class FSDPState:
         for group in groups:
             if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
-        refuse_disagreement(self.class_name, groups, self.mesh, settings_of(states, groups, self.root_settings))
+        settings = settings_of(states, groups, self.root_settings)
+        try:
+            refuse_disagreement(self.class_name, groups, self.mesh, (*settings, self._number.described()))
+        except FSDPRuntimeError:
+            for other in self._number.disagree():
+                if other.own_root is not None:
+                    other.own_root.reset()
+                    other.forget_root()
+            raise
+        self._number.agree(self)
         root = FSDPRoot(self, states, shared, groups, self._root_settings)
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         for state in states:
@@ -381,6 +396,10 @@ class FSDPState:
             action(states, groups)
         self.own_root = root
         claim(root, states)
+
+    def _of_root(self) -> str:
+        number = self._number.relative
+        return f" of {self.class_name} number {number}" if number else ""
 
     def _reclaim(self, root: FSDPRoot) -> None:
         """Claim the states that another root has claimed."""

@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from extras.torch_gaps.checks import (
     WIDTH,
@@ -85,6 +86,68 @@ def module_on_some_ranks_with_setter(trial: Trial) -> None:
         trial.api.fully_shard(unit)
     trial.api.method(model, "set_reduce_scatter_unused_params")(True)
     _expect_gradients(trial, model, plain)
+
+
+@case(AREA, "the same with `set_divergence('join')`", asked="pytorch#148334 torchtitan#2747")
+def module_on_some_ranks_that_join(trial: Trial) -> None:
+    model = Branching()
+    plain = copy.deepcopy(model)
+    for unit in (model.text, model.image, model.output, model):
+        trial.api.fully_shard(unit)
+    trial.api.method(model, "set_divergence")("join")
+    _expect_gradients(trial, model, plain)
+
+
+@case(AREA, "a rank that has no batch in a step")
+def rank_without_a_batch(trial: Trial) -> None:
+    model = Branching()
+    plain = copy.deepcopy(model)
+    for unit in (model.text, model.image, model.output, model):
+        trial.api.fully_shard(unit)
+    trial.api.method(model, "set_divergence")("join")
+    if trial.rank == 0:
+        squared_output(model, batch(0)).backward()
+    else:
+        trial.api.method(model, "join_step")()
+    (squared_output(plain, batch(0)) / trial.world_size).backward()
+    expect_same_gradients(model, plain)
+
+
+@case(AREA, "equal blocks that one rank runs in another order: right numbers, or an error on every rank")
+def blocks_in_another_order(trial: Trial) -> None:
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    plain = copy.deepcopy(model)
+    for unit in model:
+        trial.api.fully_shard(unit)
+    order = (0, 1) if trial.rank == 0 else (1, 0)
+    try:
+        found = batch(trial.rank)
+        for index in order:
+            found = model[index](found)
+    except RuntimeError as error:
+        if "ranks" in str(error):
+            return
+        raise
+    expected = batch(trial.rank)
+    for index in order:
+        expected = plain[index](expected)
+    if not torch.allclose(found, expected):
+        raise Wrong("one rank's layers are the other's")
+
+
+@case(AREA, "replicas (hybrid sharding) that were initialized differently: an error on every rank", world_size=2)
+def replicas_that_differ(trial: Trial) -> None:
+    torch.manual_seed(trial.rank)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    mesh = init_device_mesh("cpu", (trial.world_size, 1), mesh_dim_names=("replicate", "shard"))
+    trial.api.fully_shard(model, mesh=mesh)
+    try:
+        squared_output(model, batch(trial.rank)).backward()
+    except RuntimeError as error:
+        if "replicas" in str(error):
+            return
+        raise
+    raise Wrong("no error: they train apart")
 
 
 class Failing(nn.Module):

@@ -300,3 +300,23 @@ def test_the_flight_record_names_the_last_exchanges() -> None:
     assert begun[-1].phase == "backward of Blocks"
     assert "the reduction of 'blocks.3'" in str(found)
     assert json.loads(found.to_json())["rank"] == dist.get_rank()
+
+
+@multi_rank(2)
+def test_roots_of_one_kind_are_told_apart() -> None:
+    """Each block is a root of its own, and all have one name: a rank that runs another first, or later, is told so."""
+    rank = dist.get_rank()
+    if rank == 1:
+        fully_shard(nn.Linear(6, 6))  # which is never run, and takes no number from the others
+    blocks = [fully_shard(nn.Linear(6, 6)) for _ in range(3)]
+    with pytest.raises(FSDPRuntimeError, match=r"Linear is number 1 of its kind, by the order of fully_shard"):
+        for index in (0, 1, 2) if rank == 0 else (1, 0, 2):
+            batch_of = blocks[index](batch())
+    assert batch_of is not None
+    for block in blocks:
+        block(batch()).sum().backward()
+    with watched(), pytest.raises(FSDPRuntimeError, match=r"'Linear' of Linear number \d"):
+        for index in (0, 1, 2) if rank == 0 else (0, 2, 1):
+            blocks[index](batch())
+    for block in blocks:
+        block(batch()).sum().backward()
