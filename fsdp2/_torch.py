@@ -11,6 +11,7 @@ import math
 import operator
 import sys
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -577,14 +578,32 @@ def knows_group(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_group_ranks
 
 
-def shared_store(prefix: str) -> Any:
-    """What all ranks of the default process group share, with keys of its own."""
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+_c10d: Any = dist.distributed_c10d
+
+
+def shared_store(prefix: str) -> tuple[Any, str]:
+    """What all ranks of the default process group share, with keys of its own, whose prefix is returned as well."""
+    default = _c10d._get_default_store()
+    token = default.compare_set(f"{prefix}/token", "", uuid.uuid4().hex).decode()
+    own = f"{prefix}/{token}"
+    return _c10d.PrefixStore(own, _without_prefix(default)), own
 
 
 def own_store(prefix: str) -> Any:
-    """The same, over a connection of its own. Slow where names of hosts are not found at once: 5 s, now and then."""
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+    """The same, over a connection of its own; ``prefix`` as returned. Slow where names of hosts are not found at once.
+
+    A TCPStore is not cloned: the one that the program uses would be locked for as long as that takes.
+    """
+    shared = _without_prefix(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    if isinstance(shared, _c10d.TCPStore):
+        own: Any = _c10d.TCPStore(shared.host, shared.port, is_master=False, wait_for_workers=False)
+    else:
+        own = shared.clone()
+    return _c10d.PrefixStore(prefix, own)
+
+
+def _without_prefix(store: Any) -> Any:
+    return store._underlying_non_prefix_store if isinstance(store, _c10d.PrefixStore) else store
 
 
 def _has_backend(group: dist.ProcessGroup, device: torch.device) -> bool:

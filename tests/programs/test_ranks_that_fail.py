@@ -27,6 +27,8 @@ SAID = {
 }
 
 
+QUICK = ("killed", "stopped", "in a barrier")
+
 KEEPS_STORE = r"FSDPRuntimeError: the (all-gather|reduction) of '\S+' with rank 0 failed"
 
 
@@ -66,7 +68,11 @@ def run(
 
 @pytest.mark.parametrize(
     ("case", "rank", "says"),
-    [*((case, 1, says) for case, says in SAID.items()), ("killed", 0, KEEPS_STORE)],
+    [
+        *((case, 1, SAID[case]) for case in QUICK),
+        *(pytest.param(case, 1, SAID[case], marks=pytest.mark.full) for case in SAID if case not in QUICK),  # 10 s
+        ("killed", 0, KEEPS_STORE),
+    ],
 )
 def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> None:
     other = 1 - rank
@@ -89,7 +95,7 @@ DIFFER = (
     ("case", "world_size"),
     [
         ("swaps", 2),
-        ("skips", 2),
+        pytest.param("skips", 2, marks=pytest.mark.full),  # 5 s
         ("evaluates", 2),
         pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s; without FSDP2_COMM, as so many exchange so
     ],

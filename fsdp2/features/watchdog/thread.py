@@ -65,7 +65,12 @@ class Watchdog:
         is_same = before is not None and before._world is self._world
         self._has_own_store: bool = before is not None and is_same and before._has_own_store
         # Until the thread has a connection of its own, over that which the program uses.
-        self._store: Any = before._store if before is not None and is_same else _torch.shared_store(_PREFIX)
+        self._store: Any
+        self._prefix: str
+        if before is not None and is_same:
+            self._store, self._prefix = before._store, before._prefix
+        else:
+            self._store, self._prefix = _torch.shared_store(_PREFIX)
         self._ends = threading.Event()
         self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
         self._abandoned = (-1, -1)
@@ -100,7 +105,7 @@ class Watchdog:
         failures = 0
         if not self._has_own_store:
             try:
-                store = _torch.own_store(_PREFIX)
+                store = _torch.own_store(self._prefix)
             except (RuntimeError, ValueError):  # the process group is gone already
                 return
             store.set_timeout(timedelta(seconds=_STORE_SECONDS))
