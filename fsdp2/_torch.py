@@ -579,6 +579,7 @@ def knows_group(group: dist.ProcessGroup) -> bool:
 
 
 _c10d: Any = dist.distributed_c10d
+_TCP_STORE: Any = vars(dist)["TCPStore"]
 
 
 def shared_store(prefix: str) -> tuple[Any, str]:
@@ -595,8 +596,8 @@ def own_store(prefix: str) -> Any:
     A TCPStore is not cloned: the one that the program uses would be locked for as long as that takes.
     """
     shared = _without_prefix(dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    if isinstance(shared, _c10d.TCPStore):
-        own: Any = _c10d.TCPStore(shared.host, shared.port, is_master=False, wait_for_workers=False)
+    if isinstance(shared, _TCP_STORE):
+        own: Any = _TCP_STORE(shared.host, shared.port, is_master=False, wait_for_workers=False)
     else:
         own = shared.clone()
     return _c10d.PrefixStore(prefix, own)

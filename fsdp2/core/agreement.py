@@ -6,6 +6,7 @@ Ranks compare a fingerprint; if they differ, every rank says how.
 from __future__ import annotations
 
 import difflib
+import gc
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -36,63 +37,82 @@ def disagreement(
     Collective, and seen by no patched function or dispatch mode; the second exchange takes place only on disagreement,
     and then on all ranks.
     """
+    return _compared(description, 0, group, device, what)[0]
+
+
+def _compared(
+    description: str, number: int, group: dist.ProcessGroup | None, device: torch.device, what: str
+) -> tuple[str | None, list[int]]:
+    """As `disagreement`, and the ``number`` of each rank, which may differ."""
     if group is None or is_alone(group):
-        return None
+        return None, [number]
     world_size = dist.get_world_size(group)
     with _torch.unobserved():  # real numbers, also while tensors are fake
-        mine = torch.tensor([fingerprint(description)], dtype=torch.int64, device=device)
-        everyone = mine.new_empty(world_size)
+        mine = torch.tensor([fingerprint(description), number], dtype=torch.int64, device=device)
+        everyone = mine.new_empty(2 * world_size)
         transport = of_backend(group, device)
         transport.label = label(f"the comparison of {what}")
         transport.compare(everyone, mine)
-        agree = len(set(everyone.tolist())) == 1
-    if agree:
-        return None
+        found = everyone.tolist()
+    if len(set(found[::2])) == 1:
+        return None, found[1::2]
     descriptions: list[str] = [""] * world_size
     dist.all_gather_object(descriptions, description, group=group)
     reference = descriptions[0].splitlines()
     for rank, text in enumerate(descriptions):
         if text != descriptions[0]:
             lines = difflib.unified_diff(reference, text.splitlines(), "rank 0", f"rank {rank}", lineterm="", n=1)
-            return "\n".join(lines)
-    return "the fingerprints differ, the descriptions do not"
+            return "\n".join(lines), []
+    return "the fingerprints differ, the descriptions do not", []
 
 
 class Number:
     """Which one a sharded module is, of those of its ``kind``, in the order of the calls of `fully_shard`.
 
     Roots of one class and of equal sizes have equal plans: by their numbers ranks notice that one runs another than the
-    others. They are relative to the first root of the kind that ranks have agreed upon, as some may have made others
-    before; after a disagreement to the next one.
+    others, and their exchanges are told apart. A rank may have made modules that others have not; so numbers that
+    differ are an error only if the modules are not the same ones among those that are there.
+
+    Attributes:
+        value: the same on all ranks once they have agreed.
     """
 
     _made: ClassVar[dict[tuple[Any, ...], int]] = {}
-    _agreed: ClassVar[dict[tuple[Any, ...], tuple[int, WeakSet[Any]]]] = {}
+    _there: ClassVar[dict[tuple[Any, ...], WeakSet[Number]]] = {}
 
-    __slots__ = ("_absolute", "_kind", "relative")
+    __slots__ = ("__weakref__", "_kind", "_made_as", "value")
 
     def __init__(self, kind: tuple[Any, ...]) -> None:
         self._kind = kind
-        self._absolute = self._made.get(kind, 0)
-        self._made[kind] = self._absolute + 1
-        self.relative = 0
+        self.value = self._made_as = self._made.get(kind, 0)
+        self._made[kind] = self.value + 1
+        self._there.setdefault(kind, WeakSet()).add(self)
 
-    def take(self) -> None:
-        """The module becomes a root: see which one it is."""
-        first = self._agreed.get(self._kind)
-        self.relative = 0 if first is None else self._absolute - first[0]
+    def refuse_others(self, highest: int, mesh: DataParallelMesh) -> None:
+        """The ranks' numbers differ: are their modules the same ones? All are then given the ``highest`` number.
 
-    def described(self) -> str:
-        """For ranks to compare."""
-        return f"{self._kind[0]} is number {self.relative} of its kind, by the order of fully_shard"
-
-    def agree(self, owner: Any) -> None:
-        """It is the same on all ranks; ``owner`` is what has it."""
-        self._agreed.setdefault(self._kind, (self._absolute, WeakSet()))[1].add(owner)
-
-    def disagree(self) -> list[Any]:
-        """It is not, nor need the others be that were agreed upon: those that have these."""
-        return list(self._agreed.pop(self._kind, (0, ()))[1])
+        Raises:
+            FSDPRuntimeError: on all ranks, if not.
+        """
+        gc.collect()
+        there = sorted(self._there[self._kind], key=lambda each: each._made_as)
+        name = self._kind[0]
+        place = f"{name} is number {there.index(self) + 1} of {len(there)} of its kind, by the order of fully_shard"
+        difference = ""
+        for group in (mesh.shard_group, mesh.replicate_group):  # the second learn what the first have found
+            description = f"{place}\n{difference}"
+            difference = disagreement(description, group, mesh.device, f"which {name} this is") or difference
+        if difference:
+            raise FSDPRuntimeError(
+                f"the ranks run different modules of the class {name}, which are sharded alike, so that one would "
+                "compute with the parameters of another: all ranks must run the same ones in the same order. "
+                f"Difference:\n{difference}"
+            )
+        shift = highest - self.value
+        for each in there:
+            if each._made_as >= self._made_as:
+                each.value += shift
+        self._made[self._kind] += shift
 
 
 def refuse_unowned_parameters(
@@ -193,9 +213,15 @@ def _names(prefetch: Any) -> str | None:
 
 
 def refuse_disagreement(
-    root_name: str, groups: Sequence[FSDPParamGroup], mesh: DataParallelMesh, settings: tuple[str, ...]
+    root_name: str,
+    groups: Sequence[FSDPParamGroup],
+    mesh: DataParallelMesh,
+    settings: tuple[str, ...],
+    number: Number | None = None,
 ) -> None:
     """The ranks that communicate have the same plans and settings. Collective over each mesh that ``groups`` are on.
+
+    ``number``: of the root, which may become another.
 
     Raises:
         FSDPRuntimeError: on every rank, with the difference.
@@ -203,16 +229,21 @@ def refuse_disagreement(
     meshes = {mesh.key: mesh}
     for group in groups:
         meshes.setdefault(group.mesh.key, group.mesh)
+    highest, differ = (0 if number is None else number.value), False
     for key, each in meshes.items():
         plans = [f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == key]
         description = "\n".join([*plans, *settings])
         for process_group in (each.shard_group, each.replicate_group):
-            difference = disagreement(description, process_group, each.device, f"the plans of {root_name}")
+            seen = 2 * highest + differ  # of a rank's shard group, the ranks of its replicas learn both
+            difference, found = _compared(description, seen, process_group, each.device, f"the plans of {root_name}")
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "
                     f"same model, shard it alike and set the same. Difference:\n{difference}"
                 )
+            highest, differ = max(found) // 2, len(set(found)) > 1 or any(each % 2 for each in found)
+    if number is not None and differ:
+        number.refuse_others(highest, mesh)
 
 
 def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:

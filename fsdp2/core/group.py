@@ -67,7 +67,7 @@ class FSDPParamGroup:
 
     Attributes:
         name: of the module, below the root once that is known.
-        of_root: which root of its kind that is, for messages; "" of the first.
+        of_root: which root of its kind that is.
         params: all of one mesh.
         mesh: over which they are sharded and replicated.
         storage: the memory that they lie on.
@@ -92,7 +92,7 @@ class FSDPParamGroup:
         write_counter: WriteCounter,
         name: str,
     ) -> None:
-        self.name, self.of_root = name, ""
+        self.name, self.of_root = name, 0
         self.params = tuple(params)
         self.mesh = mesh
         self.storage = GroupStorage(params, mesh, offloading)
@@ -120,16 +120,17 @@ class FSDPParamGroup:
             param.group = self
         self._lay_out()
 
-    def rename(self, name: str, paths: Mapping[nn.Module, str], of_root: str) -> None:
-        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says.
-
-        ``of_root``: which root that is, if there are several of its kind.
-        """
-        if of_root != self.of_root:
-            self.is_prepared = False  # by that exchanges are known
-        self.name, self.of_root = name, of_root
+    def rename(self, name: str, paths: Mapping[nn.Module, str]) -> None:
+        """For messages, below a root: the module is called ``name`` there, and all modules as ``paths`` says."""
+        self.name = name
         for param in self.params:
             param.rename(paths)
+
+    def belong_to(self, root: int) -> None:
+        """Exchanges are those of the root of this number, of those of its kind."""
+        if root != self.of_root:
+            self.of_root = root
+            self._name_exchanges()
 
     # -- what the group is made of
 
@@ -185,18 +186,24 @@ class FSDPParamGroup:
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
             self.storage.prepare()
-        self.reducer.name = f"'{self.name}'{self.of_root}"
+        self.reducer.name, self.reducer.of_root = self.name, self.of_root
         self.reducer.lay_out(self.params)
         self._bind_transports()
         self.is_prepared = True
 
+    def _name_exchanges(self) -> None:
+        self.reducer.name, self.reducer.of_root = self.name, self.of_root
+        self.reducer.name_exchanges()
+        self._bind_transports()
+
     def _bind_transports(self) -> None:
         custom, post_forward = self.settings.custom_all_gather, self.storage.post_forward
-        sent = str([f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers])
-        what = label(f"the all-gather of '{self.name}'{self.of_root}", sent)
+        sizes = [f"{each.plan.param_dtype} {each.plan.layout.shard_numel}" for each in self.storage.buffers]
+        sent = f"{sizes} {self.of_root}"
+        what = label(f"the all-gather of '{self.name}'", sent)
         self._transport = transport_of(self.mesh.shard_group, self.mesh.device, custom, label=what)
         if post_forward is not None:
-            what = label(f"the all-gather of '{self.name}'{self.of_root} from fewer ranks", sent)
+            what = label(f"the all-gather of '{self.name}' from fewer ranks", sent)
             group = post_forward.mesh.shard_group
             self._transport_among_neighbours = transport_of(group, self.mesh.device, custom, label=what)
 

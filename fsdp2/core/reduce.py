@@ -80,7 +80,7 @@ class GradientReducer:
     owing: ClassVar[weakref.WeakSet[GradientReducer]] = weakref.WeakSet()
 
     def __init__(self, mesh: DataParallelMesh, offloading: Offloading) -> None:
-        self.name = ""
+        self.name, self.of_root = "", 0
         self.settings = DEFAULT
         self.is_last = True
         # What has been issued and not been delivered; it may still be on its way.
@@ -142,13 +142,17 @@ class GradientReducer:
         if self.settings.zeros_for_unused:
             self.refuse_zeros_of_any_dtype()
         self._scalings = [self._scaling(bucket.dtype) for bucket in self.buckets]
-        # By what is set on each rank, sizes and scales may come to differ.
+        self.name_exchanges()
+
+    def name_exchanges(self) -> None:
+        """Let ranks know them by module and root, and by sizes and scales, which may come to differ by rank."""
         sent = [f"{each.dtype} {each.layout.numel}" for each in self.buckets]
-        self._transport.label = label(f"the reduction of {self.name}", f"{sent} {self._scalings}")
+        detail = f"{sent} {self._scalings} {self.of_root}"
+        self._transport.label = label(f"the reduction of '{self.name}'", detail)
         replicas = self._mesh.replicate_group
         if replicas is not None and not is_alone(replicas):
             over = self._transport.among_replicas = among(replicas, self._mesh.device)
-            over.label = label(f"the all-reduce of {self.name}", f"{sent} {self._scalings}")
+            over.label = label(f"the all-reduce of '{self.name}'", detail)
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh

@@ -363,12 +363,11 @@ class FSDPState:
         shared = self._comm_ctx
         share_context(shared, roots_of(related))
         supersede(names)
-        self._number.take()
         for state, name in names.items():
             for group in state.unit:
                 if group.sharers[0] is not state and group.sharers[0] in names:
                     continue  # it is called as its owner calls it
-                group.rename(name or self.class_name, paths, self._of_root())
+                group.rename(name or self.class_name, paths)
         self._refuse_unowned()
         refuse_meta(self.modules, self.class_name)
         refuse_hooks_below(groups, self.class_name)
@@ -378,15 +377,9 @@ class FSDPState:
             if not group.is_prepared or group.comm is not shared.comm:
                 group.prepare(shared.comm)
         settings = settings_of(states, groups, self.root_settings)
-        try:
-            refuse_disagreement(self.class_name, groups, self.mesh, (*settings, self._number.described()))
-        except FSDPRuntimeError:
-            for other in self._number.disagree():
-                if other.own_root is not None:
-                    other.own_root.reset()
-                    other.forget_root()
-            raise
-        self._number.agree(self)
+        refuse_disagreement(self.class_name, groups, self.mesh, settings, self._number)
+        for group in groups:
+            group.belong_to(self._number.value)
         root = FSDPRoot(self, states, shared, groups, self._root_settings)
         root.post_optim_event, self.post_optim_event = self.post_optim_event, None
         for state in states:
@@ -396,10 +389,6 @@ class FSDPState:
             action(states, groups)
         self.own_root = root
         claim(root, states)
-
-    def _of_root(self) -> str:
-        number = self._number.relative
-        return f" of {self.class_name} number {number}" if number else ""
 
     def _reclaim(self, root: FSDPRoot) -> None:
         """Claim the states that another root has claimed."""

@@ -86,7 +86,11 @@ def _first_difference(
         bits, others = _at(mine, number), _at(theirs, number)
         if bits != others:
             known = (name(bits) or "something else", name(others) or "something else")
-            what = known if known[0] != known[1] else (known[0], "another one of it, of other sizes or dtypes")
+            what = (
+                known
+                if known[0] != known[1]
+                else (known[0], "another one of it: of another root, of other sizes or scales")
+            )
             text = (
                 f"ranks {one} and {other} differ in exchange {number} of their process group: rank {one} has begun "
                 f"{what[0]}, and rank {other} {what[1]}."

@@ -126,7 +126,11 @@ def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int
                 "while it was begun."
             ), other
         if begun is not None and begun.bits != waiting.bits:
-            how = "another one of it, of other sizes or scales" if begun.label == waiting.label else begun.label
+            how = (
+                "another one of it: of another root, of other sizes or scales"
+                if begun.label == waiting.label
+                else begun.label
+            )
             return (
                 f"ranks {state.rank} and {other} can never meet: rank {state.rank} waits for {waiting.label} (step "
                 f"{state.step}, {state.phase}), and rank {other} has begun {how} in its place (step {begun.step}, "

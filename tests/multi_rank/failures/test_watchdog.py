@@ -302,21 +302,27 @@ def test_the_flight_record_names_the_last_exchanges() -> None:
     assert json.loads(found.to_json())["rank"] == dist.get_rank()
 
 
-@multi_rank(2)
-def test_roots_of_one_kind_are_told_apart() -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+@multi_rank(4)
+def test_roots_of_one_kind_are_told_apart(hybrid: bool) -> None:
     """Each block is a root of its own, and all have one name: a rank that runs another first, or later, is told so."""
-    rank = dist.get_rank()
-    if rank == 1:
-        fully_shard(nn.Linear(6, 6))  # which is never run, and takes no number from the others
-    blocks = [fully_shard(nn.Linear(6, 6)) for _ in range(3)]
-    with pytest.raises(FSDPRuntimeError, match=r"Linear is number 1 of its kind, by the order of fully_shard"):
-        for index in (0, 1, 2) if rank == 0 else (1, 0, 2):
-            batch_of = blocks[index](batch())
-    assert batch_of is not None
+    arguments: dict[str, Any] = {}
+    if hybrid:
+        arguments["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    last = dist.get_rank() == 3
+    if last:
+        fully_shard(nn.Linear(6, 6), **arguments)  # which is never run, and is no reason for an error
+    torch.manual_seed(0)
+    blocks = [fully_shard(nn.Linear(6, 6), **arguments) for _ in range(3)]
+    blocks[0](batch()).sum().backward()
+    with pytest.raises(FSDPRuntimeError, match=r"(?s)different modules of the class Linear.*is number \d+ of \d+ "):
+        blocks[2 if last else 1](batch())
     for block in blocks:
         block(batch()).sum().backward()
-    with watched(), pytest.raises(FSDPRuntimeError, match=r"'Linear' of Linear number \d"):
-        for index in (0, 1, 2) if rank == 0 else (0, 2, 1):
+    if hybrid:
+        return  # the ranks that do not shard with the last one do not meet it in forward
+    with watched(), pytest.raises(FSDPRuntimeError, match=r"another one of it: of another root"):
+        for index in (0, 2, 1) if last else (0, 1, 2):
             blocks[index](batch())
     for block in blocks:
         block(batch()).sum().backward()
