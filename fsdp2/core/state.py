@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
@@ -276,7 +277,7 @@ class FSDPState:
         self._root_settings = RootSettings()
         params = [param for group in unit for param in group.params]
         numel = sum(math.prod(param.shape) for param in params)
-        self._number = Number((self.class_name, str(self.mesh), len(params), numel))
+        self._number = Number((self.class_name, dist.get_rank(), str(self.mesh), len(params), numel))
         self.post_optim_event: Any = None
         self.shared_comm: SharedComm | None = None
         self.reshard_after_forward = arguments.reshard_after_forward[0]

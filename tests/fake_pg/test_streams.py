@@ -130,7 +130,7 @@ RANKS = ("mesh.", "meshes.", "_torch.concatenate_meshes", "reshard_to_fewer._nei
 """Who reads the ranks of a mesh, which torch keeps on the host."""
 
 SAID = {
-    "agreement.disagreement",  # ranks compare their plans, once for each way of laying out
+    "agreement._compared",  # ranks compare their plans, once for each way of laying out
     "replica_check._described",  # replicas compare checksums, once, when training begins
     "tensor_extensions._refuse_disagreement",  # the same
     "param.lie_on",  # shards move to the host, once
