@@ -6,6 +6,8 @@ VENV := .venv-$(TORCH)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
+# Stores look up the names of hosts, which waits for 5 s where no server answers.
+export RES_OPTIONS ?= timeout:1 attempts:3
 
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed

@@ -94,7 +94,7 @@ DIFFER = (
 @pytest.mark.parametrize(
     ("case", "world_size"),
     [
-        ("swaps", 2),
+        pytest.param("swaps", 2, marks=pytest.mark.full),  # 7 s
         pytest.param("skips", 2, marks=pytest.mark.full),  # 5 s
         ("evaluates", 2),
         pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s; without FSDP2_COMM, as so many exchange so
