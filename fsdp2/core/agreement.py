@@ -47,6 +47,8 @@ def _compared(
     if group is None or is_alone(group):
         return None, [number]
     world_size = dist.get_world_size(group)
+    if device.type != "cpu" and not torch.accelerator.is_available():
+        device = torch.device("cpu")  # ranks are simulated, on a device that is not there
     with _torch.unobserved():  # real numbers, also while tensors are fake
         mine = torch.tensor([fingerprint(description), number], dtype=torch.int64, device=device)
         everyone = mine.new_empty(2 * world_size)
