@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad as forward_ad  # read by the hot path, at no call
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -249,6 +250,12 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 
 # Counts in-place writes, in most ways: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape and a device, and no values."""
+    return isinstance(tensor, FakeTensor)
+
 
 
 BACKWARD_FUNCTION = "_engine_run_backward"

@@ -53,7 +53,7 @@ def _described(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _can_be_compared(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_meta or is_subclass(tensor)) and tensor.layout is torch.strided
+    return not (tensor.is_meta or _torch.is_fake(tensor) or is_subclass(tensor)) and tensor.layout is torch.strided
 
 
 def _names(difference: str) -> str:
