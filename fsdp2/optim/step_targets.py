@@ -26,7 +26,7 @@ from fsdp2.optim.runs import Run, runs_of
 State = dict[Any, Any]
 """Of one parameter: values by name. Of all: states by parameter."""
 
-_COUNTERS = ("step", "eta", "mu", "mu_product")
+COUNTERS = ("step", "eta", "mu", "mu_product")
 """What torch's optimizers keep in tensors of no dims: plain tensors, though the parameter may have no dims either."""
 
 
@@ -110,7 +110,7 @@ def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
     """Whether ``value`` of a state inside, for a tensor of ``shape``, has an element for each of its."""
     if not isinstance(value, torch.Tensor):
         return False
-    return value.shape == shape and not (value.dim() == 0 and name in _COUNTERS)
+    return value.shape == shape and not (value.dim() == 0 and name in COUNTERS)
 
 
 def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> None:

@@ -1,0 +1,76 @@
+"""The checkpoints of a run: which folders there are, what a killed process left, and which are too old.
+
+step-00000500            complete: nothing else ever gets such a name
+.step-00000500.writing   a save that has not come to its end
+.step-00000500.old       made way for one of the same step
+.step-00000500.removing  being removed
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fsdp2.checkpoint import manifest
+from fsdp2.checkpoint.source import METADATA
+
+LOG = logging.getLogger("fsdp2")
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.(step-\d{8,})\.(writing|old|removing)")
+
+
+def name_of(step: int) -> str:
+    """Of the folder of ``step``."""
+    return f"step-{step:08d}"
+
+
+def steps_in(run: Path) -> list[int]:
+    """Those that ``run`` has complete checkpoints of, the oldest first."""
+    found = []
+    for each in run.iterdir() if run.is_dir() else ():
+        match = _NAME.fullmatch(each.name)
+        if match and ((each / manifest.FILE).exists() or (each / METADATA).exists()):
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+def clean(run: Path) -> None:
+    """Remove what killed processes have left, and say so in the log. By one rank, while none saves."""
+    for each in sorted(run.iterdir()) if run.is_dir() else ():
+        match = _LEFT.fullmatch(each.name)
+        if not match:
+            continue
+        whole = run / match[1]
+        if match[2] == "old" and not whole.exists():  # it made way, and nothing came
+            each.rename(whole)
+            LOG.warning("%s is back: a save that was to replace it did not come to its end", whole)
+            continue
+        shutil.rmtree(each)
+        LOG.warning("removed %s, which a process left that did not come to its end", each)
+
+
+def too_old(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Of ``steps`` those to remove: not the last ``keep_last``, nor multiples of ``keep_every``; never the newest."""
+    if keep_last is None:
+        return []
+    kept = set(sorted(steps)[-max(1, keep_last) :])
+    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def remove(run: Path, steps: Iterable[int]) -> list[str]:
+    """Remove checkpoints: they lose their names first, so that none is ever there in part. Returns what could not be."""
+    failed = []
+    for step in steps:
+        folder = run / name_of(step)
+        gone = folder.with_name(f".{folder.name}.removing")
+        try:
+            shutil.rmtree(gone, ignore_errors=True)
+            folder.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            failed.append(f"{folder}: {error}")
+    return failed

@@ -1,0 +1,606 @@
+"""`load`: what a checkpoint has, into a model, its optimizers and a program's values; everything is compared before.
+
+open                   each rank reads what the checkpoint holds, and small values
+compare                names, shapes, dtypes, groups, sizes of files; all ranks tell each other all differences
+read                   each rank its rows; nothing was written before
+compare checksums      of what all ranks have read together
+hand over              optimizers and values
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fsdp2.arguments import ANYTHING, Rule, checked
+from fsdp2.checkpoint import errors
+from fsdp2.checkpoint.blocked import block, unblock
+from fsdp2.checkpoint.comparing import Difference, of_all_ranks, table
+from fsdp2.checkpoint.contents import MODEL, PER_RANK, SHARED, STEP, Contents, Stateful, Values
+from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
+from fsdp2.checkpoint.optimizers import NAMES, Optimizers, groups_that_match
+from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged
+from fsdp2.checkpoint.report import LoadReport
+from fsdp2.checkpoint.saving import PATH_RULE
+from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
+from fsdp2.core.param import fsdp_param_of
+
+Only = str | Sequence[str] | Callable[[str], bool] | None
+Verify = Literal["reading", "first", "no"]
+
+RENAME_RULE = Rule("a function, or None", lambda value: value is None or callable(value))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of one load."""
+
+    strict: bool = True
+    only: Only = None
+    rename: Rename = None
+    cast: bool = False
+    verify: Verify = "reading"
+    per_rank_missing: Literal["raise", "keep"] = "raise"
+
+    def takes(self, name: str) -> bool:
+        """Whether ``only`` takes the parameter or buffer ``name``."""
+        only = self.only
+        if only is None:
+            return True
+        if callable(only):
+            return bool(only(name))
+        patterns = [only] if isinstance(only, str) else only
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@checked(
+    path=PATH_RULE,
+    optimizer=ANYTHING,
+    shared=ANYTHING,
+    per_rank=ANYTHING,
+    process_group=ANYTHING,
+    only=ANYTHING,
+    rename=RENAME_RULE,
+)
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    shared: Values | None = None,
+    per_rank: Values | None = None,
+    strict: bool = True,
+    only: Only = None,
+    rename: Rename = None,
+    cast: bool = False,
+    verify: Verify = "reading",
+    per_rank_missing: Literal["raise", "keep"] = "raise",
+    process_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Load the checkpoint in the folder ``path``: one of `save`, or of `torch.distributed.checkpoint`.
+
+    Everything is compared before anything is read: if the checkpoint does not fit, the model is as it was. Each rank
+    reads the rows that it needs, whatever ranks, meshes and placements have saved them.
+
+    Collective: all ranks of ``process_group`` must call it, outside of forward and backward. Takes no memory beside
+    what optimizers are given that they did not have.
+
+    Args:
+        path: of the folder.
+        model: sharded, plain, or one that contains sharded ones. Parameters and buffers on meta get memory, those that
+            the checkpoint has.
+        optimizer: one, several, or none. Needs no step before; gradients stay as they are.
+        shared: by their names, what is to be given its state: by ``load_state_dict``; plain values are replaced in the
+            mapping.
+        per_rank: the same, of what this rank had saved.
+        strict: False: what is missing or unexpected is left out, and stands in the report.
+        only: names to load, as ``"blocks.*"``, or several, or a function of a name; everything else stays as it is,
+            hyperparameters too.
+        rename: a function from a name in the checkpoint to the model's.
+        cast: whether values of another dtype are converted to the model's.
+        verify: ``"reading"``: checksums are compared of what is read; ``"first"``: of everything, before anything is
+            written; ``"no"``.
+        per_rank_missing: ``"keep"``: on another number of ranks than saved it, ``per_rank`` stays as it is.
+        process_group: by default that of all ranks.
+
+    Raises:
+        FSDPTypeError, FSDPValueError: an argument of another kind.
+        CheckpointIncomplete: there is no complete checkpoint.
+        CheckpointMismatch: it does not fit: all differences, and nothing was loaded.
+        CheckpointDamaged: files are not what was written. If that shows only while they are read, forwards of the
+            model raise until a load has succeeded.
+        CheckpointError: a value could not be handed over, by its ``load_state_dict``.
+    """
+    ranks = ranks_of(process_group)
+    options = Options(strict, only, rename, cast, verify, per_rank_missing)
+    return Load(Path(path), ranks, options).run(lambda: Contents(model, optimizer, shared, per_rank), model)
+
+
+class _Failure(NamedTuple):
+    """What went wrong on a rank."""
+
+    kind: str
+    text: str
+
+
+class _Wanted(NamedTuple):
+    """What is to be read.
+
+    Attributes:
+        tensors: of the model: for names in the checkpoint, theirs in the model.
+        state: of optimizers: by parameter, by state, names in the checkpoint.
+        groups: for each parameter group, hyperparameters, or None.
+        values: of the program, read already: ``shared`` and ``per_rank`` by name.
+        extra: of the model, what is no tensor.
+    """
+
+    tensors: dict[str, str]
+    state: dict[str, dict[str, str]]
+    groups: list[Mapping[str, Any] | None]
+    values: list[tuple[Values, str, Any]]
+    extra: dict[str, Any]
+
+
+class Load:
+    """One load under way.
+
+    Args:
+        path: of the folder.
+        ranks: that load together.
+        options: see `load`.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, options: Options) -> None:
+        self._path, self._ranks, self._options = path, ranks, options
+        self._differences: list[Difference] = []
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._cast: dict[str, str] = {}
+        self._bytes_read = 0
+        self._unverified: set[str] = set()
+        self._contents: Contents
+        self._source: Source
+        self._wanted: _Wanted
+        self._step: int | None = None
+
+    def run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
+        """All of it."""
+        failure = self._attempt(lambda: self._compare(collect))
+        self._agree(failure)
+        if self._options.verify == "first":
+            self._refuse(self._exchange(self._attempt(self._verify_files), "its checksums"))
+        sums = self._options.verify == "reading"
+        with Reader(self._source, sums=sums) as reader:
+            failure = self._attempt(lambda: self._read(reader))
+            try:
+                self._finish_reading(reader, failure)
+            except CheckpointError as error:
+                block(model, str(error).splitlines()[0])
+                raise
+        failure = self._attempt(self._hand_over)
+        try:
+            self._refuse(self._exchange(failure, "the end of the load"))
+        except CheckpointError as error:
+            block(model, str(error).splitlines()[0])
+            raise
+        unblock(model)
+        return self._report()
+
+    # -- what ranks tell each other
+
+    def _attempt(self, action: Callable[[], Any]) -> _Failure | None:
+        try:
+            action()
+        except CheckpointError as error:
+            return _Failure(type(error).__name__, str(error))
+        except Exception as error:  # every rank is told, and raises it
+            text = f"the checkpoint {self._path} was not loaded: {type(error).__name__}: {error}"
+            return _Failure("CheckpointError", text)
+        return None
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        try:
+            return self._ranks.all_gather(value, f"{what} of the checkpoint {self._path.name}")
+        except RuntimeError as error:
+            raise CheckpointError(f"the checkpoint {self._path} was not loaded: {error}") from error
+
+    def _refuse(self, failures: Sequence[_Failure | None]) -> None:
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                where = "" if self._ranks.size == 1 else f" (rank {self._ranks.numbers[rank]})"
+                kind = getattr(errors, failure.kind, CheckpointError)
+                raise kind(f"{failure.text}{where}")
+
+    def _agree(self, failure: _Failure | None) -> None:
+        found = self._exchange((failure, self._differences), "what is compared")
+        self._refuse([each for each, _ in found])
+        differences = of_all_ranks(each for _, each in found)
+        if differences:
+            raise CheckpointMismatch(table(str(self._path), differences))
+
+    # -- compare
+
+    def _compare(self, collect: Callable[[], Contents]) -> None:
+        contents = self._contents = collect()
+        names = frozenset(contents.state) | frozenset(contents.names.buffers)
+        source = self._source = open_source(self._path, names, self._options.rename)
+        source.refuse_wrong_sizes(sorted(source.files())[self._ranks.rank :: self._ranks.size])
+        tensors, extra = self._compare_model()
+        with Reader(source) as reader:
+            if STEP in source.names:
+                self._step = reader.value(STEP)
+            groups, state = self._compare_optimizers(reader)
+            values = self._values(reader)
+            loaded = {name: reader.value(key) for name, key in extra.items()}
+            self._bytes_read += reader.bytes_read
+        self._wanted = _Wanted(tensors, state, groups, values, loaded)
+
+    def _differ(self, kind: str, name: str, text: str = "") -> None:
+        self._differences.append(Difference(kind, name, text))
+
+    def _compare_model(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Of the model, what is read: tensors, and others, for each name in the checkpoint that in the model."""
+        contents, source, options = self._contents, self._source, self._options
+        there = {f"{MODEL}.{rest}" for rest in source.below(MODEL)}
+        tensors: dict[str, str] = {}
+        extra: dict[str, str] = {}
+        of_first: dict[str, list[str]] = {}
+        for name in contents.state:
+            of_first.setdefault(contents.names.first.get(name, name), []).append(name)
+        found: str | None
+        for first, tied in of_first.items():
+            if not options.takes(first):
+                continue
+            found = next((each for each in tied if f"{MODEL}.{each}" in there), None)
+            wanted = contents.state[first]
+            if found is None:
+                self._miss(first, wanted)
+            elif not isinstance(wanted, torch.Tensor):
+                extra[first] = f"{MODEL}.{found}"
+            elif not is_tensor(source, f"{MODEL}.{found}"):
+                self._differ("shape", first, f"a value in the checkpoint, {_described(wanted)} in the model")
+            else:
+                tensors[f"{MODEL}.{found}"] = first
+                self._compare_tensor(first, wanted, f"{MODEL}.{found}")
+        known = {f"{MODEL}.{name}" for name in contents.state}
+        for key in sorted(there - known):
+            name = key[len(MODEL) + 1 :]
+            if options.takes(name):
+                self._unexpected.append(name)
+                if options.strict:
+                    self._differ("unexpected", name, _described(source.metadata.state_dict_metadata[key]))
+        for name in sorted(contents.names.transient):
+            if contents.names.buffers[name].is_meta and options.strict and options.only is None:
+                text = f"a buffer that is not persistent, {_described(contents.names.buffers[name])}"
+                self._differ("unwritten", name, text)
+        return tensors, extra
+
+    def _miss(self, name: str, wanted: Any) -> None:
+        self._missing.append(name)
+        if self._options.strict:
+            self._differ("missing", name, _described(wanted))
+
+    def _compare_tensor(self, name: str, wanted: torch.Tensor, key: str) -> None:
+        found = cast(TensorStorageMetadata, self._source.metadata.state_dict_metadata[key])
+        if tuple(found.size) != tuple(wanted.shape):
+            self._differ("shape", name, f"{tuple(found.size)} in the checkpoint, {tuple(wanted.shape)} in the model")
+        elif found.properties.dtype != wanted.dtype:
+            text = f"{found.properties.dtype} in the checkpoint, {wanted.dtype} in the model"
+            if self._options.cast:
+                self._cast[name] = f"{found.properties.dtype} -> {wanted.dtype}"
+            else:
+                self._differ("dtype", name, text)
+
+    def _compare_optimizers(self, reader: Reader) -> tuple[list[Mapping[str, Any] | None], dict[str, dict[str, str]]]:
+        """Hyperparameters for each group, and which states there are to be read."""
+        contents, source, options = self._contents, self._source, self._options
+        wanted = contents.optimizers.groups
+        if not wanted:
+            return [], {}
+        names = frozenset(name for name in contents.optimizers.parameters if options.takes(name))
+        saved = _groups(reader, saved_groups(source), options.rename, wanted)
+        state = split_state(source, names, options.rename)
+        in_saved = {name for group in saved for name in group[NAMES]}
+        first = contents.names.first
+        in_saved = {first.get(name, name) for name in in_saved}
+        if not saved:
+            self._differ("group", "optimizer", "the checkpoint has no optimizer")
+            return [], {}
+        for name in sorted(names - in_saved):
+            self._missing.append(f"optimizer: {name}")
+            if options.strict:
+                self._differ("group", name, "in no parameter group of the checkpoint")
+        if options.only is None:
+            for name in sorted(in_saved - set(contents.optimizers.parameters)):
+                self._unexpected.append(f"optimizer: {name}")
+                if options.strict:
+                    self._differ("group", name, "in no parameter group of the optimizer")
+        saved = [{**group, NAMES: [first.get(name, name) for name in group[NAMES]]} for group in saved]
+        matched, lines = groups_that_match(wanted, saved, in_saved & names)
+        for line in lines:
+            self._differ("group", line)
+        return matched if options.only is None else [None] * len(wanted), state
+
+    def _values(self, reader: Reader) -> list[tuple[Values, str, Any]]:
+        """The program's values, as they were packed. DTensors among them are read later."""
+        contents, source, options = self._contents, self._source, self._options
+        wanted = [(contents.shared, name, SHARED) for name in contents.shared]
+        saved_by = {int(rest.partition(".")[0]) for rest in source.below(PER_RANK)}
+        if contents.per_rank:
+            if saved_by and saved_by != set(range(self._ranks.size)):
+                if options.per_rank_missing == "raise":
+                    text = f"{len(saved_by)} in the checkpoint, {self._ranks.size} now"
+                    self._differ("ranks", PER_RANK, text)
+            else:
+                front = f"{PER_RANK}.{self._ranks.rank}"
+                wanted += [(contents.per_rank, name, front) for name in contents.per_rank]
+        found = []
+        for values, name, front in wanted:
+            key = f"{front}.{name}"
+            if key in source.names and not is_tensor(source, key):
+                found.append((values, name, reader.value(key)))
+            elif key in source.names or next(source.below(key), None) is not None:
+                found.append((values, name, _Nested(key)))
+            elif options.strict:
+                self._differ("value", f"{front.partition('.')[0]}[{name!r}]")
+            else:
+                self._missing.append(key)
+        return found
+
+    # -- read
+
+    def _verify_files(self) -> None:
+        """Compare all checksums of a share of the items."""
+        storage = self._source.metadata.storage_data
+        keys = sorted({(info.relative_path, info.offset): _key(index) for index, info in storage.items()}.items())
+        with Reader(self._source) as reader:
+            for _, key in keys[self._ranks.rank :: self._ranks.size]:
+                reader.verify(key)
+            self._bytes_read += reader.bytes_read
+
+    def _read(self, reader: Reader) -> None:
+        contents, wanted = self._contents, self._wanted
+        materialize(contents, [name for name in wanted.tensors.values()])
+        into: dict[str, torch.Tensor] = {key: contents.state[name] for key, name in wanted.tensors.items()}
+        self._state: dict[str, dict[str, Any]] = {}
+        known = contents.optimizers.state() if wanted.state else {}
+        for name, keys in wanted.state.items():
+            of_one = self._state[name] = {}
+            for state, key in keys.items():
+                if not is_tensor(self._source, key):
+                    of_one[state] = reader.value(key)
+                    continue
+                found = cast(TensorStorageMetadata, self._source.metadata.state_dict_metadata[key])
+                like = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+                here = known.get(name, {}).get(state)
+                made = contents.optimizers.destination(name, state, here, like)
+                of_one[state] = into[key] = made
+        self._nested: dict[str, Any] = {}
+        for values, name, value in wanted.values:
+            if isinstance(value, _Nested):
+                self._nested[value.key] = _destinations(values[name], value.key, self._source, reader, into)
+        read_tensors(reader, self._source, into)
+
+    def _finish_reading(self, reader: Reader, failure: _Failure | None) -> None:
+        """Compare the checksums of what all ranks have read.
+
+        Raises:
+            CheckpointDamaged: on every rank.
+        """
+        found = self._exchange((failure, reader.pieces), "what was read")
+        self._refuse([each for each, _ in found])
+        if self._options.verify == "reading":
+            pieces: dict[Key, list[Piece]] = {}
+            for _, of_rank in found:
+                for key, each in of_rank.items():
+                    pieces.setdefault(key, []).extend(each)
+            mine = sorted(pieces)[self._ranks.rank :: self._ranks.size]
+            failure = self._attempt(lambda: self._compare_sums(reader, {key: pieces[key] for key in mine}))
+        counts = self._exchange((failure, reader.bytes_read + self._bytes_read), "its checksums")
+        self._refuse([each for each, _ in counts])
+        self._bytes_read = sum(each for _, each in counts)
+
+    def _compare_sums(self, reader: Reader, pieces: Mapping[Key, Sequence[Piece]]) -> None:
+        for key, of_item in pieces.items():
+            found: Covered = covered(of_item)
+            parts = [(piece.start, piece.nbytes, piece.crc) for piece in found.pieces]
+            parts += [(start, nbytes, reader.rest(key, start, nbytes)) for start, nbytes in found.gaps]
+            crc, wanted = crc_of(parts), of_item[0].whole_crc
+            if crc != wanted:
+                raise damaged(self._source, key, f"its checksum is {crc:08x}, and was {wanted:08x}")
+
+    # -- hand over
+
+    def _hand_over(self) -> None:
+        contents, wanted = self._contents, self._wanted
+        written([contents.names.tensors().get(name) for name in wanted.tensors.values()])
+        if wanted.extra:
+            contents.model.load_state_dict(wanted.extra, strict=False)
+        if wanted.groups:
+            state = dict(self._state)
+            if self._options.only is not None or not self._options.strict:  # what was not taken stays
+                state = {**contents.optimizers.state(), **state}
+            contents.optimizers.load(state, wanted.groups)
+        for values, name, value in wanted.values:
+            state = self._nested[value.key] if isinstance(value, _Nested) else value[0]
+            if isinstance(values[name], Stateful):
+                values[name].load_state_dict(state)
+            else:
+                values[name] = state
+
+    def _report(self) -> LoadReport:
+        wanted, contents = self._wanted, self._contents
+        loaded = [*wanted.tensors.values(), *wanted.extra]
+        here = contents.names.tensors()
+        return LoadReport(
+            path=str(self._path),
+            step=self._step,
+            loaded=tuple(loaded),
+            missing=tuple(self._missing),
+            unexpected=tuple(self._unexpected),
+            cast=dict(self._cast),
+            unwritten=tuple(name for name, tensor in here.items() if tensor.is_meta),
+            unverified=tuple(loaded) if self._options.verify == "no" else (),
+            optimizer=tuple(sorted(wanted.state)),
+            values=tuple(name for _, name, _ in wanted.values),
+            bytes_read=self._bytes_read,
+        )
+
+
+class _Nested(NamedTuple):
+    """A value that has sharded tensors, below the name ``key``."""
+
+    key: str
+
+
+def _destinations(value: Any, key: str, source: Source, reader: Reader, into: dict[str, torch.Tensor]) -> Any:
+    """The state of ``value``, in which tensors are to be read to; what is no tensor was read."""
+    live = value.state_dict() if isinstance(value, Stateful) else value
+    if isinstance(live, torch.Tensor):
+        into[key] = live
+        return live
+    found: dict[str, Any] = {}
+    front = source.paths.get(next(f"{key}.{rest}" for rest in source.below(key)), ())
+    depth = len(key.split(".")) if front else 0
+    for rest in source.below(key):
+        name = f"{key}.{rest}"
+        path = source.paths[name][depth:] if name in source.paths else (rest,)
+        here = _at(live, path)
+        if not is_tensor(source, name):
+            _put(found, path, reader.value(name))
+            continue
+        meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
+        fits = isinstance(here, torch.Tensor) and here.shape == meta.size and here.dtype == meta.properties.dtype
+        target = here if fits else torch.empty(meta.size, dtype=meta.properties.dtype)
+        into[name] = cast(torch.Tensor, target)
+        _put(found, path, target)
+    return found
+
+
+def _at(state: Any, path: Iterable[Any]) -> Any:
+    for step in path:
+        if isinstance(state, Mapping):
+            state = state.get(step)
+        elif isinstance(state, (list, tuple)) and isinstance(step, int) and step < len(state):
+            state = state[step]
+        else:
+            return None
+    return state
+
+
+def _put(root: Any, path: Sequence[Any], value: Any) -> None:
+    for step, following in pairwise(path):
+        made: Any = [] if isinstance(following, int) else {}
+        if isinstance(root, list):
+            root.extend([None] * (step + 1 - len(root)))
+            root[step] = made if root[step] is None else root[step]
+        else:
+            root.setdefault(step, made)
+        root = root[step]
+    if isinstance(root, list):
+        root.extend([None] * (path[-1] + 1 - len(root)))
+    root[path[-1]] = value
+
+
+def _groups(
+    reader: Reader, found: Mapping[str, Mapping[str, str]], rename: Rename, wanted: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The parameter groups of a checkpoint: names and hyperparameters."""
+    groups = []
+    for index, keys in found.items():
+        group = {key: _hyperparameter(reader, name) for key, name in keys.items()}
+        group.setdefault(NAMES, [index])  # torch's flattened form: each parameter has its own
+        names = group[NAMES]
+        group[NAMES] = list(names) if rename is None else [rename(name) for name in names]
+        groups.append(group)
+    if groups and all(NAMES not in keys for keys in found.values()):
+        of = {group[NAMES][0]: group for group in groups}
+        merged = [[name for name in each[NAMES] if name in of] for each in wanted]
+        rest = set(of).difference(*merged)
+        groups = [{**of[names[0]], NAMES: names} for names in merged if names]
+        groups += [of[name] for name in sorted(rest)]
+    return groups
+
+
+def _hyperparameter(reader: Reader, name: str) -> Any:
+    source = reader.source
+    if not is_tensor(source, name):
+        return reader.value(name)
+    meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
+    value = torch.empty(meta.size, dtype=meta.properties.dtype)
+    read_tensors(reader, source, {name: value})
+    return value
+
+
+def read_tensors(reader: Reader, source: Source, into: dict[str, torch.Tensor]) -> None:
+    """Read tensors by name; of a DTensor this rank's part."""
+    if not into:
+        return
+    chosen = Metadata({name: source.metadata.state_dict_metadata[name] for name in into})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with torch.no_grad():
+        planner.set_up_planner(dict(into), chosen, False)
+        reader.read(planner.create_local_plan().items, planner)
+
+
+def materialize(contents: Contents, names: Iterable[str]) -> None:
+    """Give the tensors of these ``names`` memory that are on meta; ``contents.state`` then has them."""
+    here = contents.names.tensors()
+    chosen = {id(here[name]): name for name in names if name in here and here[name].is_meta}
+    if not chosen:
+        return
+    device = next(
+        (torch.device(p.device_mesh.device_type) for p in here.values() if isinstance(p, DTensor)), torch.device("cpu")
+    )
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    contents.model._apply(
+        lambda tensor: torch.empty_like(tensor, device=device) if id(tensor) in chosen else tensor, recurse=True
+    )
+    contents.refresh()
+
+
+def written(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Let the engine and autograd know that ``tensors`` were written."""
+    groups: dict[int, Any] = {}
+    changed = []
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        changed.append(tensor)
+        param = fsdp_param_of(tensor)
+        if param is not None:
+            groups[id(param.group)] = param.group
+            param.write_counter.writes += 1
+    if changed:
+        torch.autograd.graph.increment_version(changed)
+    for group in groups.values():
+        group.storage.forget_sent()
+
+
+def _described(tensor: Any) -> str:
+    if isinstance(tensor, TensorStorageMetadata):
+        return f"{tensor.properties.dtype} {tuple(tensor.size)}"
+    if isinstance(tensor, torch.Tensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)}"
+    return "a value"
+
+
+def _key(index: MetadataIndex) -> Key:
+    return index.fqn, tuple(index.offset or ())
+
+
+__all__ = ["Load", "Options", "load", "materialize", "read_tensors", "written"]

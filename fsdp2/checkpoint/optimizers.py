@@ -1,0 +1,208 @@
+"""The state of optimizers by the names of their parameters: read without a step, and written without one.
+
+What does not exist (a parameter that no gradient has come to) is not in a checkpoint, and does not exist after a load.
+Groups are known by the names of their parameters: their order, and which optimizer of several has them, do not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp2.checkpoint.errors import CheckpointError
+from fsdp2.checkpoint.names import Names
+from fsdp2.core.param import fsdp_param_of, replacement_of
+from fsdp2.core.sharding import dtensor_like
+from fsdp2.optim.guard import rekey
+from fsdp2.optim.step_targets import COUNTERS
+
+Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] | None
+"""What users pass."""
+
+NAMES = "params"
+"""The key of a group's names."""
+
+_OF_THE_PROGRAM = ("params", "param_names")
+
+
+class NamedOptimizers:
+    """Optimizers over the parameters of one model.
+
+    Args:
+        optimizers: one, several, or none.
+        names: of the model, at rest.
+
+    Raises:
+        CheckpointError: one holds a parameter that the model does not have, or two hold the same one.
+    """
+
+    def __init__(self, optimizers: Optimizers, names: Names) -> None:
+        self._all = _listed(optimizers)
+        of = {id(parameter): names.first[name] for name, parameter in names.parameters.items()}
+        self._names: list[list[list[str]]] = []  # of each optimizer, of each group
+        self.parameters: dict[str, torch.Tensor] = {}
+        for optimizer in self._all:
+            rekey(optimizer)
+            self._names.append([[self._name(p, of) for p in group["params"]] for group in optimizer.param_groups])
+
+    def _name(self, parameter: torch.Tensor, of: Mapping[int, str]) -> str:
+        owner, successor = fsdp_param_of(parameter), replacement_of(parameter)
+        found = successor if owner is None and successor is not None else parameter
+        name = of.get(id(found))
+        if name is None:
+            raise CheckpointError(
+                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have, so "
+                "its state has no name in a checkpoint: pass the model that holds it, or an optimizer of its own, with "
+                "shared={...}."
+            )
+        if name in self.parameters:
+            raise CheckpointError(f"the parameter '{name}' is in two groups of optimizers: a checkpoint has one state.")
+        self.parameters[name] = parameter
+        return name
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Hyperparameters of all groups, with the names of their parameters."""
+        found = []
+        for optimizer, of_groups in zip(self._all, self._names, strict=True):
+            for group, names in zip(optimizer.param_groups, of_groups, strict=True):
+                hyper = {key: value for key, value in group.items() if key not in _OF_THE_PROGRAM}
+                found.append({NAMES: list(names), **hyper})
+        return found
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """What there is, by name. The tensors are the optimizers' own.
+
+        Raises:
+            CheckpointError: an optimizer keeps state that is of no parameter.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for optimizer, of_groups in zip(self._all, self._names, strict=True):
+            flat = [name for names in of_groups for name in names]
+            for index, state in optimizer.state_dict()["state"].items():
+                if not isinstance(index, int):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps a state '{index}' that is of no parameter, which has no "
+                        "name in a checkpoint: save it with shared={...}."
+                    )
+                found[flat[index]] = dict(state) if isinstance(state, Mapping) else {"": state}
+        return found
+
+    def destination(self, name: str, key: str, known: Any, like: torch.Tensor) -> torch.Tensor:
+        """Where the state ``key`` of the parameter ``name`` is to be read to.
+
+        Args:
+            name: of the parameter.
+            key: of its state.
+            known: what the optimizer has there, if anything: taken again, if it fits.
+            like: on meta: the shape and dtype of what was saved.
+        """
+        parameter = self.parameters[name]
+        is_of_elements = like.shape == parameter.shape and not (like.dim() == 0 and key in COUNTERS)
+        is_sharded = isinstance(parameter, DTensor) and is_of_elements
+        fits = isinstance(known, torch.Tensor) and known.shape == like.shape and known.dtype == like.dtype
+        if fits and isinstance(known, DTensor) == is_sharded:
+            return known  # type: ignore[no-any-return]
+        if is_sharded:
+            return dtensor_like(parameter, torch.empty_like(parameter.to_local(), dtype=like.dtype))  # type: ignore[attr-defined]
+        device = parameter.device if like.dim() or is_of_elements else torch.device("cpu")
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any] | None]) -> None:
+        """Give the optimizers ``state``, of exactly these parameters, and hyperparameters.
+
+        Args:
+            state: by name; parameters without one have none afterwards.
+            groups: for each of `groups` what was saved; None: as it is.
+        """
+        chosen = iter(groups)
+        for optimizer, of_groups in zip(self._all, self._names, strict=True):
+            packed = optimizer.state_dict()["param_groups"]
+            flat = [name for names in of_groups for name in names]
+            for group in packed:
+                saved = next(chosen) or {}
+                group |= {key: value for key, value in saved.items() if key not in _OF_THE_PROGRAM}
+            of_this = {index: _unwrapped(state[name]) for index, name in enumerate(flat) if name in state}
+            optimizer.load_state_dict({"state": of_this, "param_groups": packed})
+            _keep_dtypes(optimizer, flat, state)
+
+
+def _listed(optimizers: Optimizers) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Optimizer):
+        return [optimizers]
+    found = list(optimizers.values()) if isinstance(optimizers, Mapping) else list(optimizers)
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise CheckpointError(f"optimizer takes optimizers of torch, one or several; got a {type(each).__name__}.")
+    return found
+
+
+def _unwrapped(state: Mapping[str, Any]) -> Any:
+    """A copy; what was no mapping is none again."""
+    return state[""] if set(state) == {""} else dict(state)
+
+
+def _keep_dtypes(optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Undo what torch's ``load_state_dict`` casts to the dtypes of parameters: states are as they were saved."""
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # it knows itself what it keeps how
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter, name in zip(parameters, names, strict=True):
+        saved, loaded = state.get(name, {}), optimizer.state.get(parameter)
+        if not isinstance(loaded, dict):
+            continue
+        for key, value in saved.items():
+            found = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
+                loaded[key] = value if value.device == found.device else value.to(found.device)
+
+
+def groups_that_match(
+    wanted: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]], known: set[str]
+) -> tuple[list[Mapping[str, Any] | None], list[str]]:
+    """For each of the groups ``wanted`` that of ``saved`` which has its parameters, and what speaks against it.
+
+    Args:
+        wanted: groups of optimizers, with names.
+        saved: those of a checkpoint.
+        known: the names that are in both, to compare.
+
+    Returns:
+        A group, or None, for each of ``wanted``; and lines for people.
+    """
+    of = {name: index for index, group in enumerate(saved) for name in group.get(NAMES, ())}
+    matched: list[Mapping[str, Any] | None] = []
+    lines: list[str] = []
+    taken: dict[int, int] = {}
+    empty = [index for index, group in enumerate(saved) if not group.get(NAMES)]
+    for place, group in enumerate(wanted):
+        names = [name for name in group[NAMES] if name in known]
+        found = sorted({of[name] for name in names if name in of})
+        if not found and not group[NAMES] and empty:
+            found = [empty.pop(0)]
+        if len(found) > 1:
+            parts = "; ".join(
+                f"group {index} has {_shortened([n for n in names if of.get(n) == index])}" for index in found
+            )
+            lines.append(f"group {place} is of several in the checkpoint: {parts}")
+        elif found and found[0] in taken:
+            other = wanted[taken[found[0]]][NAMES]
+            lines.append(
+                f"groups {taken[found[0]]} and {place} are one in the checkpoint, group {found[0]}: "
+                f"{_shortened([n for n in other if n in known])} and {_shortened(names)}"
+            )
+        if len(found) == 1:
+            taken.setdefault(found[0], place)
+        matched.append(saved[found[0]] if len(found) == 1 else None)
+    return matched, lines
+
+
+def _shortened(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:3])
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

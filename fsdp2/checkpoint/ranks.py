@@ -1,0 +1,129 @@
+"""How the ranks of a save or a load tell each other what they found: objects, few and small, outside of any step.
+
+What the thread that trains exchanges goes the way of the engine's own comparisons, so that the watchdog names ranks
+that never come, or are gone, on all ranks (docs/failures.md). A background thread has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.checkpoint.errors import CheckpointError
+from fsdp2.core.places import label, raise_if_stopped
+from fsdp2.core.transport import of_backend
+from fsdp2.features.broadcast_parameters import device_that_travels
+
+
+class Ranks(ABC):
+    """The ranks that save or load together.
+
+    Attributes:
+        rank: of this process among them.
+        size: how many there are.
+        numbers: of all, in the whole world: for messages.
+    """
+
+    rank: int
+    size: int
+    numbers: list[int]
+
+    @abstractmethod
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """The ``value`` of every rank. Collective; ``what`` it is of, for messages."""
+
+
+class Alone(Ranks):
+    """There is nobody else."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.numbers = 0, 1, [0]
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """Nothing to do."""
+        return [value]
+
+
+class Watched(Ranks):
+    """The ranks of ``group``, in the thread that trains."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), group.size()
+        self.numbers = dist.get_process_group_ranks(group)
+        self._group = group
+        self._device = device_that_travels(torch.device("cpu"), group)
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """Two exchanges: of sizes, and of what is padded to the largest.
+
+        Raises:
+            FSDPRuntimeError: ranks can never meet here, or are gone; on all ranks.
+        """
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        try:
+            with _torch.unobserved(), torch.inference_mode(False), torch.no_grad():
+                sizes = self._exchange(torch.tensor([len(data)]), f"{what}: sizes").tolist()
+                mine = torch.zeros(max(sizes), dtype=torch.uint8)
+                mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                everyone = self._exchange(mine, what).view(self.size, -1)
+        except RuntimeError:
+            raise_if_stopped()
+            raise
+        places = [everyone[index].data_ptr() for index in range(self.size)]
+        return [pickle.loads(ctypes.string_at(place, size)) for place, size in zip(places, sizes, strict=True)]
+
+    def _exchange(self, mine: torch.Tensor, what: str) -> torch.Tensor:
+        mine = mine.to(self._device)
+        everyone = mine.new_empty(self.size * mine.numel())
+        transport = of_backend(self._group, self._device)
+        transport.label = label(what)
+        transport.compare(everyone, mine)
+        return everyone.cpu()
+
+
+class InBackground(Ranks):
+    """The same ranks, in a thread that does nothing else.
+
+    Collective: all ranks of ``group`` make it together, in the thread that trains.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), group.size()
+        self.numbers = dist.get_process_group_ranks(group)
+        self._own = dist.new_group(self.numbers, backend="gloo", group_desc="fsdp2.checkpoint")
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """torch.distributed's own way: the thread may wait for as long as the group's timeout lets it."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._own)
+        return found
+
+    def close(self) -> None:
+        """Give the group back. Also to end the waits of ranks that a failed one leaves alone."""
+        if dist.is_initialized() and _torch.knows_group(self._own):
+            dist.destroy_process_group(self._own)
+
+
+def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
+    """The ranks of ``process_group``; None: all there are, or this process alone.
+
+    Raises:
+        CheckpointError: they are simulated.
+    """
+    group = process_group
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return Alone()
+    if _torch.backend_name(group, torch.device("cpu")) == "fake":
+        raise CheckpointError(
+            f"the process group is a fake one of {group.size()} ranks, of which {group.size() - 1} are not there to "
+            "save or load their parts: checkpoints need real ranks."
+        )
+    return Watched(group)

@@ -1,0 +1,379 @@
+"""Reads what a rank needs of a checkpoint's files, straight to where it is to be, and computes checksums of it.
+
+`torch.load` has to read an item whole. Most items are a header and then a tensor's rows, one after the other; so the
+bytes of the rows that a rank needs are read from their place, into the memory of its shard if that is on the host and
+of the same dtype. What lies in other ways (transposed, compressed, of a subclass) is read as torch reads it.
+
+[Note: checksums of parts]
+The CRC-32 of an item is of all of its bytes, of which a rank may have read some rows. Ranks tell each other what they
+have read, with the CRC-32 of it; if that covers the item, the parts' are combined to its own. Where some ranks have
+read a part and none the rest, one reads the rest, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from fsdp2.checkpoint.errors import CheckpointDamaged
+from fsdp2.checkpoint.source import Source
+from fsdp2.checkpoint.zips import Layout, NoZip, Record, Slice, content_start, crc_of_both, directory_of, layout_of
+
+BLOCK_BYTES = 2 << 20
+"""Read, and summed up, at once: what fits into a cache."""
+
+Key = tuple[str, tuple[int, ...]]
+"""An item: the name of a tensor or value, and the offsets of its part."""
+
+
+class Piece(NamedTuple):
+    """Bytes of an item's record that were read.
+
+    Attributes:
+        start: in the record.
+        nbytes: how many.
+        crc: CRC-32 of them.
+        whole_nbytes: of the record.
+        whole_crc: what is written of it.
+    """
+
+    start: int
+    nbytes: int
+    crc: int
+    whole_nbytes: int
+    whole_crc: int
+
+
+class _Opened(NamedTuple):
+    """An item that was looked at.
+
+    Attributes:
+        item: its bytes.
+        records: of its zip.
+        layout: how its tensor lies; None if torch has to read it.
+        start: of its content, in the file; 0 if torch has to read it.
+        content: the record of that.
+    """
+
+    item: Slice
+    records: dict[str, Record]
+    layout: Layout | None
+    start: int
+    content: Record | None
+
+
+class Reader:
+    """Reads items of one checkpoint, on one rank. A context manager, which closes files.
+
+    Args:
+        source: the checkpoint.
+        sums: whether checksums are computed.
+
+    Attributes:
+        source: the checkpoint.
+        bytes_read: of files.
+        pieces: what was read of each item, if checksums are computed.
+    """
+
+    def __init__(self, source: Source, *, sums: bool = True) -> None:
+        self.source = source
+        self._sums = sums
+        self._files: dict[str, BinaryIO] = {}
+        self._known: dict[Key, _Opened] = {}
+        self.bytes_read = 0
+        self.pieces: dict[Key, list[Piece]] = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._known.clear()
+
+    # -- values
+
+    def value(self, name: str) -> Any:
+        """A value that is no tensor.
+
+        Raises:
+            CheckpointDamaged: it is not what was written.
+        """
+        key = (name, ())
+        opened = self._open(key, MetadataIndex(name))
+        data = self._whole(key, opened)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        except Exception as error:  # whatever unpickling does
+            raise self._damaged(key, f"{type(error).__name__}: {error}") from error
+
+    # -- tensors
+
+    def read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Read ``items`` to where ``planner`` says. In the order in which they lie in files.
+
+        Raises:
+            CheckpointDamaged: one is not what was written, as far as this rank can see.
+        """
+        storage = self.source.metadata.storage_data
+        for each in sorted(items, key=lambda item: _place(storage[item.storage_index])):
+            key = (each.storage_index.fqn, tuple(each.storage_index.offset or ()))
+            opened = self._open(key, each.storage_index)
+            target = planner.resolve_tensor(each).detach()
+            region = (tuple(each.storage_offsets), tuple(each.lengths))
+            try:
+                if opened.layout is None:
+                    self._read_as_torch(key, opened, region, target)
+                else:
+                    self._read_rows(key, opened, opened.layout, region, target)
+            except OSError as error:
+                raise self._damaged(key, f"{type(error).__name__}: {error}") from error
+            planner.commit_tensor(each, target)
+
+    def _read_rows(self, key: Key, opened: _Opened, layout: Layout, region: Any, target: torch.Tensor) -> None:
+        """Of a tensor that lies plainly, the rows of ``region``."""
+        offsets, lengths = region
+        if not math.prod(lengths):
+            return
+        itemsize = layout.dtype.itemsize
+        row_shape = layout.shape[1:]
+        row_bytes = math.prod(row_shape) * itemsize
+        first, count = (offsets[0], lengths[0]) if layout.shape else (0, 1)
+        start = layout.start * itemsize + first * row_bytes
+        is_whole_rows = tuple(lengths[1:]) == row_shape
+        if is_whole_rows and target.is_cpu and target.dtype == layout.dtype and _is_flat(target):
+            self._read_bytes(key, opened, start, _memory(target))
+            return
+        rows_at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
+        # A dtype that the target does not have is cast by `copy_`; columns are cut out of rows in memory.
+        block = torch.empty(min(count, rows_at_once), *row_shape, dtype=layout.dtype) if layout.shape else None
+        for at in range(0, count, rows_at_once):
+            size = min(rows_at_once, count - at)
+            rows = torch.empty((), dtype=layout.dtype) if block is None else block[:size]
+            self._read_bytes(key, opened, start + at * row_bytes, _memory(rows))
+            if block is None:
+                target.copy_(rows)
+                continue
+            for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), start=1):
+                rows = rows.narrow(dim, offset, length)
+            target.narrow(0, at, size).copy_(rows)
+
+    def _read_as_torch(self, key: Key, opened: _Opened, region: Any, target: torch.Tensor) -> None:
+        data = self._whole(key, opened)
+        try:
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever unpickling does
+            raise self._damaged(key, f"{type(error).__name__}: {error}") from error
+        for dim, (offset, length) in enumerate(zip(*region, strict=True)):
+            found = found.narrow(dim, offset, length)
+        if found.shape != target.shape:
+            raise self._damaged(key, f"it is of shape {tuple(found.shape)}, not {tuple(target.shape)}")
+        target.copy_(found)
+
+    # -- bytes
+
+    def rest(self, key: Key, start: int, nbytes: int) -> int:
+        """CRC-32 of bytes that nobody needs, of the content of an item."""
+        opened = self._open(key, MetadataIndex(*key))
+        buffer = torch.empty(min(nbytes, BLOCK_BYTES), dtype=torch.uint8)
+        crc = 0
+        for at in range(start, start + nbytes, BLOCK_BYTES):
+            part = _memory(buffer)[: min(BLOCK_BYTES, start + nbytes - at)]
+            self._fill(key, opened, at, part)
+            crc = zlib.crc32(part, crc)
+        return crc
+
+    def _read_bytes(self, key: Key, opened: _Opened, start: int, into: memoryview) -> None:
+        """Read bytes of the content from ``start`` on, and note what they are."""
+        crc = 0
+        for at in range(0, len(into), BLOCK_BYTES):
+            part = into[at : at + BLOCK_BYTES]
+            self._fill(key, opened, start + at, part)
+            if self._sums:
+                crc = zlib.crc32(part, crc)
+        content = opened.content
+        if self._sums and content is not None:
+            piece = Piece(start, len(into), crc, content.nbytes, self._written(key, opened.layout, content))
+            self.pieces.setdefault(key, []).append(piece)
+
+    def _fill(self, key: Key, opened: _Opened, start: int, part: memoryview) -> None:
+        opened.item.seek(opened.start + start)
+        at = 0
+        while at < len(part):
+            found = opened.item.readinto(part[at:])
+            if not found:
+                raise self._damaged(key, "the file ends before it")
+            at += found
+        self.bytes_read += len(part)
+
+    def _whole(self, key: Key, opened: _Opened) -> bytes:
+        """The bytes of an item, of which each record is what was written."""
+        opened.item.seek(0)
+        data = opened.item.read()
+        self.bytes_read += len(data)
+        if self._sums:
+            for name, record in opened.records.items():
+                start = content_start(opened.item, record)
+                crc = zlib.crc32(memoryview(data)[start : start + record.nbytes])
+                self._compare(key, name, record, crc)
+        return data
+
+    # -- items
+
+    def verify(self, key: Key) -> None:
+        """Read all of an item, and compare all that is written of it.
+
+        Raises:
+            CheckpointDamaged: something differs.
+        """
+        opened = self._open(key, MetadataIndex(key[0], key[1]))
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        for name, record in opened.records.items():
+            try:
+                start, crc = content_start(opened.item, record), 0
+            except NoZip as error:
+                raise self._damaged(key, str(error)) from error
+            for at in range(0, record.nbytes, BLOCK_BYTES):
+                part = _memory(buffer)[: min(BLOCK_BYTES, record.nbytes - at)]
+                opened.item.seek(start + at)
+                if opened.item.readinto(part) != len(part):
+                    raise self._damaged(key, "the file ends before it")
+                crc = zlib.crc32(part, crc)
+                self.bytes_read += len(part)
+            self._compare(key, name, record, crc)
+
+    def _compare(self, key: Key, name: str, record: Record, crc: int) -> None:
+        wanted = self._crc_in_manifest(key, name)
+        if crc != record.crc or (wanted is not None and crc != wanted):
+            raise self._damaged(key, f"its checksum is {crc:08x}, and was {wanted or record.crc:08x}")
+
+    def _written(self, key: Key, layout: Layout | None, content: Record) -> int:
+        wanted = None if layout is None else self._crc_in_manifest(key, layout.record)
+        return content.crc if wanted is None else wanted
+
+    def _crc_in_manifest(self, key: Key, record: str) -> int | None:
+        manifest = self.source.manifest
+        if manifest is None:
+            return None
+        name, offsets = self.source.original[key[0]], key[1]
+        entry = manifest.entries.get(name)
+        if entry is not None and entry.same_as:
+            entry = manifest.entries.get(entry.same_as)
+        for item in () if entry is None else entry.items:
+            if item.offsets == offsets:
+                text = item.crc32.get(record)
+                return None if text is None else int(text, 16)
+        return None
+
+    def _open(self, key: Key, index: MetadataIndex) -> _Opened:
+        opened = self._known.get(key)
+        if opened is None:
+            try:
+                opened = self._known[key] = self._looked_at(key, index)
+            except (OSError, NoZip) as error:
+                raise self._damaged(key, str(error)) from error
+        return opened
+
+    def _looked_at(self, key: Key, index: MetadataIndex) -> _Opened:
+        info = self.source.metadata.storage_data[index]
+        file = self._files.get(info.relative_path)
+        if file is None:
+            path = self.source.path / info.relative_path
+            file = self._files[info.relative_path] = path.open("rb", buffering=0)
+        item = Slice(file, info.offset, info.length)
+        if getattr(info, "transform_descriptors", None):
+            raise NoZip(f"it was written through {info.transform_descriptors}, which fsdp2.checkpoint cannot read")
+        records = directory_of(item)
+        described = records.get("data.pkl")
+        if described is None:
+            raise NoZip("it holds nothing")
+        item.seek(content_start(item, described))
+        text = item.read(described.nbytes)
+        if self._sums:
+            self._compare(key, "data.pkl", described, zlib.crc32(text))
+        layout = layout_of(text)
+        content = None if layout is None else records.get(layout.record)
+        if layout is None or content is None or not layout.is_plain or content.nbytes < _end_of(layout):
+            return _Opened(item, records, None, 0, None)
+        return _Opened(item, records, layout, content_start(item, content), content)
+
+    def _damaged(self, key: Key, why: str) -> CheckpointDamaged:
+        return damaged(self.source, key, why)
+
+
+def damaged(source: Source, key: Key, why: str) -> CheckpointDamaged:
+    """The error that names an item, its file and what is wrong."""
+    info = source.metadata.storage_data.get(MetadataIndex(*key)) or source.metadata.storage_data.get(
+        MetadataIndex(key[0])
+    )
+    file = source.path if info is None else source.path / info.relative_path
+    return CheckpointDamaged(f"the checkpoint {source.path} is damaged: {Path(file).name}, '{key[0]}': {why}.")
+
+
+def _place(info: Any) -> tuple[str, int]:
+    return info.relative_path, info.offset
+
+
+def _end_of(layout: Layout) -> int:
+    return (layout.start + math.prod(layout.shape)) * layout.dtype.itemsize
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the host. (Not by NumPy, which torch may be without.)"""
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(array).cast("B")
+
+
+# ---- what all ranks have read --------------------------------------------------------------------
+
+
+class Covered(NamedTuple):
+    """An item by what ranks have read of it.
+
+    Attributes:
+        pieces: that do not overlap.
+        gaps: start and size of what is between them.
+    """
+
+    pieces: tuple[Piece, ...]
+    gaps: tuple[tuple[int, int], ...]
+
+
+def covered(pieces: Sequence[Piece]) -> Covered:
+    """Pieces of ``pieces`` that follow each other, and what is between them. See [Note: checksums of parts]."""
+    chosen: list[Piece] = []
+    gaps: list[tuple[int, int]] = []
+    end, whole = 0, pieces[0].whole_nbytes
+    for piece in sorted(pieces, key=lambda each: (each.start, -each.nbytes)):
+        if piece.start < end or not piece.nbytes:
+            continue  # the same rows, by another rank
+        if piece.start > end:
+            gaps.append((end, piece.start - end))
+        chosen.append(piece)
+        end = piece.start + piece.nbytes
+    if end < whole:
+        gaps.append((end, whole - end))
+    return Covered(tuple(chosen), tuple(gaps))
+
+
+def crc_of(parts: Sequence[tuple[int, int, int]]) -> int:
+    """CRC-32 of parts (start, size, CRC-32) that follow each other."""
+    crc = 0
+    for _, nbytes, own in sorted(parts):
+        crc = crc_of_both(crc, own, nbytes)
+    return crc

@@ -1,0 +1,326 @@
+"""`save`: one checkpoint, committed by a rename. Nothing is ever written into a folder that has its final name.
+
+collect                        what there is, on each rank
+agree and plan                 ranks compare what they have; who writes what
+write                          into ``.name.writing`` beside it, flushed to disk
+tell each other the outcome    one that failed is one that all failed
+commit                         the first rank: .metadata, manifest.json, flush, rename, flush the parent
+tell each other the outcome
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
+
+from fsdp2.arguments import ANYTHING, Rule, checked
+from fsdp2.checkpoint import manifest
+from fsdp2.checkpoint.contents import GROUPS, MODEL, Contents, Values
+from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
+from fsdp2.checkpoint.manifest import Entry, Item, Manifest
+from fsdp2.checkpoint.optimizers import Optimizers
+from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.writing import Part, Planner, Writer
+from fsdp2.errors import FSDPError
+
+STEP_RULE = Rule("an int >= 0, or None", lambda value: value is None or (type(value) is int and value >= 0))
+PATH_RULE = Rule("a path", lambda value: isinstance(value, (str, os.PathLike)))
+
+
+@checked(path=PATH_RULE, optimizer=ANYTHING, shared=ANYTHING, per_rank=ANYTHING, step=STEP_RULE, process_group=ANYTHING)
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    shared: Values | None = None,
+    per_rank: Values | None = None,
+    step: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save ``model`` and what belongs to it in the folder ``path``, which is there afterwards, whole, or not at all.
+
+    Collective: all ranks of ``process_group`` must call it, outside of forward and backward. Nothing of the model, its
+    gradients or the optimizer is changed, made or stepped. Takes no memory beside the largest tensor.
+
+    Args:
+        path: of a folder that is not there yet, where all ranks see the same files.
+        model: sharded, plain, or one that contains sharded ones. Its persistent buffers are those of the first rank.
+        optimizer: one, several, or none, over parameters of ``model``.
+        shared: by names without dots: anything with ``state_dict()`` and ``load_state_dict()``, tensors and plain
+            values, the same on all ranks: the first rank's are kept. (Sharded tensors: every rank's part.)
+        per_rank: the same, kept for each rank.
+        step: of training; `LoadReport` has it.
+        process_group: by default that of all ranks.
+
+    Raises:
+        FSDPTypeError, FSDPValueError: an argument of another kind.
+        SaveFailed: on every rank: the folder is there, ranks have different parameters, one could not write or is gone.
+    """
+    ranks = ranks_of(process_group)
+    Save(Path(path), ranks).run(lambda: Contents(model, optimizer, shared, per_rank), step)
+
+
+class Save:
+    """One save under way.
+
+    Args:
+        path: the folder, by its final name.
+        ranks: that save together.
+        replaces: whether a folder of that name makes way, at the very end.
+    """
+
+    def __init__(self, path: Path, ranks: Ranks, *, replaces: bool = False) -> None:
+        self._path, self._ranks, self._replaces = path, ranks, replaces
+        self.folder = path.with_name(f".{path.name}.writing")
+        self._head: dict[str, Any] = {}
+        self._planner: Planner
+        self._placements: dict[str, str] = {}
+        self._aliases: dict[str, str] = {}
+
+    def run(self, collect: Callable[[], Contents], step: int | None) -> None:
+        """All of it."""
+        self.write(self.attempt(lambda: self.collect(collect(), step)))
+
+    def collect(
+        self, contents: Contents, step: int | None, copy: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    ) -> None:
+        """What there is, on this rank; ``copy`` makes it independent of what happens to the model."""
+        ranks = self._ranks
+        self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in contents.aliases.items()}
+        self._planner = Planner(contents.names, self._aliases, ranks.rank)
+        flat = self._planner.flatten(contents.to_save(step, ranks.rank))
+        if copy is not None:
+            self._planner.replace(copy(flat))
+        self._placements, mesh = _placements(flat)
+        self._head = {
+            "step": step,
+            "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__), "fsdp2": _version()},
+            "ranks": ranks.size,
+            "mesh": mesh,
+            "groups": tuple(_readable(group) for group in contents.optimizers.groups),
+        }
+
+    def write(self, failure: str) -> None:
+        """Write and commit; ``failure``: why this rank cannot, if so. Collective over the ranks.
+
+        Raises:
+            SaveFailed: on every rank.
+        """
+        plan = None
+        if not failure:
+            failure = self.attempt(self._prepare)
+        if not failure:
+            plan = self._planner.create_local_plan()
+        described = None if failure else self._planner.description()
+        found = self._exchange((failure, described, plan), "plans")
+        self._refuse([failure for failure, _, _ in found])
+        self._refuse_difference([described for _, described, _ in found])
+        parts: list[Part] = []
+        metadata = self._write_parts([plan for _, _, plan in found], parts)
+        outcome = self.attempt(lambda: self._commit(metadata, parts)) if self._ranks.rank == 0 else ""
+        self._refuse(self._exchange(outcome, "the commit"))
+
+    # -- what ranks tell each other
+
+    def attempt(self, action: Callable[[], Any]) -> str:
+        """Why ``action`` failed; "" if it did not."""
+        try:
+            action()
+        except (Exception, SystemExit) as error:  # every rank is told, and raises it
+            return _cause(error)
+        return ""
+
+    def _exchange(self, value: Any, what: str) -> list[Any]:
+        try:
+            return self._ranks.all_gather(value, f"{what} of the checkpoint {self._path.name}")
+        except RuntimeError as error:
+            # A rank is gone, or never comes: the folder without a final name stays, for the next save to remove.
+            raise SaveFailed(f"the checkpoint {self._path} was not saved: {_cause(error)}") from error
+
+    def _refuse(self, failures: list[str]) -> None:
+        failed = [(self._ranks.numbers[rank], failure) for rank, failure in enumerate(failures) if failure]
+        if not failed:
+            return
+        if self._ranks.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        rank, cause = failed[0]
+        others = [each for each, failure in failed[1:] if failure != cause]
+        more = f" (also on the ranks {others}, for other reasons)" if others else ""
+        raise SaveFailed(
+            f"the checkpoint {self._path} was not saved: rank {rank}: {cause}{more}\nThe model, the optimizer and "
+            "earlier checkpoints are as they were; training may go on."
+        )
+
+    def _refuse_difference(self, described: list[Any]) -> None:
+        """Ranks that have different things cannot save one checkpoint of them."""
+        if len(set(described)) <= 1:
+            return
+        everyone = self._exchange(self._planner.lines(), "the contents")
+        failures = []
+        for lines in everyone:
+            mine, first = set(lines), set(everyone[0])
+            differ = [f"+ {each}" for each in sorted(mine - first)] + [f"- {each}" for each in sorted(first - mine)]
+            differ = [each for each in differ if not each[2:].startswith("per_rank.")]
+            shown = "\n".join(differ[:20])
+            failures.append(f"it has other tensors or values than the first rank:\n{shown}" if differ else "")
+        self._refuse(failures)
+
+    # -- files
+
+    def _prepare(self) -> None:
+        """Make the folder to write to."""
+        if self._path.exists() and not self._replaces:
+            raise CheckpointError(f"{self._path} is there already: save under another name, or remove it first.")
+        if self._ranks.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+
+    def _write_parts(self, plans: list[SavePlan], parts: list[Part]) -> Metadata:
+        """Write what is this rank's; ``parts`` are then those of all. Returns the metadata."""
+        made: list[Metadata] = []
+        part: list[Part] = []
+        writer = Writer(self.folder, self._aliases)
+
+        def write() -> None:
+            if not self.folder.is_dir():
+                raise CheckpointError(
+                    f"{self.folder.parent} is not the same folder on all ranks: checkpoints need one that all see."
+                )
+            ours, metadata = self._planner.create_global_plan(plans)
+            made.append(metadata)
+            mine = self._planner.finish_plan(writer.prepare_global_plan(ours)[self._ranks.rank])
+            part.append(writer.write(mine, self._planner))
+
+        failure = self.attempt(write)
+        found = self._exchange((failure, part[0] if part else None), "what was written")
+        self._refuse([failure for failure, _ in found])
+        parts += [each for _, each in found]
+        return made[0]
+
+    def _commit(self, metadata: Metadata, parts: list[Part]) -> None:
+        """Finish the folder, and give it its name. On the first rank."""
+        Writer(self.folder, self._aliases).finish(metadata, [part.results for part in parts])
+        whole = self._manifest(metadata, parts)
+        with (self.folder / manifest.FILE).open("w") as file:
+            file.write(whole.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        flush(self.folder)
+        if self._path.exists():  # a step that is saved again: the old one stays until the new one has its place
+            old = self._path.with_name(f".{self._path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            self._path.rename(old)
+            self.folder.rename(self._path)
+            flush(self._path.parent)
+            shutil.rmtree(old)
+        else:
+            self.folder.rename(self._path)
+            flush(self._path.parent)
+
+    def _manifest(self, metadata: Metadata, parts: list[Part]) -> Manifest:
+        items: dict[str, list[Item]] = {}
+        files: dict[str, int] = {}
+        sizes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+            for chunk in found.chunks
+        }
+        for part in parts:
+            files |= part.files
+            for result, crcs in zip(part.results, part.crcs, strict=True):
+                name, info = result.index.fqn, result.storage_data
+                offsets = tuple(result.index.offset or ())
+                crc = {record: manifest.crc_text(value) for record, value in crcs.items()}
+                of_item = (info.relative_path, info.offset, info.length, offsets, sizes.get((name, offsets), ()))
+                items.setdefault(name, []).append(Item(*of_item, crc))
+        entries = {}
+        for name, found in metadata.state_dict_metadata.items():
+            of_entry = tuple(sorted(items.get(name, ()), key=lambda item: item.offsets))
+            if isinstance(found, TensorStorageMetadata):
+                dtype = str(found.properties.dtype).removeprefix("torch.")
+                placement, first = self._placements.get(name, ""), self._aliases.get(name, "")
+                entries[name] = Entry(tuple(found.size), dtype, placement, first, of_entry)
+            else:
+                entries[name] = Entry(None, items=of_entry)
+        data = (self.folder / ".metadata").read_bytes()
+        files[".metadata"] = len(data)
+        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return Manifest(
+            time=time, files=files, metadata_crc32=manifest.crc_text(zlib.crc32(data)), entries=entries, **self._head
+        )
+
+
+def flush(folder: Path) -> None:
+    """Let the names in ``folder`` be on disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, in a line or more."""
+    chain = [error]
+    while chain[-1].__cause__ is not None or chain[-1].__context__ is not None:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)  # type: ignore[arg-type]
+    if isinstance(error, FSDPError):
+        return str(error)
+    texts = dict.fromkeys(f"{type(each).__name__}: {each}".strip() for each in chain if str(each))
+    return "; ".join(texts) or type(error).__name__
+
+
+def _placements(flat: Mapping[str, Any]) -> tuple[dict[str, str], str]:
+    """How each tensor is sharded, for people, and over what mesh most are."""
+    found: dict[str, str] = {}
+    meshes: dict[str, int] = {}
+    for key, value in flat.items():
+        if isinstance(value, DTensor):
+            mesh = value.device_mesh
+            of_dims = zip(value.placements, mesh.shape, strict=True)
+            found[key] = ", ".join(f"{placement} over {size}" for placement, size in of_dims)
+            text = " x ".join(map(str, mesh.shape))
+            text += f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""
+            meshes[text] = meshes.get(text, 0) + 1
+    return found, max(meshes, key=meshes.__getitem__, default="")
+
+
+def _readable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group what JSON can say, and the rest as Python does."""
+    return {key: _json(value) for key, value in group.items()}
+
+
+def _json(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_json(each) for each in value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return repr(value)
+
+
+def _version() -> str:
+    try:
+        return version("fsdp2")
+    except PackageNotFoundError:
+        return "from a folder"
+
+
+__all__ = ["GROUPS", "Save", "flush", "save"]

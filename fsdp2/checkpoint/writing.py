@@ -1,0 +1,156 @@
+"""One checkpoint into one folder: torch's planner and writer, driven by our own agreement of ranks.
+
+The files are those of `torch.distributed.checkpoint`. What is added: tied tensors are written once, and found under all
+of their names; the CRC-32 of each item is read from the zip that was just written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp2.checkpoint.contents import is_of_rank_0
+from fsdp2.checkpoint.names import Names
+from fsdp2.checkpoint.zips import Slice, directory_of
+from fsdp2.core.plan import fingerprint
+
+
+class Planner(DefaultSavePlanner):
+    """torch's, that knows which tensors are tied, and what the first rank saves for all.
+
+    Args:
+        names: of the model.
+        aliases: flat keys that are tied to others.
+        rank: of this process among those that save.
+    """
+
+    def __init__(self, names: Names, aliases: Mapping[str, str], rank: int) -> None:
+        super().__init__()
+        self._names, self._aliases, self._rank = names, aliases, rank
+
+    def flatten(self, nested: dict[str, Any]) -> dict[str, Any]:
+        """Take ``nested``; returns it by flat keys."""
+        self.set_up_planner(nested, None, self._rank == 0)
+        return self.state_dict  # type: ignore[return-value]
+
+    def replace(self, flat: dict[str, Any]) -> None:
+        """Save ``flat``, copies of what `flatten` returned, in its place."""
+        self.state_dict = flat  # type: ignore[assignment]
+
+    def description(self) -> int:
+        """A fingerprint of what must be the same on all ranks."""
+        lines = [
+            f"{key} {_described(value)}" for key, value in self.state_dict.items() if not key.startswith("per_rank.")
+        ]
+        return fingerprint("\n".join(sorted(lines)))
+
+    def lines(self) -> list[str]:
+        """The same, for people."""
+        return sorted(f"{key} {_described(value)}" for key, value in self.state_dict.items())
+
+    def create_local_plan(self) -> SavePlan:
+        """Of what this rank has, that which it may have to write."""
+        # The first rank's share is made by every rank, as plans are compared with what each has.
+        found = super().create_local_plan()
+        items = [
+            item
+            for item in found.items
+            if item.index.fqn not in self._aliases
+            and (self._rank == 0 or not is_of_rank_0(item.index.fqn, self.state_dict[item.index.fqn], self._names))
+        ]
+        self.plan = SavePlan(items, found.storage_data, found.planner_data)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What each rank writes, and what there is by then. The same on every rank."""
+        plans, metadata = super().create_global_plan(all_plans)
+        for alias, first in self._aliases.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[first]
+        return plans, metadata
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        """What is pickled already stays."""
+        is_value = write_item.type == WriteItemType.BYTE_IO
+        if is_value and hasattr(object, "getbuffer"):
+            return object
+        return super().transform_object(write_item, object)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return "a value"
+
+
+class Part(NamedTuple):
+    """What one rank has written.
+
+    Attributes:
+        results: as the writer says.
+        crcs: of the records of each item, by name, in the same order.
+        files: sizes in bytes.
+    """
+
+    results: list[WriteResult]
+    crcs: list[dict[str, int]]
+    files: dict[str, int]
+
+
+class Writer(FileSystemWriter):
+    """torch's, into a folder that is there and empty.
+
+    Args:
+        folder: the files are written to.
+        aliases: flat keys that are tied to others.
+    """
+
+    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
+        super().__init__(folder)
+        self._aliases = aliases
+
+    def write(self, plan: SavePlan, planner: Planner) -> Part:
+        """Write what ``plan`` says, and read the checksums of it."""
+        results = self.write_data(plan, planner).wait()
+        folder = Path(self.path)
+        crcs, files = [], {}
+        opened: dict[str, Any] = {}
+        try:
+            for result in results:
+                info = result.storage_data
+                file = opened.get(info.relative_path)
+                if file is None:
+                    path = folder / info.relative_path
+                    files[info.relative_path] = path.stat().st_size
+                    file = opened[info.relative_path] = path.open("rb", buffering=0)
+                records = directory_of(Slice(file, info.offset, info.length))
+                crcs.append({name: record.crc for name, record in records.items() if _is_content(name)})
+        finally:
+            for file in opened.values():
+                file.close()
+        return Part(results, crcs, files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata`. On one rank."""
+        tied: dict[str, list[str]] = {}
+        for alias, first in self._aliases.items():
+            tied.setdefault(first, []).append(alias)
+        also = [
+            WriteResult(MetadataIndex(alias, result.index.offset), result.size_in_bytes, result.storage_data)
+            for of_rank in results
+            for result in of_rank
+            for alias in tied.get(result.index.fqn, ())
+        ]
+        super().finish(metadata, [*results, also])
+
+
+def _is_content(record: str) -> bool:
+    """Whether a record is of the item itself, not of the way it is written."""
+    return record == "data.pkl" or record.startswith("data/")
