@@ -62,7 +62,7 @@ def too_old(steps: Sequence[int], keep_last: int | None, keep_every: int | None)
 
 
 def remove(run: Path, steps: Iterable[int]) -> list[str]:
-    """Remove checkpoints: they lose their names first, so that none is ever there in part. Returns what could not be."""
+    """Remove checkpoints: they lose their names first, so that none is there in part. Returns what could not be."""
     failed = []
     for step in steps:
         folder = run / name_of(step)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import ANYTHING, Rule, checked
@@ -32,7 +32,7 @@ from fsdp2.checkpoint.contents import MODEL, PER_RANK, SHARED, STEP, Contents, S
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.optimizers import NAMES, Optimizers, groups_that_match
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
-from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged
+from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.saving import PATH_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
@@ -365,7 +365,7 @@ class Load:
     def _verify_files(self) -> None:
         """Compare all checksums of a share of the items."""
         storage = self._source.metadata.storage_data
-        keys = sorted({(info.relative_path, info.offset): _key(index) for index, info in storage.items()}.items())
+        keys = sorted({(info.relative_path, info.offset): key_of(index) for index, info in storage.items()}.items())
         with Reader(self._source) as reader:
             for _, key in keys[self._ranks.rank :: self._ranks.size]:
                 reader.verify(key)
@@ -597,10 +597,6 @@ def _described(tensor: Any) -> str:
     if isinstance(tensor, torch.Tensor):
         return f"{tensor.dtype} {tuple(tensor.shape)}"
     return "a value"
-
-
-def _key(index: MetadataIndex) -> Key:
-    return index.fqn, tuple(index.offset or ())
 
 
 __all__ = ["Load", "Options", "load", "materialize", "read_tensors", "written"]

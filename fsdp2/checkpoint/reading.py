@@ -17,7 +17,6 @@ import io
 import math
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,8 +31,8 @@ from fsdp2.checkpoint.zips import Layout, NoZip, Record, Slice, content_start, c
 BLOCK_BYTES = 2 << 20
 """Read, and summed up, at once: what fits into a cache."""
 
-Key = tuple[str, tuple[int, ...]]
-"""An item: the name of a tensor or value, and the offsets of its part."""
+Key = tuple[str, tuple[int, ...] | None]
+"""An item: the name of a tensor, and the offsets of its part; the name of a value, and None."""
 
 
 class Piece(NamedTuple):
@@ -110,7 +109,7 @@ class Reader:
         Raises:
             CheckpointDamaged: it is not what was written.
         """
-        key = (name, ())
+        key: Key = (name, None)
         opened = self._open(key, MetadataIndex(name))
         data = self._whole(key, opened)
         try:
@@ -128,7 +127,7 @@ class Reader:
         """
         storage = self.source.metadata.storage_data
         for each in sorted(items, key=lambda item: _place(storage[item.storage_index])):
-            key = (each.storage_index.fqn, tuple(each.storage_index.offset or ()))
+            key = key_of(each.storage_index)
             opened = self._open(key, each.storage_index)
             target = planner.resolve_tensor(each).detach()
             region = (tuple(each.storage_offsets), tuple(each.lengths))
@@ -237,7 +236,7 @@ class Reader:
         Raises:
             CheckpointDamaged: something differs.
         """
-        opened = self._open(key, MetadataIndex(key[0], key[1]))
+        opened = self._open(key, MetadataIndex(*key))
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, record in opened.records.items():
             try:
@@ -266,7 +265,7 @@ class Reader:
         manifest = self.source.manifest
         if manifest is None:
             return None
-        name, offsets = self.source.original[key[0]], key[1]
+        name, offsets = self.source.original[key[0]], key[1] or ()
         entry = manifest.entries.get(name)
         if entry is not None and entry.same_as:
             entry = manifest.entries.get(entry.same_as)
@@ -312,13 +311,15 @@ class Reader:
         return damaged(self.source, key, why)
 
 
+def key_of(index: MetadataIndex) -> Key:
+    """Of an item."""
+    return index.fqn, None if index.offset is None else tuple(index.offset)
+
+
 def damaged(source: Source, key: Key, why: str) -> CheckpointDamaged:
     """The error that names an item, its file and what is wrong."""
-    info = source.metadata.storage_data.get(MetadataIndex(*key)) or source.metadata.storage_data.get(
-        MetadataIndex(key[0])
-    )
-    file = source.path if info is None else source.path / info.relative_path
-    return CheckpointDamaged(f"the checkpoint {source.path} is damaged: {Path(file).name}, '{key[0]}': {why}.")
+    file = source.metadata.storage_data[MetadataIndex(*key)].relative_path
+    return CheckpointDamaged(f"the checkpoint {source.path} is damaged: {file}, '{key[0]}': {why}.")
 
 
 def _place(info: Any) -> tuple[str, int]:
