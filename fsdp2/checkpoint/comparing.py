@@ -57,8 +57,8 @@ def table(path: str, differences: Sequence[Difference], what: str = "the model")
         lines += [f"    {each.name}{': ' if each.text else ''}{each.text}" for each in found[:SHOWN]]
         if len(found) > SHOWN:
             lines.append(f"    and {len(found) - SHOWN} more")
-        remedies.append(f"{kind}: {remedy}")
-    return "\n".join([*lines, f"Remedies: {'; '.join(remedies)}."])
+        remedies.append(f"    {kind}: {remedy}")
+    return "\n".join([*lines, "  Remedies:", *remedies])
 
 
 def of_all_ranks(found: Iterable[Iterable[Difference]]) -> list[Difference]:

@@ -120,7 +120,12 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str, str]] = {
         r"manifest\.json is (not what was written|damaged)",
         "",
     ),
-    "a manifest of another version": (other_format, CheckpointError, r"is of format 2, and this fsdp2 reads up to 1", ""),
+    "a manifest of another version": (
+        other_format,
+        CheckpointError,
+        r"is of format 2, and this fsdp2 reads up to 1",
+        "",
+    ),
     "a bit of .metadata": (
         lambda folder: flip(folder / ".metadata", 900),
         CheckpointDamaged,

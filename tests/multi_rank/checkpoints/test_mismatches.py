@@ -50,7 +50,9 @@ def test_all_differences_are_in_one_table(tmp_path: Path) -> None:
     anew(2, make, tmp_path)
     texts = anew(2, all_differences, tmp_path)
     assert texts[0] == texts[1]
-    assert_expected_inline(texts[0], """\
+    assert_expected_inline(
+        texts[0],
+        """\
 the checkpoint .../saved does not fit the model; nothing was loaded.
   missing (1), the model has, and the checkpoint has not:
     extra.weight: torch.float32 (2, 2)
@@ -90,7 +92,15 @@ the checkpoint .../saved does not fit the model; nothing was loaded.
     angles: a buffer that is not persistent, torch.float32 (3,)
   value (1), of the program, which the checkpoint has not:
     shared['best']
-Remedies: missing: strict=False leaves what is missing as it is, rename= finds what has another name; unexpected: strict=False leaves them out; shape: build the model that was saved; dtype: cast=True converts; group: build the optimizer with the groups that were saved, or load the model alone; unwritten: give them values before the load (buffers: make the module that computes them anew on the device); value: leave them out, or strict=False.""")
+  Remedies:
+    missing: strict=False leaves what is missing as it is, rename= finds what has another name
+    unexpected: strict=False leaves them out
+    shape: build the model that was saved
+    dtype: cast=True converts
+    group: build the optimizer with the groups that were saved, or load the model alone
+    unwritten: give them values before the load (buffers: make the module that computes them anew on the device)
+    value: leave them out, or strict=False""",
+    )
 
 
 GROUPS = {
@@ -119,19 +129,24 @@ def groups_differ(folder: Path, how: str) -> str:
 def test_groups_that_do_not_match_are_named_by_their_parameters(tmp_path: Path) -> None:
     anew(2, make, tmp_path)
     found = "\n".join(anew(1, groups_differ, tmp_path, how)[0] for how in GROUPS)
-    assert_expected_inline(found, """\
+    assert_expected_inline(
+        found,
+        """\
 the checkpoint .../saved does not fit the model; nothing was loaded.
   group (1), of the optimizer that does not fit:
     group 0 is of several in the checkpoint: group 0 has 'unused', 'embed.weight', 'blocks.0.up.weight' and 3 more; group 1 has 'scale'
-Remedies: group: build the optimizer with the groups that were saved, or load the model alone.
+  Remedies:
+    group: build the optimizer with the groups that were saved, or load the model alone
 the checkpoint .../saved does not fit the model; nothing was loaded.
   group (1), of the optimizer that does not fit:
     group 0 is of several in the checkpoint: group 0 has 'unused', 'embed.weight', 'blocks.0.up.weight' and 3 more; group 1 has 'scale', 'blocks.0.up.bias', 'blocks.0.down.bias' and 4 more
-Remedies: group: build the optimizer with the groups that were saved, or load the model alone.
+  Remedies:
+    group: build the optimizer with the groups that were saved, or load the model alone
 the checkpoint .../saved does not fit the model; nothing was loaded.
   group (1), of the optimizer that does not fit:
     groups 0 and 1 are one in the checkpoint, group 0: 'unused', 'embed.weight' and 'blocks.0.up.weight', 'blocks.0.down.weight', 'blocks.1.up.weight' and 1 more
-Remedies: group: build the optimizer with the groups that were saved, or load the model alone.
+  Remedies:
+    group: build the optimizer with the groups that were saved, or load the model alone
 the checkpoint .../saved does not fit the model; nothing was loaded.
   group (7), of the optimizer that does not fit:
     blocks.0.down.bias: in no parameter group of the optimizer
@@ -141,7 +156,9 @@ the checkpoint .../saved does not fit the model; nothing was loaded.
     norm.bias: in no parameter group of the optimizer
     norm.weight: in no parameter group of the optimizer
     scale: in no parameter group of the optimizer
-Remedies: group: build the optimizer with the groups that were saved, or load the model alone.""")
+  Remedies:
+    group: build the optimizer with the groups that were saved, or load the model alone""",
+    )
 
 
 def shortened(folder: Path) -> str:
@@ -154,7 +171,7 @@ def shortened(folder: Path) -> str:
 def test_a_long_table_is_shortened(tmp_path: Path) -> None:
     anew(2, make, tmp_path)
     text = anew(1, shortened, tmp_path)[0]
-    assert "missing (28)" in text and "and 8 more" in text and len(text.splitlines()) == 24
+    assert "missing (28)" in text and "and 8 more" in text and len(text.splitlines()) == 25
 
 
 # ---- what is allowed -----------------------------------------------------------------------------
@@ -176,7 +193,10 @@ def test_not_strict_and_only(tmp_path: Path) -> None:
     report, before, after = anew(2, loads, tmp_path, 3, {"strict": False})[0]
     assert report.missing[:2] == ("blocks.2.up.weight", "blocks.2.up.bias") and not report.unexpected
     new = {name for name in after if name.startswith("blocks.2.")}
-    assert_equal({n: v for n, v in after.items() if n in new and not n.endswith("hyper")}, {n: before[n] for n in new if not n.endswith("hyper")})
+    assert_equal(
+        {n: v for n, v in after.items() if n in new and not n.endswith("hyper")},
+        {n: before[n] for n in new if not n.endswith("hyper")},
+    )
     assert_equal({n: v for n, v in after.items() if n not in new}, saved)
 
     report, _, after = anew(2, loads, tmp_path, 1, {"strict": False})[0]

@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.checkpoint import CheckpointError, CheckpointIncomplete, CheckpointMismatch, Checkpoints, RandomState, SaveFailed
+from fsdp2.checkpoint import (
+    CheckpointError,
+    CheckpointIncomplete,
+    CheckpointMismatch,
+    Checkpoints,
+    RandomState,
+    SaveFailed,
+)
 from tests.harness.checkpoints import Run, anew, assert_equal, begin, saved, snapshot
 
 

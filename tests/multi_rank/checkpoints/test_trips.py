@@ -94,7 +94,13 @@ def test_drawn_pairs(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     layouts = [name for name in LAYOUTS if name != "torch"]
     alike = draw.choice(
-        [["adamw", "local", "flat", "offloaded"], ["groups", "groups turned", "two"], ["momentum"], ["amsgrad"], ["sgd"]]
+        [
+            ["adamw", "local", "flat", "offloaded"],
+            ["groups", "groups turned", "two"],
+            ["momentum"],
+            ["amsgrad"],
+            ["sgd"],
+        ]
     )
     ends = []
     for _ in range(2):
