@@ -27,6 +27,7 @@ MODEL, OPTIMIZER, SHARED, PER_RANK, STEP = "model", "optimizer", "shared", "per_
 STATE, GROUPS = f"{OPTIMIZER}.state", f"{OPTIMIZER}.param_groups"
 
 Values = MutableMapping[str, Any]
+Path = tuple[str | int, ...]
 
 
 @runtime_checkable
@@ -53,7 +54,7 @@ class Contents:
 
     Attributes:
         model: as passed.
-        state: what `get_model_state_dict` says: tensors on the memory of the model.
+        state: what its ``state_dict`` says, by our names: tensors on the memory of the model.
         names: of the model.
         optimizers: by name.
         shared: as passed.
@@ -74,8 +75,10 @@ class Contents:
 
     def refresh(self) -> None:
         """The model's tensors are others than before."""
-        self.state: dict[str, Any] = get_model_state_dict(self.model)
+        self.state: dict[str, Any] = self.model.state_dict()  # which brings the model to rest
         self.names: Names = names_of(self.model)
+        if self.names.is_wrapped or hasattr(self.model, "state_dict_type"):  # as of FSDP1: names are others there
+            self.state = get_model_state_dict(self.model)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -86,19 +89,33 @@ class Contents:
             if name != first and name in self.state and first in self.state
         }
 
-    def to_save(self, step: int | None, rank: int) -> dict[str, Any]:
-        """Everything, nested."""
-        found: dict[str, Any] = {MODEL: dict(self.state)}
-        groups = self.optimizers.groups
-        if groups:
-            found[OPTIMIZER] = {"state": self.optimizers.state(), "param_groups": groups}
-        if self.shared:
-            found[SHARED] = {name: packed(value) for name, value in self.shared.items()}
-        if self.per_rank:
-            found[PER_RANK] = {str(rank): {name: packed(value) for name, value in self.per_rank.items()}}
+    def to_save(self, step: int | None, rank: int) -> dict[Path, Any]:
+        """Everything, by its path in the nested dict that programs with plain torch get."""
+        found: dict[Path, Any] = {(MODEL, name): value for name, value in self.state.items()}
+        for name, states in self.optimizers.state().items():
+            for key, value in states.items():
+                _spread((OPTIMIZER, "state", name, key), value, found)
+        for index, group in enumerate(self.optimizers.groups):
+            found |= {(OPTIMIZER, "param_groups", index, key): value for key, value in group.items()}
+        for name, value in self.shared.items():
+            _spread((SHARED, name), packed(value), found)
+        for name, value in self.per_rank.items():
+            _spread((PER_RANK, str(rank), name), packed(value), found)
         if step is not None:
-            found[STEP] = step
+            found[STEP,] = step
         return found
+
+
+def _spread(path: Path, value: Any, found: dict[Path, Any]) -> None:
+    """Add ``value`` to ``found``; of mappings, and of lists that hold tensors or mappings, what they hold."""
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            _spread((*path, str(key)), each, found)
+    elif isinstance(value, list) and any(isinstance(each, (torch.Tensor, Mapping, list)) for each in value):
+        for index, each in enumerate(value):
+            _spread((*path, index), each, found)
+    else:
+        found[path] = value
 
 
 def packed(value: Any) -> Any:

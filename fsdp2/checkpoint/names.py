@@ -22,12 +22,14 @@ class Names:
         buffers: persistent or not.
         transient: names of buffers that are not persistent.
         first: of each name the first name of the same object: itself, if nothing is tied.
+        is_wrapped: whether something was wrapped around modules, so that they have other names themselves.
     """
 
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     transient: frozenset[str]
     first: Mapping[str, str]
+    is_wrapped: bool = False
 
     def of(self, parameter: torch.Tensor) -> str | None:
         """The first name of ``parameter``; None if the model does not hold it."""
@@ -43,7 +45,9 @@ def names_of(model: nn.Module) -> Names:
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     transient: set[str] = set()
+    is_wrapped = False
     for prefix, module in _modules(model):
+        is_wrapped = is_wrapped or any(_passes(module, name) for name in module._modules)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 parameters[prefix + name] = parameter
@@ -54,7 +58,7 @@ def names_of(model: nn.Module) -> Names:
                     transient.add(prefix + name)
     firsts: dict[int, str] = {}
     first = {name: firsts.setdefault(id(each), name) for name, each in {**parameters, **buffers}.items()}
-    return Names(parameters, buffers, frozenset(transient), first)
+    return Names(parameters, buffers, frozenset(transient), first, is_wrapped)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -66,6 +70,10 @@ def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         found = []
         for name, child in module._modules.items():
             if child is not None:
-                passes = name in _WRAPPERS or (name == "module" and isinstance(module, DistributedDataParallel))
-                found.append((prefix if passes else f"{prefix}{name}.", child))
+                found.append((prefix if _passes(module, name) else f"{prefix}{name}.", child))
         queue += reversed(found)
+
+
+def _passes(module: nn.Module, name: str) -> bool:
+    """Whether ``module`` is wrapped around its child ``name``."""
+    return name in _WRAPPERS or (name == "module" and isinstance(module, DistributedDataParallel))

@@ -10,6 +10,7 @@ tell each other the outcome
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -89,7 +90,6 @@ class Save:
         self.folder = path.with_name(f".{path.name}.writing")
         self._head: dict[str, Any] = {}
         self._planner: Planner
-        self._placements: dict[str, str] = {}
         self._aliases: dict[str, str] = {}
 
     def run(self, collect: Callable[[], Contents], step: int | None) -> None:
@@ -103,15 +103,11 @@ class Save:
         ranks = self._ranks
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in contents.aliases.items()}
         self._planner = Planner(contents.names, self._aliases, ranks.rank)
-        flat = self._planner.flatten(contents.to_save(step, ranks.rank))
-        if copy is not None:
-            self._planner.replace(copy(flat))
-        self._placements, mesh = _placements(flat)
+        self._planner.take(contents.to_save(step, ranks.rank), copy)
         self._head = {
             "step": step,
             "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__), "fsdp2": _version()},
             "ranks": ranks.size,
-            "mesh": mesh,
             "groups": tuple(_readable(group) for group in contents.optimizers.groups),
         }
 
@@ -233,6 +229,7 @@ class Save:
             flush(self._path.parent)
 
     def _manifest(self, metadata: Metadata, parts: list[Part]) -> Manifest:
+        placements, mesh = _placements(self._planner.state_dict)
         items: dict[str, list[Item]] = {}
         files: dict[str, int] = {}
         sizes = {
@@ -254,16 +251,15 @@ class Save:
             of_entry = tuple(sorted(items.get(name, ()), key=lambda item: item.offsets))
             if isinstance(found, TensorStorageMetadata):
                 dtype = str(found.properties.dtype).removeprefix("torch.")
-                placement, first = self._placements.get(name, ""), self._aliases.get(name, "")
+                placement, first = placements.get(name, ""), self._aliases.get(name, "")
                 entries[name] = Entry(tuple(found.size), dtype, placement, first, of_entry)
             else:
                 entries[name] = Entry(None, items=of_entry)
         data = (self.folder / ".metadata").read_bytes()
         files[".metadata"] = len(data)
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Manifest(
-            time=time, files=files, metadata_crc32=manifest.crc_text(zlib.crc32(data)), entries=entries, **self._head
-        )
+        own = manifest.crc_text(zlib.crc32(data))
+        return Manifest(time=time, mesh=mesh, files=files, metadata_crc32=own, entries=entries, **self._head)
 
 
 def flush(folder: Path) -> None:
@@ -316,6 +312,7 @@ def _json(value: Any) -> Any:
     return repr(value)
 
 
+@functools.cache
 def _version() -> str:
     try:
         return version("fsdp2")

@@ -49,7 +49,7 @@ class Staging:
                 else:
                     found[key] = kept.shown
                     into.append(kept.local)
-                    values.append(_torch.plain_of(value.detach()))
+                    values.append(_torch.plain_of(value))
             for key in [key for key in self._kept if key not in flat]:
                 del self._kept[key]
             _copy(into, values)
@@ -58,7 +58,7 @@ class Staging:
     def _room_for(self, key: str, value: torch.Tensor) -> _Kept | None:
         """Memory for ``value``; None for one that is copied in a way of its own."""
         spec = _torch.spec_of(value) if isinstance(value, DTensor) else None
-        local = _torch.plain_of(value.detach())
+        local = _torch.plain_of(value)
         if type(local) not in (torch.Tensor, torch.nn.Parameter) or local.layout is not torch.strided:
             return None
         kept = self._kept.get(key)

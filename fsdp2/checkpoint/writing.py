@@ -6,7 +6,8 @@ of their names; the CRC-32 of each item is read from the zip that was just writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp2.checkpoint.contents import Path as KeyPath
 from fsdp2.checkpoint.contents import is_of_rank_0
+from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
 from fsdp2.checkpoint.zips import Slice, directory_of
 from fsdp2.core.plan import fingerprint
@@ -36,14 +39,19 @@ class Planner(DefaultSavePlanner):
         super().__init__()
         self._names, self._aliases, self._rank = names, aliases, rank
 
-    def flatten(self, nested: dict[str, Any]) -> dict[str, Any]:
-        """Take ``nested``; returns it by flat keys."""
-        self.set_up_planner(nested, None, self._rank == 0)
-        return self.state_dict  # type: ignore[return-value]
+    def take(self, found: Mapping[KeyPath, Any], copy: Callable[[dict[str, Any]], dict[str, Any]] | None) -> None:
+        """Save ``found``, or what ``copy`` makes of it by flat keys.
 
-    def replace(self, flat: dict[str, Any]) -> None:
-        """Save ``flat``, copies of what `flatten` returned, in its place."""
-        self.state_dict = flat  # type: ignore[assignment]
+        Raises:
+            CheckpointError: two paths give the same key.
+        """
+        self.mappings = {".".join(map(str, path)): path for path in found}
+        if len(self.mappings) != len(found):
+            twice = Counter(".".join(map(str, path)) for path in found).most_common(1)[0][0]
+            raise CheckpointError(f"two values would both be saved as '{twice}': give one of them another name.")
+        flat = dict(zip(self.mappings, found.values(), strict=True))
+        self.state_dict: dict[str, Any] = flat if copy is None else copy(flat)
+        self.is_coordinator = self._rank == 0
 
     def description(self) -> int:
         """A fingerprint of what must be the same on all ranks."""
