@@ -59,6 +59,7 @@ class Options:
     resume: bool
     checkpoint_every: int
     keep_checkpoints: int
+    asynchronous_checkpoints: bool
     evaluate_every: int
     log_every: int
     prompt: str
@@ -95,7 +96,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         check_together(options)
         return options
     run = RunDirectory(options.run_dir)
-    run.latest_checkpoint()
+    run.require_checkpoint()
     saved = run.read_options()
     parser.set_defaults(**saved)
     options = to_options(parser.parse_args(arguments))
@@ -314,6 +315,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--keep-checkpoints", type=positive_integer, default=2, metavar="N", help="the newest (default: %(default)s)"
+    )
+    group.add_argument(
+        "--asynchronous-checkpoints",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="train on while a copy of the shards is written",
     )
     group.add_argument(
         "--evaluate-every",

@@ -3,14 +3,13 @@
 runs/lm/options.json              the options it was started with
         metrics.jsonl             one line a logged step, one a held-out loss
         loss.png
-        checkpoints/step-00000200 one folder each, in the format of torch.distributed.checkpoint
+        checkpoints/step-00000200 one folder each, of fsdp2.checkpoint
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +24,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
         self._options = path / "options.json"
-        self._checkpoints = path / "checkpoints"
+        self.checkpoints = path / "checkpoints"
 
     def start_new(self, options: Mapping[str, object]) -> Path | None:
         """Make the folder and write `options`; return where a former run was moved to, if there was one.
@@ -38,7 +37,7 @@ class RunDirectory:
             numbered = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
             former = next(path for path in numbered if not path.exists())
             self.path.rename(former)
-        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._write_options(options)
         return former
 
@@ -60,32 +59,13 @@ class RunDirectory:
         """Return the lines of the metrics file, in the order written."""
         return [json.loads(line) for line in self.metrics.read_text().splitlines()]
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the folder of the checkpoint after `step` updates."""
-        return self._checkpoints / f"step-{step:08d}"
-
-    def latest_checkpoint(self) -> Path:
-        """Return the newest complete checkpoint.
-
-        Raises:
-            UserError: there is none.
-        """
-        complete = self._complete_checkpoints()
-        if not complete:
+    def require_checkpoint(self) -> None:
+        """Raise `UserError` where there is nothing to go on from."""
+        if not any(self.checkpoints.glob("step-*/manifest.json")):
             raise UserError(
                 f"--resume: there is no checkpoint under {self.path}; name the run with --run-dir, "
                 "or start a new one without --resume"
             )
-        return complete[-1]
-
-    def remove_old_checkpoints(self, *, keep: int) -> None:
-        """Remove all but the newest `keep` complete checkpoints."""
-        for old in self._complete_checkpoints()[:-keep]:
-            shutil.rmtree(old)
-
-    def _complete_checkpoints(self) -> list[Path]:
-        # torch.distributed.checkpoint writes .metadata last, once every rank's part is on disk.
-        return sorted(metadata.parent for metadata in self._checkpoints.glob("step-*/.metadata"))
 
     def _is_in_use(self) -> bool:
         """Whether there is a run in the folder; raises where there is something else."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp2 import FSDPModule
 from lm.batches import BatchLayout, ShuffledWindows
 from lm.build import Precision, build_sharded
-from lm.checkpoints import load_checkpoint, save_checkpoint
+from lm.checkpoints import RunCheckpoints
 from lm.data import Corpus
 from lm.distributed import Ranks
 from lm.errors import UserError
@@ -40,7 +40,6 @@ class Trainer:
         self._options = options
         self._ranks = ranks
         self._corpus = corpus
-        self._run = run
         self.arrangement = Arrangement(replicate=options.replicate, tp=options.tp, world_size=ranks.world_size)
         self._layout = BatchLayout(
             batch=options.batch,
@@ -65,8 +64,16 @@ class Trainer:
         self.step = 0
         """Updates done."""
         self._saved_step = 0
+        self._checkpoints = RunCheckpoints(
+            run.checkpoints,
+            self.model,
+            self._optimizer,
+            fingerprint=corpus.fingerprint(),
+            keep=options.keep_checkpoints,
+            asynchronous=options.asynchronous_checkpoints,
+        )
         if options.resume:
-            self._load()
+            self.step = self._saved_step = self._checkpoints.restore()
 
     def train(self, stop: StopRequest, reporter: Reporter) -> bool:
         """Train to the last step and save; return False where a signal stopped and saved the run before.
@@ -81,12 +88,14 @@ class Trainer:
                 stop_requests = self._log(loss, gradient_norm, stop, reporter)
                 if stop_requests:
                     self._save(reporter)
+                    self._checkpoints.close()
                     return False
             if self._due(options.evaluate_every) and self.step < options.steps:
                 reporter.held_out(self.step, self.held_out_loss(HELD_OUT_WINDOWS))
             if self._due(options.checkpoint_every):
                 self._save(reporter)
         self._save(reporter)
+        self._checkpoints.close()
         return True
 
     def held_out_loss(self, window_count: int) -> float:
@@ -155,18 +164,9 @@ class Trainer:
         """Write a checkpoint, unless there is one of this step or none are wanted. A collective."""
         if self._options.checkpoint_every == 0 or self.step == self._saved_step:
             return
-        path = self._run.checkpoint(self.step)
-        save_checkpoint(path, self.model, self._optimizer, step=self.step, fingerprint=self._corpus.fingerprint())
+        path = self._checkpoints.save(self.step)
         self._saved_step = self.step
-        if self._ranks.is_main:
-            self._run.remove_old_checkpoints(keep=self._options.keep_checkpoints)
         reporter.saved(self.step, path)
-
-    def _load(self) -> None:
-        path = self._run.latest_checkpoint()
-        self.step = self._saved_step = load_checkpoint(
-            path, self.model, self._optimizer, fingerprint=self._corpus.fingerprint()
-        )
 
 
 def choose_precision(options: Options, device: torch.device) -> Precision:

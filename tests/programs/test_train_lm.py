@@ -36,10 +36,10 @@ def train(run_dir: Path, *extra: str, ranks: int = 2) -> None:
     output_of("train_lm.py", *ARGUMENTS, "--run-dir", str(run_dir), *extra, ranks=ranks)
 
 
-def stop_after(run_dir: Path, step: int, how: signal.Signals) -> None:
+def stop_after(run_dir: Path, step: int, how: signal.Signals, *extra: str) -> None:
     """Start a run, and send ``how`` to all its processes once ``step`` is logged."""
     process = subprocess.Popen(
-        command("train_lm.py", *ARGUMENTS, "--run-dir", str(run_dir), ranks=2),
+        command("train_lm.py", *ARGUMENTS, "--run-dir", str(run_dir), *extra, ranks=2),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -61,13 +61,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run_dir)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("how", "extra"),
+    [(signal.SIGKILL, ()), (signal.SIGKILL, ("--asynchronous-checkpoints",)), (signal.SIGINT, ())],
+    ids=["SIGKILL", "SIGKILL-asynchronous", "SIGINT"],
+)
 def test_resuming_on_as_many_ranks_is_bitwise_the_same(
-    how: signal.Signals, uninterrupted: dict[int, float], tmp_path: Path
+    how: signal.Signals, extra: tuple[str, ...], uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
     """About 35 s each."""
-    stop_after(tmp_path / "run", 15, how)
+    stop_after(tmp_path / "run", 15, how, *extra)
     train(tmp_path / "run", "--resume")
+    assert not [*(tmp_path / "run" / "checkpoints").glob(".*")]
     found = losses(tmp_path / "run")
     assert sorted(found) == sorted(uninterrupted) == list(range(1, 31))
     assert found == uninterrupted
