@@ -40,7 +40,7 @@ from fsdp2.core.sharding import (
     requested_placement,
     sharding_of,
 )
-from fsdp2.core.state import MISUSE, FSDPState, ShardArguments, Strategy, state_of
+from fsdp2.core.state import FSDPState, ShardArguments, Strategy, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
@@ -114,6 +114,15 @@ class Ties:
 
 
 TIES: Port[Ties] = Port(Ties())
+
+
+
+def _as_it_is(*_: Any) -> None:
+    """torch says what it cannot load."""
+
+
+WHOLE_STATES: Port[Callable[..., None]] = Port(_as_it_is)
+"""What a sharded module's ``load_state_dict`` does before anything is loaded: a hook of modules."""
 
 CHECK_EXTENSION: Port[Callable[[torch.Tensor, Partition, int, str], None]] = Port(missing("tensor_extensions"))
 """Refuses a tensor that gathers itself, and cannot be sharded so over that many ranks; with its name for messages."""
@@ -289,9 +298,7 @@ def fully_shard(
     if unit:
         state.module_hooks.handle_state_dicts(state, modules, managed)
     for each_module in modules:
-        state.module_hooks.handles.append(
-            each_module.register_load_state_dict_pre_hook(MISUSE.filling.refuse_whole_tensors)
-        )
+        state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(WHOLE_STATES.filling))
     for action in ON_SHARDING:
         action()
     return module

@@ -204,13 +204,11 @@ class Misuse(NamedTuple):
         explanation_of: what to raise instead of an error that leaves a call of a sharded module, if anything.
         refuse_data_parallel: raises where ``DistributedDataParallel`` is being built around a sharded module.
         refuse_inside_of_a_pass: raises where the parameters of a root's modules, of that name, are being used.
-        refuse_whole_tensors: raises where a state dict of plain tensors is to be loaded; a hook of modules.
     """
 
     explanation_of: Callable[[BaseException], BaseException | None] = _nothing
     refuse_data_parallel: Callable[[], None] = _nothing
     refuse_inside_of_a_pass: Callable[[FSDPRoot, Sequence[nn.Module], str], None] = _nothing
-    refuse_whole_tensors: Callable[..., None] = _nothing
 
 
 MISUSE: Port[Misuse] = Port(Misuse())

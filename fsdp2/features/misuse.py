@@ -1,6 +1,6 @@
 """Sharded parameters that are used where nothing has gathered them: what to say beside DTensor's own errors.
 
-Everything here runs when something has failed already, but for `refuse_whole_tensors`. What the user's program was
+Everything here runs when something has failed already. What the user's program was
 doing is read off the call stack.
 
 [Note: explained errors]
@@ -18,17 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import SHARDED
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.state import MISUSE, Misuse
-from fsdp2.core.structure import module_paths
 from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
 
@@ -214,39 +211,6 @@ def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", 
     return "forward" if in_forward else None
 
 
-def refuse_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-    """Refuse to load plain tensors into sharded parameters of ``module``, before anything is loaded.
-
-    Raises:
-        FSDPRuntimeError: there are some (of more than one element).
-    """
-    paths = module_paths([module])
-    wrong: dict[str, torch.Tensor] = {}
-    for each in paths:
-        state = each.__dict__.get(STATE)
-        if state is not None:
-            state.quiesce()  # or refuse to, before anything is loaded
-        for group in () if state is None else state.unit:
-            for param in group.params:
-                for use, name in param.uses:
-                    if group.loan is not None and not isinstance(use._parameters.get(name), DTensor):
-                        continue  # a whole one is registered for a time
-                    key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
-                    value = state_dict.get(key) if use in paths else None
-                    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                        wrong[key] = value
-    if wrong:
-        key, value = next(iter(wrong.items()))
-        raise FSDPRuntimeError(  # as torch's is
-            f"load_state_dict() got plain tensors for {len(wrong)} sharded parameters (the first: '{key}', of shape "
-            f"{tuple(value.shape)}); nothing was loaded into {_name(module)}. Of whole tensors on every rank, call "
-            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-            "options=StateDictOptions(full_state_dict=True)), with broadcast_from_rank0=True if only rank 0 has them; "
-            "or load before fully_shard; or make each a DTensor like its parameter, "
-            "distribute_tensor(value, parameter.device_mesh, parameter.placements)."
-        )
-
-
 # ---- the call stack ------------------------------------------------------------------------------
 
 
@@ -278,5 +242,5 @@ def is_ours(tensor: DTensor) -> bool:
     return partition and spec.mesh in SHARDED and not _torch.local_of(tensor).is_meta
 
 
-MISUSE.fill(Misuse(explanation_of, refuse_data_parallel, refuse_inside_of_a_pass, refuse_whole_tensors))
+MISUSE.fill(Misuse(explanation_of, refuse_data_parallel, refuse_inside_of_a_pass))
 ON_SHARDING.append(explain_errors)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
@@ -176,10 +177,47 @@ def test_loading_into_a_part_while_it_is_unsharded() -> None:
 
 
 @multi_rank(2)
-def test_loading_plain_tensors_is_an_error_that_says_how() -> None:
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_whole_tensors_are_loaded(assign: bool) -> None:
+    """torch refuses: "got mixed torch.Tensor and DTensor"."""
+    source = CASE.build(seed=1)
     model = shard()
-    with pytest.raises(FSDPRuntimeError, match=r"plain tensors for \d+ sharded.*full_state_dict=True"):
-        model.load_state_dict(CASE.build().state_dict())
+    parameters = dict(model.named_parameters())
+    model.load_state_dict(source.state_dict(), assign=assign)
+    for name, wanted in source.named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), wanted), name  # type: ignore[operator]
+        assert assign or model.get_parameter(name) is parameters[name]
+    with torch.no_grad():
+        for each in source.parameters():
+            each.zero_()  # nothing lies on it
+    reference = Reference(CASE, world_size=2, model=CASE.build(seed=1))
+    assert_trains_like(reference, model, optimizer_of(model), steps=2)
+
+
+@multi_rank(2)
+def test_whole_tensors_of_another_shape_are_named_by_torch() -> None:
+    model = shard()
+    state = CASE.build().state_dict()
+    name = next(iter(state))
+    state[name] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}"):
+        model.load_state_dict(state)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_dtensors_of_another_mesh_are_loaded(assign: bool) -> None:
+    """torch refuses: "different meshes"."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    source = CASE.build(seed=1)
+    for unit in CASE.units(source):
+        fully_shard(unit, mesh=mesh)
+    model = shard()
+    model.load_state_dict(source.state_dict(), assign=assign)
+    for name, wanted in CASE.build(seed=1).named_parameters():
+        assert torch.equal(model.get_parameter(name).full_tensor(), wanted), name  # type: ignore[operator]
+    with torch.no_grad():
+        assert torch.equal(model(inputs()), source(inputs()))
 
 
 @multi_rank(2)

@@ -1,0 +1,72 @@
+"""`load_state_dict` of whole tensors, or of DTensors that lie otherwise: each rank takes its own rows of them.
+
+torch refuses both. Every rank passes the same, as of `set_model_state_dict(full_state_dict=True)`; where only one rank
+has the tensors, `fsdp2.checkpoint.load_full` sends the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2 import _torch
+from fsdp2.core.hooks import STATE
+from fsdp2.core.param import FSDPParam
+from fsdp2.core.shard import WHOLE_STATES
+from fsdp2.core.sharding import dtensor_like, local_shard
+from fsdp2.core.structure import module_paths
+
+_ASSIGNS = "assign_to_params_buffers"
+
+
+def take_rows(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
+) -> None:
+    """Put this rank's rows in the place of what is whole, of the sharded parameters of ``module`` and below.
+
+    A hook of `nn.Module.load_state_dict`, whose copy of the user's dict it changes. Values of another shape are left to
+    torch, which names them all. Collective where a value is a DTensor that lies otherwise.
+    """
+    paths = module_paths([module])
+    for each in paths:
+        state = each.__dict__.get(STATE)
+        if state is not None:
+            state.quiesce()  # or refuse to, before anything is loaded
+        for group in () if state is None else state.unit:
+            for param in group.params:
+                for use, name in param.uses:
+                    if group.loan is not None and not isinstance(use._parameters.get(name), DTensor):
+                        continue  # a whole one is registered for a time
+                    key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
+                    value = state_dict.get(key) if use in paths else None
+                    if isinstance(value, torch.Tensor) and _is_otherwise(value, param):
+                        state_dict[key] = _rows(value, param, copies=bool(local_metadata.get(_ASSIGNS)))
+
+
+def _is_otherwise(value: torch.Tensor, param: FSDPParam) -> bool:
+    """Whether ``value`` is of the shape of ``param``, and does not lie as it does."""
+    sharded = param.sharded
+    if value.shape != sharded.shape:
+        return False
+    if not isinstance(value, DTensor):
+        return True
+    spec = _torch.spec_of(sharded)
+    return value.device_mesh != spec.mesh or tuple(value.placements) != tuple(spec.placements)
+
+
+def _rows(value: torch.Tensor, param: FSDPParam, *, copies: bool) -> DTensor:
+    """This rank's part of ``value``; on the memory of ``value``, unless it ``copies``."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+    mesh, partition, spec = param.sharding.mesh, param.sharding.partition, param.sharding.unsharded_spec
+    if spec is not None:  # tensor parallelism has cut it first
+        whole = _torch.local_of(distribute_tensor(whole, spec.mesh, spec.placements, src_data_rank=None))
+    rows = local_shard(whole, partition, partition.rows(mesh.shard_size), mesh.shard_rank)
+    if copies:
+        rows = rows.to(rows.device if param.local.is_meta else param.local.device, copy=True)
+    return dtensor_like(param.sharded, rows)
+
+
+WHOLE_STATES.fill(take_rows)
