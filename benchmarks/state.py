@@ -1,7 +1,7 @@
 """`python -m benchmarks.state`: checkpoints beside torch's, on real gloo ranks and real files.
 
-torch's are `torch.distributed.checkpoint` with its `fully_shard`, ours `fsdp2.checkpoint` with ours. Both are measured in
-the same processes, in turn; CPU time is of all threads of a process, of the slowest rank; files lie in one folder.
+torch's are `torch.distributed.checkpoint` with its `fully_shard`, ours `fsdp2.checkpoint` with ours. Both are measured
+in the same processes, in turn; CPU time is of all threads of a process, of the slowest rank; files lie in one folder.
 """
 
 from __future__ import annotations
@@ -281,9 +281,7 @@ def whole_weights(size: str, repetitions: int, folder: str) -> Measured:
     model_bytes = sum(p.numel() * 4 for p in set(ours.model.parameters()))
 
     def gathered() -> None:
-        state = get_model_state_dict(
-            torchs.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-        )
+        state = get_model_state_dict(torchs.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         if dist.get_rank() == 0:
             save_file({name: each.clone() for name, each in state.items()}, Path(folder, "torch.safetensors"))
 

@@ -25,10 +25,10 @@ class Difference(NamedTuple):
 
 KINDS = {
     "missing": (
-        "the model has, and the checkpoint has not",
-        "strict=False leaves what is missing as it is, rename= finds what has another name",
+        "the model has, and there is not",
+        "strict=False leaves what is missing as it is",
     ),
-    "unexpected": ("the checkpoint has, and the model has not", "strict=False leaves them out"),
+    "unexpected": ("there is, and the model has not", "strict=False leaves them out"),
     "shape": ("of another shape", "build the model that was saved"),
     "dtype": ("of another dtype", "cast=True converts"),
     "group": (
@@ -45,9 +45,9 @@ KINDS = {
 """Of each kind the headline, and the remedy."""
 
 
-def table(path: str, differences: Sequence[Difference], what: str = "the model") -> str:
-    """The message of a `CheckpointMismatch`."""
-    lines = [f"the checkpoint {path} does not fit {what}; nothing was loaded."]
+def table(what: str, differences: Sequence[Difference], of_names: str = "") -> str:
+    """The message of a `CheckpointMismatch` of ``what``; ``of_names``: what else helps where names differ."""
+    lines = [f"{what} does not fit the model; nothing was loaded."]
     remedies = []
     for kind, (headline, remedy) in KINDS.items():
         found = [each for each in differences if each.kind == kind]
@@ -58,6 +58,8 @@ def table(path: str, differences: Sequence[Difference], what: str = "the model")
         if len(found) > SHOWN:
             lines.append(f"    and {len(found) - SHOWN} more")
         remedies.append(f"    {kind}: {remedy}")
+    if of_names and any(each.kind in ("missing", "unexpected") for each in differences):
+        remedies.append(f"    {of_names}")
     return "\n".join([*lines, "  Remedies:", *remedies])
 
 

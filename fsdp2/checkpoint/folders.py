@@ -38,6 +38,11 @@ def steps_in(run: Path) -> list[int]:
     return sorted(found)
 
 
+def leftovers(run: Path) -> list[str]:
+    """Names of what killed processes have left, and of what is being written or removed now."""
+    return sorted(each.name for each in run.iterdir() if _LEFT.fullmatch(each.name)) if run.is_dir() else []
+
+
 def clean(run: Path) -> None:
     """Remove what killed processes have left, and say so in the log. By one rank, while none saves."""
     for each in sorted(run.iterdir()) if run.is_dir() else ():

@@ -22,26 +22,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, Rule, checked
+from fsdp2.arguments import ANYTHING, checked
 from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.blocked import block, unblock
 from fsdp2.checkpoint.comparing import Difference, of_all_ranks, table
 from fsdp2.checkpoint.contents import MODEL, PER_RANK, SHARED, STEP, Contents, Stateful, Values
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
+from fsdp2.checkpoint.held import held_by, materialize, note_written
 from fsdp2.checkpoint.optimizers import NAMES, Optimizers, groups_that_match
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.saving import PATH_RULE
+from fsdp2.checkpoint.rules import PATH_RULE, RENAME_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
-from fsdp2.core.param import fsdp_param_of
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 Verify = Literal["reading", "first", "no"]
-
-RENAME_RULE = Rule("a function, or None", lambda value: value is None or callable(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +226,9 @@ class Load:
         self._refuse([each for each, _ in found])
         differences = of_all_ranks(each for _, each in found)
         if differences:
-            raise CheckpointMismatch(table(str(self._path), differences))
+            raise CheckpointMismatch(
+                table(f"the checkpoint {self._path}", differences, "rename= finds what has another name")
+            )
 
     # -- compare
 
@@ -373,7 +372,10 @@ class Load:
 
     def _read(self, reader: Reader) -> None:
         contents, wanted = self._contents, self._wanted
-        materialize(contents, [name for name in wanted.tensors.values()])
+        names = set(wanted.tensors.values())
+        if any(contents.names.tensors()[name].is_meta for name in names if name in contents.names.first):
+            materialize(contents.model, [each for each in held_by(contents.model) if each.name in names])
+            contents.refresh()
         into: dict[str, torch.Tensor] = {key: contents.state[name] for key, name in wanted.tensors.items()}
         self._state: dict[str, dict[str, Any]] = {}
         known = contents.optimizers.state() if wanted.state else {}
@@ -426,7 +428,8 @@ class Load:
 
     def _hand_over(self) -> None:
         contents, wanted = self._contents, self._wanted
-        written([contents.names.tensors().get(name) for name in wanted.tensors.values()])
+        names = set(wanted.tensors.values())
+        note_written(each for each in held_by(contents.model) if each.name in names)
         if wanted.extra:
             contents.model.load_state_dict(wanted.extra, strict=False)
         if wanted.groups:
@@ -556,41 +559,6 @@ def read_tensors(reader: Reader, source: Source, into: dict[str, torch.Tensor]) 
         reader.read(planner.create_local_plan().items, planner)
 
 
-def materialize(contents: Contents, names: Iterable[str]) -> None:
-    """Give the tensors of these ``names`` memory that are on meta; ``contents.state`` then has them."""
-    here = contents.names.tensors()
-    chosen = {id(here[name]): name for name in names if name in here and here[name].is_meta}
-    if not chosen:
-        return
-    device = next(
-        (torch.device(p.device_mesh.device_type) for p in here.values() if isinstance(p, DTensor)), torch.device("cpu")
-    )
-    if device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    contents.model._apply(
-        lambda tensor: torch.empty_like(tensor, device=device) if id(tensor) in chosen else tensor, recurse=True
-    )
-    contents.refresh()
-
-
-def written(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Let the engine and autograd know that ``tensors`` were written."""
-    groups: dict[int, Any] = {}
-    changed = []
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        changed.append(tensor)
-        param = fsdp_param_of(tensor)
-        if param is not None:
-            groups[id(param.group)] = param.group
-            param.write_counter.writes += 1
-    if changed:
-        torch.autograd.graph.increment_version(changed)
-    for group in groups.values():
-        group.storage.forget_sent()
-
-
 def _described(tensor: Any) -> str:
     if isinstance(tensor, TensorStorageMetadata):
         return f"{tensor.properties.dtype} {tuple(tensor.size)}"
@@ -599,4 +567,4 @@ def _described(tensor: Any) -> str:
     return "a value"
 
 
-__all__ = ["Load", "Options", "load", "materialize", "read_tensors", "written"]
+__all__ = ["Load", "Options", "load", "read_tensors"]

@@ -187,16 +187,15 @@ def groups_that_match(
         if not found and not group[NAMES] and empty:
             found = [empty.pop(0)]
         if len(found) > 1:
-            parts = "; ".join(
-                f"group {index} has {_shortened([n for n in names if of.get(n) == index])}" for index in found
-            )
-            lines.append(f"group {place} is of several in the checkpoint: {parts}")
+            parts = [f"of group {index}: {_shortened([n for n in names if of.get(n) == index])}" for index in found]
+            lines.append("\n      ".join([f"group {place} is of several in the checkpoint", *parts]))
         elif found and found[0] in taken:
             other = wanted[taken[found[0]]][NAMES]
-            lines.append(
-                f"groups {taken[found[0]]} and {place} are one in the checkpoint, group {found[0]}: "
-                f"{_shortened([n for n in other if n in known])} and {_shortened(names)}"
-            )
+            parts = [
+                f"group {taken[found[0]]}: {_shortened([name for name in other if name in known])}",
+                f"group {place}: {_shortened(names)}",
+            ]
+            lines.append("\n      ".join([f"two groups are one in the checkpoint, its group {found[0]}", *parts]))
         if len(found) == 1:
             taken.setdefault(found[0], place)
         matched.append(saved[found[0]] if len(found) == 1 else None)

@@ -23,10 +23,10 @@ from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, ranks_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.saving import PATH_RULE, Save
+from fsdp2.checkpoint.rules import COUNT_RULE, PATH_RULE
+from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.staging import Staging
 
-_COUNT = Rule("an int >= 1, or None", lambda value: value is None or (type(value) is int and value >= 1))
 _STEP = Rule("an int >= 0", lambda value: type(value) is int and value >= 0)
 
 
@@ -35,8 +35,8 @@ _STEP = Rule("an int >= 0", lambda value: type(value) is int and value >= 0)
     optimizer=ANYTHING,
     shared=ANYTHING,
     per_rank=ANYTHING,
-    keep_last=_COUNT,
-    keep_every=_COUNT,
+    keep_last=COUNT_RULE,
+    keep_every=COUNT_RULE,
     process_group=ANYTHING,
 )
 class Checkpoints:

@@ -28,18 +28,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, Rule, checked
+from fsdp2.arguments import ANYTHING, checked
 from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.contents import GROUPS, MODEL, Contents, Values
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.rules import PATH_RULE, STEP_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
 from fsdp2.errors import FSDPError
-
-STEP_RULE = Rule("an int >= 0, or None", lambda value: value is None or (type(value) is int and value >= 0))
-PATH_RULE = Rule("a path", lambda value: isinstance(value, (str, os.PathLike)))
 
 
 @checked(path=PATH_RULE, optimizer=ANYTHING, shared=ANYTHING, per_rank=ANYTHING, step=STEP_RULE, process_group=ANYTHING)

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: a small model with everything in it, ways to shard it, and processes started anew.
+"""What tests of checkpoints share: a small model with everything in it, ways to shard it, processes started anew.
 
 The model is trained in some processes and saved; others load it. What is compared is whole: `snapshot`.
 """

@@ -135,7 +135,8 @@ class _Allocations(TorchDispatchMode):
                     self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                 del storage
         if self._sum() > self.peak:
-            time.sleep(0.002)  # for threads that let go of it only now
+            for _ in range(10):  # threads of gloo's may let go of it only now
+                time.sleep(0.002 * (self._sum() > self.peak))
             self.peak = max(self.peak, self._sum())
         return result
 

@@ -181,7 +181,7 @@ def of_the_moment(folder: Path) -> None:
     parts.checkpoints.save(4, asynchronous=True)
     for ask in ("wait", "nothing to wait for any more"):
         if ask == "wait":
-            with pytest.raises(SaveFailed, match="was not saved: rank 1: .*no way"):
+            with pytest.raises(SaveFailed, match=r"was not saved: rank 1: .*no way"):
                 parts.checkpoints.wait()
         else:
             parts.checkpoints.wait()

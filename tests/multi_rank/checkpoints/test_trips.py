@@ -1,4 +1,4 @@
-"""From any layout to any other: parameters, buffers, states and hyperparameters, bit by bit, and the steps that follow."""
+"""From any layout to any other: parameters, buffers, states, hyperparameters, bit by bit, and the steps that follow."""
 
 from __future__ import annotations
 

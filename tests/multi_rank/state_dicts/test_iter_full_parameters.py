@@ -13,8 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, Owned, full_parameters, fully_shard
-from fsdp2.checkpoint import whole
-from fsdp2.checkpoint.whole import iter_full_parameters
+from fsdp2.checkpoint import iter_full_parameters, iterating
 from tests.harness import multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
@@ -187,18 +186,41 @@ def test_as_few_exchanges_as_fit_and_half_the_bytes_of_a_half(dtype: torch.dtype
     budget = total // 3
     exchanges: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = whole._exchange
+        original = iterating._exchange
 
         def counted(mesh: Any, members: Any, receiver: Any) -> Any:
             exchanges.append(sum(nbytes for nbytes, _ in members))
             return original(mesh, members, receiver)
 
-        patch.setattr(whole, "_exchange", counted)
+        patch.setattr(iterating, "_exchange", counted)
         for _, tensor in iter_full_parameters(model, budget_bytes=budget, dtype=dtype):
             del tensor
     assert len(exchanges) <= math.ceil(total / budget) + 1
     assert sum(exchanges) * dist.get_world_size() <= total * 1.02
-    exchanges.clear()
+
+
+@multi_rank(2, 4)
+def test_owned_ones_travel_together() -> None:
+    """In one exchange, the packed small ones in another."""
+    owners = iter(range(1000))
+    model = fully_shard(Stack(layers=16), shard_placement_fn=lambda p: Owned(next(owners) % dist.get_world_size()))
+    total = sum(each.numel() * 4 for each in model.parameters())
+    count = 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counting(original: Any) -> Any:
+            def counted(*arguments: Any) -> Any:
+                nonlocal count
+                count += 1
+                return original(*arguments)
+
+            return counted
+
+        for name in ("_exchange", "_deliver"):
+            patch.setattr(iterating, name, counting(getattr(iterating, name)))
+        for _, tensor in iter_full_parameters(model, budget_bytes=total // 3):
+            del tensor
+    assert count <= 2 * 4
 
 
 # ---- errors --------------------------------------------------------------------------------------

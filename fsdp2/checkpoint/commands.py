@@ -1,0 +1,182 @@
+"""The commands of ``python -m fsdp2.checkpoint``. One process, no process group, no code of the model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2.checkpoint.contents import STATE
+from fsdp2.checkpoint.errors import CheckpointError, CheckpointIncomplete
+from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
+from fsdp2.checkpoint.folders import leftovers, name_of, remove, steps_in, too_old
+from fsdp2.checkpoint.inspection import Opened, differences
+from fsdp2.checkpoint.ranks import Alone
+from fsdp2.errors import FSDPError
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status: 0, 1 where something is wrong with a checkpoint, 2 with the command line."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except FSDPError as error:
+        print(f"{error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2.checkpoint", description="Look at checkpoints, and take care of them, without a model."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], says: str, *paths: str) -> argparse.ArgumentParser:
+        found = commands.add_parser(name, help=says, description=says)
+        for path in paths:
+            found.add_argument(path.lower(), metavar=path, type=Path)
+        found.set_defaults(command=command)
+        return found
+
+    add("list", list_run, "the checkpoints of a run", "RUN")
+    shown = add("show", show, "what is in a checkpoint", "PATH")
+    shown.add_argument("--all", action="store_true", help="optimizer states and values, too")
+    add("verify", verify, "compare all sizes and checksums; status 1 if anything differs", "PATH")
+    compared = add("diff", diff, "how two checkpoints differ; status 1 if they do", "PATH", "OTHER")
+    compared.add_argument("--values", action="store_true", help="the largest difference of each tensor, too")
+    exported = add("export", export_folder, "write the model as safetensors", "PATH", "FOLDER")
+    exported.add_argument("--dtype", choices=_DTYPES, help="cast floating-point tensors")
+    exported.add_argument("--max-file-bytes", type=int, default=MAX_FILE_BYTES, help="default: %(default)s")
+    pruned = add("prune", prune, "remove old checkpoints of a run; never the newest", "RUN")
+    pruned.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many of the newest stay")
+    pruned.add_argument("--keep-every", type=int, metavar="N", help="those of steps that are multiples stay, too")
+    return parser
+
+
+def list_run(options: argparse.Namespace) -> int:
+    """A line for each checkpoint, the oldest first."""
+    run: Path = options.run
+    steps = steps_in(run)
+    if not run.is_dir():
+        raise CheckpointIncomplete(f"there is no run {run}: no such folder.")
+    if not steps:
+        print(f"no checkpoints in {run}")
+    lines = [["checkpoint", "time", "ranks", "size"]]
+    for step in steps:
+        with Opened(run / name_of(step)) as opened:
+            manifest = opened.source.manifest
+            size = _size(sum(opened.source.files().values()))
+            of_manifest = ["", ""] if manifest is None else [manifest.time, str(manifest.ranks)]
+            lines.append([name_of(step), *of_manifest, size])
+    if steps:
+        _print(lines)
+    for left in leftovers(run):
+        print(f"{left}: left by a process that did not come to its end; the next save or restore removes it")
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    """What is in a checkpoint."""
+    with Opened(options.path) as opened:
+        manifest, tensors = opened.source.manifest, opened.tensors()
+        print(options.path)
+        if opened.step is not None:
+            print(f"step {opened.step}")
+        if manifest is not None:
+            versions = ", ".join(f"{name} {each}" for name, each in manifest.versions.items())
+            print(f"saved {manifest.time} by {manifest.ranks} ranks, mesh {manifest.mesh or 'none'}, {versions}")
+        else:
+            print("saved by torch.distributed.checkpoint")
+        shown = {name: each for name, each in tensors.items() if options.all or not name.startswith(f"{STATE}.")}
+        lines = [["tensor", "shape", "dtype", "sharded", "size"]]
+        for each in shown.values():
+            dtype = str(each.dtype).removeprefix("torch.")
+            place = f"tied to {each.same_as}" if each.same_as else each.placement
+            lines.append([each.name, "x".join(map(str, each.shape)) or "()", dtype, place, _size(each.nbytes)])
+        _print(lines)
+        states = [each for name, each in tensors.items() if name.startswith(f"{STATE}.")]
+        if states and not options.all:
+            print(f"and {len(states)} tensors of optimizer state, {_size(sum(each.nbytes for each in states))}")
+        for name, value in opened.hyperparameters().items():
+            print(f"{name} = {_shortened(value)}")
+        if options.all:
+            for name in opened.values():
+                print(f"{name} = {_shortened(opened.value(name))}")
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Whether a checkpoint is what was written."""
+    count = 0
+    with Opened(options.path) as opened:
+        for line in opened.damages():
+            count += 1
+            print(line)
+        items = len(opened.source.metadata.storage_data)
+    said = f"{count} of {items} items differ" if count else f"all {items} items are as they were written"
+    print(f"{options.path}: {said}")
+    return 1 if count else 0
+
+
+def diff(options: argparse.Namespace) -> int:
+    """How two checkpoints differ."""
+    with Opened(options.path) as one, Opened(options.other) as other:
+        count = 0
+        for line in differences(one, other, values=options.values):
+            count += 1
+            print(line)
+    if not count:
+        print("no difference" if options.values else "no difference in names, shapes, dtypes and hyperparameters")
+    return 1 if count else 0
+
+
+def export_folder(options: argparse.Namespace) -> int:
+    """Write the model as safetensors."""
+    dtype = None if options.dtype is None else _DTYPES[options.dtype]
+    if options.max_file_bytes < 1:
+        raise CheckpointError(f"--max-file-bytes takes a number >= 1, got {options.max_file_bytes}.")
+    count = export(options.path, options.folder, Alone(), dtype, options.max_file_bytes)
+    print(f"{count} tensors in {options.folder}")
+    return 0
+
+
+def prune(options: argparse.Namespace) -> int:
+    """Remove old checkpoints."""
+    run: Path = options.run
+    if options.keep_last < 1:
+        raise CheckpointError(f"--keep-last takes a number >= 1, got {options.keep_last}: the newest always stays.")
+    steps = steps_in(run)
+    if not steps:
+        raise CheckpointIncomplete(f"there is no checkpoint in {run}.")
+    gone = too_old(steps, options.keep_last, options.keep_every)
+    failed = remove(run, gone)
+    for line in failed:
+        print(line, file=sys.stderr)
+    print(f"removed {len(gone) - len(failed)} of {len(steps)} checkpoints")
+    return 1 if failed else 0
+
+
+def _print(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _size(nbytes: int) -> str:
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit + 1 < len(_UNITS):
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if not unit else f"{size:.1f} {_UNITS[unit]}"
+
+
+def _shortened(value: Any, most: int = 100) -> str:
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -1,0 +1,20 @@
+"""What arguments of this package's functions must be."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fsdp2.arguments import Rule
+
+
+def is_int(value: Any) -> bool:
+    """Whether it is an int, and no bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+PATH_RULE = Rule("a path", lambda value: isinstance(value, (str, os.PathLike)))
+BYTES_RULE = Rule("a number of bytes > 0", lambda value: is_int(value) and value > 0, is_int)
+STEP_RULE = Rule("an int >= 0, or None", lambda value: value is None or (is_int(value) and value >= 0))
+COUNT_RULE = Rule("an int >= 1, or None", lambda value: value is None or (is_int(value) and value >= 1))
+RENAME_RULE = Rule("a function, or None", lambda value: value is None or callable(value))

@@ -1,0 +1,541 @@
+"""Whole weights into a sharded model, in bounded memory: `load_full`.
+
+Everything is compared, on all ranks, before anything is written. Knows nothing of files: `load_from` takes any
+`Source`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.arguments import Rule, checked
+from fsdp2.checkpoint.blocked import block, unblock
+from fsdp2.checkpoint.boxes import Box, at_box, box_here, box_of, overlap, pieces_of, sizes_of
+from fsdp2.checkpoint.comparing import Difference, table
+from fsdp2.checkpoint.errors import CheckpointMismatch
+from fsdp2.checkpoint.held import (
+    Held,
+    agree,
+    company_of,
+    held_by,
+    materialize,
+    note_written,
+    refuse_unreadable,
+    settle,
+    shape_text,
+)
+from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.checkpoint.report import LoadReport
+from fsdp2.checkpoint.rules import BYTES_RULE, is_int
+from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
+from fsdp2.core.param import is_subclass
+from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.broadcast_parameters import device_that_travels
+
+_EVERY_RANK = "every rank"
+_SOURCE = Rule(
+    f"{_EVERY_RANK!r}, or a rank >= 0",
+    lambda value: value == _EVERY_RANK if isinstance(value, str) else is_int(value) and value >= 0,
+    lambda value: isinstance(value, str) or is_int(value),
+)
+_STATE = Rule("a mapping from names to tensors, or None", lambda value: value is None or isinstance(value, Mapping))
+
+
+class Offered(NamedTuple):
+    """What there is to be loaded under a name: the whole's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """A tensor of the model that is to be written.
+
+    Attributes:
+        held: the tensor.
+        key: the name that the source has it under.
+        box: which entries this rank has.
+    """
+
+    held: Held
+    key: str
+    box: Box
+
+
+class Source(ABC):
+    """Where whole tensors come from.
+
+    Attributes:
+        path: for the report.
+        what: for messages: "the state dict".
+        remedy: for names that differ, beside what there is for all sources.
+        group: of the ranks that load together; None: there is one.
+        ranks: the same.
+    """
+
+    path: str = ""
+    what: str
+    remedy: str = ""
+    group: dist.ProcessGroup | None = None
+    ranks: Ranks
+
+    @abstractmethod
+    def offered(self) -> dict[str, Offered]:
+        """What there is, by name. All ranks call it, and none has refused anything before."""
+
+    @abstractmethod
+    def write(self, wanted: Sequence[Wanted]) -> int:
+        """Write this rank's part of all of them; returns the bytes that were read of files. All ranks call it."""
+
+    def lines(self, wanted: Sequence[Wanted]) -> list[str]:
+        """What else the ranks must agree on."""
+        return []
+
+
+def load_from(model: nn.Module, source: Source, caller: str, *, arguments: str, strict: bool, cast: bool) -> LoadReport:
+    """Write what ``source`` has to ``model``, after all ranks have agreed that it fits. Collective.
+
+    Raises:
+        CheckpointMismatch: it does not, with a table of all differences; nothing was written, on any rank.
+        CheckpointDamaged: something could not be read, after parts of the model were written.
+        FSDPRuntimeError: inside of a forward or backward, or of `full_parameters`; the ranks differ.
+    """
+    error: Exception | None = settle(model, caller, frees=True)
+    held = held_by(model)
+    source.group, source.ranks = company_of(held)
+    ranks = source.ranks
+    if error is None:
+        error = _caught(lambda: refuse_unreadable(held, caller, meta=False))
+    lines = [f"{caller} with {arguments}, strict={strict}, cast={cast}"]
+    lines += [f"{name} {each.described}" for each in held for name in each.names]
+    agree(ranks, error, lines, caller)
+    fit = _Fit()
+    error = _caught(lambda: _compare(held, source, fit, strict=strict, cast=cast, caller=caller))
+    lines = [] if error is not None else [f"{each.held.name} from {each.key}" for each in fit.wanted]
+    lines += [] if error is not None else source.lines(fit.wanted)
+    agree(ranks, error, lines, caller)
+    with torch.inference_mode(False), torch.no_grad():
+        materialize(model, [each.held for each in fit.wanted])
+        now = {name: each for each in held_by(model) for name in each.names}
+        wanted = [Wanted(now[each.held.name], each.key, each.box) for each in fit.wanted]
+        nbytes = 0
+
+        def write() -> None:
+            nonlocal nbytes
+            nbytes = source.write(wanted)
+
+        error = _caught(write)
+        note_written(each.held for each in wanted)
+    try:
+        agree(ranks, error, [], caller)
+    except FSDPError as raised:
+        block(model, str(raised).splitlines()[0])
+        raise
+    unblock(model)
+    nbytes = sum(ranks.all_gather(nbytes, f"how much {caller} has read"))
+    return LoadReport(
+        path=source.path,
+        loaded=tuple(each.held.name for each in fit.wanted),
+        missing=tuple(each.name for each in fit.missing),
+        unexpected=tuple(fit.unexpected),
+        cast=dict(fit.cast),
+        unwritten=tuple(each.name for each in fit.unwritten),
+        bytes_read=nbytes,
+    )
+
+
+def _caught(action: Callable[[], None]) -> Exception | None:
+    """What it raises, of what the other ranks are to raise as well."""
+    try:
+        action()
+    except Exception as error:  # of a function for names, too: the other ranks wait
+        return error
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class _Fit:
+    """How what is offered and what the model holds go together."""
+
+    wanted: list[Wanted] = field(default_factory=list)
+    missing: list[Held] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    unwritten: list[Held] = field(default_factory=list)
+    cast: dict[str, str] = field(default_factory=dict)
+
+
+def _compare(held: Sequence[Held], source: Source, fit: _Fit, *, strict: bool, cast: bool, caller: str) -> None:
+    """Fill ``fit``.
+
+    Raises:
+        CheckpointMismatch: something does not fit, with all that does not.
+    """
+    offered = source.offered()
+    left = dict.fromkeys(offered)
+    found: list[Difference] = []
+    for each in held:
+        keys = [name for name in each.names if name in offered]
+        for key in keys:
+            left.pop(key, None)
+        if not keys and not each.transient:
+            fit.missing.append(each)
+        elif keys:
+            _compare_one(each, keys[0], offered[keys[0]], source, fit, found, cast=cast)
+    fit.unexpected = list(left)
+    written = {each.held for each in fit.wanted}
+    fit.unwritten = [each for each in held if each.local.is_meta and each not in written]
+    if strict:
+        missing = set(fit.missing)
+        found += [Difference("missing", each.name, each.described) for each in fit.missing]
+        found += [
+            Difference("unexpected", name, f"{shape_text(offered[name].shape)} {offered[name].dtype}") for name in left
+        ]
+        found += [
+            Difference("unwritten", each.name, f"{each.described}{_TRANSIENT if each.transient else ''}")
+            for each in fit.unwritten
+            if each not in missing and not any(name in offered for name in each.names)
+        ]
+    if found:
+        raise CheckpointMismatch(table(f"{caller}: {source.what}", found, source.remedy))
+
+
+_TRANSIENT = ", a buffer that is not persistent"
+
+
+def _compare_one(
+    held: Held, key: str, offered: Offered, source: Source, fit: _Fit, found: list[Difference], *, cast: bool
+) -> None:
+    box = box_here(held.tensor)
+    if box is None:
+        raise FSDPNotImplementedError(
+            f"'{held.name}' has the placements {list(_torch.spec_of(held.tensor).placements)}, of which it is not "
+            "known which entries this rank has; copy to its to_local() instead."
+        )
+    shape, dtype = tuple(held.tensor.shape), held.tensor.dtype
+    if offered.shape != shape:
+        text = f"{shape_text(offered.shape)} in {source.what}, {shape_text(shape)} in the model"
+        found.append(Difference("shape", key, text))
+    if offered.dtype != dtype:
+        if cast and offered.dtype.is_floating_point and dtype.is_floating_point:
+            fit.cast[held.name] = f"{offered.dtype} -> {dtype}"
+        else:
+            text = f"{offered.dtype} in {source.what}, {dtype} in the model"
+            found.append(Difference("dtype", key, text))
+    fit.wanted.append(Wanted(held, key, box))
+
+
+_LOADS = "load_full()"
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@checked(state_dict=_STATE, source=_SOURCE, budget_bytes=BYTES_RULE)
+def load_full(
+    model: nn.Module,
+    state_dict: Mapping[str, Any] | None,
+    *,
+    source: Any = _EVERY_RANK,
+    strict: bool = True,
+    cast: bool = False,
+    budget_bytes: int = 64 << 20,
+) -> LoadReport:
+    """Write a state dict of whole tensors, or of DTensors that lie anyhow, to the sharded ``model``, in place.
+
+    All is compared first: names, shapes, dtypes. What does not fit is one error on all ranks, and nothing is written
+    then. Of tied parameters one name is enough; names may have what torch.compile or activation checkpointing add.
+    Parameters and buffers on meta are given memory if they are written, and only then.
+
+    Collective: all ranks must call it with the same arguments (but the values), outside of forward and backward.
+
+    Args:
+        model: sharded, or with sharded modules below, or neither.
+        state_dict: by name. Buffers that are not persistent may be in it.
+        source: ``"every rank"``: each has all of them, and copies its own rows; nothing is sent but pieces of DTensors
+            that lie otherwise than the model's. A rank of all: only its ``state_dict`` counts, and pieces of it are
+            broadcast; the others may pass None.
+        strict: False: names that only one of both has are in the report. Shapes and dtypes must fit all the same.
+        cast: floating-point tensors may be of another dtype.
+        budget_bytes: of what is sent at a time: the memory that is taken beside the shards, at most.
+
+    Returns:
+        What was loaded, and what was not: the same on all ranks.
+
+    Raises:
+        FSDPTypeError: not a module or a mapping; a value that is no tensor.
+        FSDPValueError: a ``source`` that does not hold ``model``.
+        CheckpointMismatch: a table of all that does not fit; with ``strict``, also parameters and buffers on meta that
+            nothing would write.
+        FSDPRuntimeError: inside of a forward or backward, or of `full_parameters`; the ranks differ. On all ranks.
+        FSDPNotImplementedError: placements that are no boxes of the whole, as `Partial`; tensor subclasses.
+
+    Stream: the current one.
+    """
+    state = {} if state_dict is None else state_dict
+    everyone = source == _EVERY_RANK
+    found: Source = _States(state, budget_bytes) if everyone else _FromRank(state, budget_bytes, source)
+    arguments = f"source={source!r}, budget_bytes={budget_bytes}"
+    return load_from(model, found, _LOADS, arguments=arguments, strict=strict, cast=cast)
+
+
+class _Sent(NamedTuple):
+    """A piece of a tensor that the rank ``source`` of all has, and sends."""
+
+    source: int
+    key: str
+    box: Box
+    nbytes: int
+
+
+class _States(Source):
+    """A state dict that every rank has."""
+
+    what = "the state dict"
+
+    def __init__(self, state: Mapping[str, Any], budget: int) -> None:
+        self._budget = budget
+        self.values: dict[str, Any] = {}
+        for name, value in state.items():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            self.values[name] = value
+
+    def offered(self) -> dict[str, Offered]:
+        """Of this rank's state dict.
+
+        Raises:
+            FSDPTypeError: a value is no tensor.
+        """
+        for name, value in self.values.items():
+            _refuse_value(name, value)
+            if isinstance(value, DTensor):
+                outside = set(value.device_mesh.mesh.flatten().tolist()).difference(self.ranks.numbers)
+                if outside:
+                    raise FSDPValueError(
+                        f"'{name}' of the state dict lies on the ranks {sorted(outside)} as well, which do not hold "
+                        f"the model, and take no part in {_LOADS}: pass its full_tensor()."
+                    )
+        return {name: Offered(tuple(value.shape), value.dtype) for name, value in self.values.items()}
+
+    def lines(self, wanted: Sequence[Wanted]) -> list[str]:
+        """How DTensors lie. (Not on which ranks: beside tensor parallelism there are several meshes of one kind.)"""
+        lines: list[str] = []
+        for each in wanted:
+            value = self.values[each.key]
+            if isinstance(value, DTensor):
+                stays = _lies(value) == _lies(each.held.tensor)
+                how = "as here" if stays else f"{tuple(value.device_mesh.shape)} {list(value.placements)}"
+                lines.append(f"{each.key} lies {how}")
+        return lines
+
+    def write(self, wanted: Sequence[Wanted]) -> int:
+        """Copy rows of whole tensors; send what lies otherwise."""
+        moved: dict[str, tuple[Any, Any]] = {}
+        for each in wanted:
+            value = self.values[each.key].detach()
+            if not isinstance(value, DTensor):
+                each.held.local.copy_(at_box(value, each.box, box_here(value) or ()))
+            elif _lies(value) == _lies(each.held.tensor):
+                each.held.local.copy_(_torch.local_of(value))
+            else:
+                spec = _torch.spec_of(value)
+                moved[each.key] = (spec.mesh.mesh.tolist(), tuple(spec.placements))
+        if moved:
+            places = self.ranks.all_gather(moved, f"where the tensors are that {_LOADS} reads")[0]
+            sent = [piece for key, place in places.items() for piece in self._pieces(key, *place)]
+            _send(sent, self.values, wanted, self.group, self._budget)
+        return 0
+
+    def _pieces(self, key: str, mesh: Any, placements: Sequence[Any]) -> Iterator[_Sent]:
+        """Of a DTensor: each part once, from the first rank that has it."""
+        ranks, value = torch.tensor(mesh), self.values[key]
+        seen: set[Box] = set()
+        for coordinate in torch.ones(ranks.shape).nonzero().tolist():
+            box = box_of(ranks.shape, placements, value.shape, coordinate)
+            assert box is not None, "it was looked at before"
+            if box not in seen:
+                seen.add(box)
+                for piece in pieces_of(box, value.element_size(), self._budget):
+                    nbytes = math.prod(sizes_of(piece)) * value.element_size()
+                    yield _Sent(int(ranks[tuple(coordinate)]), key, piece, nbytes)
+
+
+def _refuse_value(name: str, value: Any) -> None:
+    """Refuse what cannot be written piece by piece.
+
+    Raises:
+        FSDPTypeError: it is no tensor.
+        FSDPRuntimeError: it has no values.
+        FSDPNotImplementedError: its parts are no boxes of the whole, or not dense.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise FSDPTypeError(
+            f"{_LOADS} takes tensors, and '{name}' is a {type(value).__name__}: leave it out of the state dict (what "
+            "get_extra_state() has returned goes to set_extra_state() of its module)."
+        )
+    plain = _torch.plain_of(value)
+    if plain.is_meta:
+        raise FSDPRuntimeError(f"{_LOADS} finds no values in '{name}' of the state dict, which is on the meta device.")
+    if is_subclass(plain) or plain.layout is not torch.strided:
+        raise FSDPNotImplementedError(f"'{name}' of the state dict is a {type(plain).__name__} of {plain.layout}.")
+    if isinstance(value, DTensor):
+        sizes = tuple(value.device_mesh.shape)
+        if box_of(sizes, value.placements, value.shape, (0,) * len(sizes)) is None:
+            raise FSDPNotImplementedError(
+                f"'{name}' of the state dict is a DTensor with placements {list(value.placements)}, whose parts are no "
+                "rows or columns of the whole: pass its full_tensor()."
+            )
+
+
+def _lies(tensor: torch.Tensor) -> str:
+    """Where the parts of ``tensor`` are: equal for tensors whose local tensors are alike on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return "no mesh"
+    spec = _torch.spec_of(tensor)
+    return f"{spec.mesh.mesh.tolist()} {list(spec.placements)}"
+
+
+class _FromRank(Source):
+    """The state dict of one rank."""
+
+    what = "the state dict"
+
+    def __init__(self, state: Mapping[str, Any], budget: int, rank: int) -> None:
+        self._budget = budget
+        self._rank = rank
+        self._is_mine = not dist.is_initialized() or dist.get_rank() == rank
+        self._states = _States(state if self._is_mine else {}, budget)
+        self._known: dict[str, Offered] = {}
+
+    def offered(self) -> dict[str, Offered]:
+        """What the rank has told all others.
+
+        Raises:
+            FSDPError: what it cannot send, on all ranks.
+        """
+        ranks = self.ranks
+        if self._rank not in ranks.numbers:
+            raise FSDPValueError(f"{_LOADS} got source={self._rank}, and the model is on the ranks {ranks.numbers}.")
+        mine: Any = None
+        error: Exception | None = None
+        if self._is_mine:
+            self._states.ranks = ranks
+            try:
+                mine = self._states.offered()
+                self._refuse_parts()
+            except FSDPError as raised:
+                error = raised
+        failed = None if error is None else (type(error), str(error))
+        told = ranks.all_gather((mine, failed), f"what {_LOADS} is to load")
+        offered, failure = told[ranks.numbers.index(self._rank)]
+        if failure is not None:
+            kind, text = failure
+            raise kind(text)
+        self._known = offered
+        return dict(offered)
+
+    def _refuse_parts(self) -> None:
+        for name, value in self._states.values.items():
+            if box_here(value) != tuple((0, size) for size in value.shape):
+                raise FSDPValueError(
+                    f"{_LOADS} with source={self._rank}: '{name}' of its state dict is a DTensor with placements "
+                    f"{list(value.placements)}, of which this rank has a part. Pass whole tensors, or the DTensors on "
+                    f"all ranks with source={_EVERY_RANK!r}."
+                )
+
+    def write(self, wanted: Sequence[Wanted]) -> int:
+        """Broadcast pieces of all that is wanted."""
+        sent = []
+        for each in wanted:
+            shape, dtype = self._known[each.key]
+            for piece in pieces_of(tuple((0, size) for size in shape), dtype.itemsize, self._budget):
+                sent.append(_Sent(self._rank, each.key, piece, math.prod(sizes_of(piece)) * dtype.itemsize))
+        _send(sent, self._states.values, wanted, self.group, self._budget, dtypes=self._known)
+        return 0
+
+
+def _send(
+    sent: Sequence[_Sent],
+    values: Mapping[str, Any],
+    wanted: Sequence[Wanted],
+    group: dist.ProcessGroup | None,
+    budget: int,
+    *,
+    dtypes: Mapping[str, Offered] | None = None,
+) -> None:
+    """Broadcast pieces, of ``values`` where this rank has them, as many at a time as fit; each rank keeps its own part.
+
+    Collective over ``group``, whose ranks pass the same pieces.
+    """
+    targets = {each.key: each for each in wanted}
+    messages = list(_messages(sent, budget))
+    device = torch.device("cpu") if group is None else device_that_travels(torch.device("cpu"), group)
+    most = max((message[-1][1] + message[-1][0].nbytes for message in messages), default=0)
+    buffer = torch.empty(most, dtype=torch.uint8, device=device)
+    for message in messages:
+        _send_message(message, values, targets, group, dtypes, buffer)
+
+
+def _messages(sent: Iterable[_Sent], budget: int) -> Iterator[list[tuple[_Sent, int]]]:
+    """Pieces of one rank that travel together, and where each begins in the message."""
+    message: list[tuple[_Sent, int]] = []
+    end = 0
+    for piece in sent:
+        if message and (end + piece.nbytes > budget or piece.source != message[0][0].source):
+            yield message
+            message, end = [], 0
+        message.append((piece, end))
+        end = align(end + piece.nbytes, PACKED_ALIGNMENT_BYTES)
+    if message:
+        yield message
+
+
+def _send_message(
+    message: Sequence[tuple[_Sent, int]],
+    values: Mapping[str, Any],
+    targets: Mapping[str, Wanted],
+    group: dist.ProcessGroup | None,
+    dtypes: Mapping[str, Offered] | None,
+    buffer: torch.Tensor,
+) -> None:
+    """Broadcast one message: a large contiguous piece from where it lies, others packed into ``buffer``."""
+    is_mine = group is None or dist.get_rank() == message[0][0].source
+    parts: list[torch.Tensor] = []
+    if is_mine:
+        for piece, _ in message:
+            value = values[piece.key].detach()
+            outer = box_here(value)
+            assert outer is not None, "it was cut into pieces of this"
+            parts.append(at_box(_torch.plain_of(value), piece.box, outer))
+    lies = (
+        parts[0]
+        if len(parts) == 1 and parts[0].is_contiguous() and parts[0].device.type == buffer.device.type
+        else None
+    )
+    buffer = buffer[: message[-1][1] + message[-1][0].nbytes]
+    slots: list[torch.Tensor] = []
+    for index, (piece, start) in enumerate(message):
+        dtype = values[piece.key].dtype if dtypes is None else dtypes[piece.key].dtype
+        if lies is None:
+            slots.append(buffer[start : start + piece.nbytes].view(dtype).view(sizes_of(piece.box)))
+            if is_mine:
+                slots[-1].copy_(parts[index])
+        else:
+            slots.append(lies)
+    if group is not None:
+        sent = buffer if lies is None else lies.view(-1).view(torch.uint8)
+        dist.broadcast(sent, src=message[0][0].source, group=group)
+    for (piece, _), slot in zip(message, slots, strict=True):
+        target = targets[piece.key]
+        box = overlap(target.box, piece.box)
+        if box is not None:
+            at_box(target.held.local, box, target.box).copy_(at_box(slot, box, piece.box))
