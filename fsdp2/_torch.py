@@ -257,7 +257,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-
 BACKWARD_FUNCTION = "_engine_run_backward"
 """In whose frame every backward of a thread runs."""
 

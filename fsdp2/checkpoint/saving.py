@@ -287,7 +287,7 @@ def _placements(flat: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     for key, value in flat.items():
         if isinstance(value, DTensor):
             mesh = value.device_mesh
-            of_dims = zip(value.placements, mesh.shape, strict=True)
+            of_dims = zip(map(repr, value.placements), mesh.shape, strict=True)
             found[key] = ", ".join(f"{placement} over {size}" for placement, size in of_dims)
             text = " x ".join(map(str, mesh.shape))
             text += f" ({', '.join(mesh.mesh_dim_names)})" if mesh.mesh_dim_names else ""

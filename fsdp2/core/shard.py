@@ -116,7 +116,6 @@ class Ties:
 TIES: Port[Ties] = Port(Ties())
 
 
-
 def _as_it_is(*_: Any) -> None:
     """torch says what it cannot load."""
 
