@@ -22,6 +22,9 @@ from extras.torch_gaps.run import run_ranks
 LASTING = ("while training", "frozen", "converted", "slow", "unshard()")
 """Parts of the names of ways that change the model for good, or take long."""
 EVENTS = 3
+REPLICAS = ({0, 1}, {2, 3})
+"""One that leaves out a backward as a whole is a batch behind the other from then on, and its next gradients meet the
+others' former ones: an average of two batches, as it should be, but not of those that a reference takes."""
 
 
 def run_drawn(seed: int, trial: Trial) -> list[str]:
@@ -34,12 +37,15 @@ def run_drawn(seed: int, trial: Trial) -> list[str]:
     drawn = random.Random(seed)
     ways = [name for name in WAYS if name not in ENDS and not any(part in name for part in LASTING)]
     size = trial.world_size
-    trained = Trained(trial, hybrid=size == 4 and drawn.random() < 0.5)
+    hybrid = size == 4 and drawn.random() < 0.5
+    trained = Trained(trial, hybrid=hybrid)
     trained.train()
     said = []
     for _ in range(EVENTS):
         name = drawn.choice(ways)
         others = drawn.sample(range(size), drawn.randint(1, size - 1))
+        if hybrid and set(others) in REPLICAS:
+            others = others[:1]
         word = "right"
         try:
             WAYS[name][0](trained, trial.rank in others)
