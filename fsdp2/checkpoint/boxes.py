@@ -76,6 +76,7 @@ def sizes_of(box: Box) -> tuple[int, ...]:
 
 
 def overlap(one: Box, other: Box) -> Box | None:
+    """What is in both; None if nothing is."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return None if any(start >= stop for start, stop in both) else both
 

@@ -266,9 +266,11 @@ def note_written(written: Iterable[Held]) -> None:
 
 
 def shape_text(shape: Sequence[int]) -> str:
+    """For messages."""
     return str(tuple(shape))
 
 
 def some_names(names: Sequence[str], shown: int = 5) -> str:
+    """The first of them, for messages."""
     text = ", ".join(f"'{name}'" for name in names[:shown])
     return text if len(names) <= shown else f"{text} and {len(names) - shown} more"

@@ -34,8 +34,9 @@ from fsdp2.checkpoint.optimizers import NAMES, Optimizers, groups_that_match
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import PATH_RULE, RENAME_RULE
+from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
+from fsdp2.features.broadcast_parameters import GROUP
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
 Verify = Literal["reading", "first", "no"]
@@ -65,10 +66,10 @@ class Options:
 
 @checked(
     path=PATH_RULE,
-    optimizer=ANYTHING,
-    shared=ANYTHING,
-    per_rank=ANYTHING,
-    process_group=ANYTHING,
+    optimizer=OPTIMIZER_RULE,
+    shared=VALUES_RULE,
+    per_rank=VALUES_RULE,
+    process_group=GROUP,
     only=ANYTHING,
     rename=RENAME_RULE,
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, MutableMapping
 from typing import Any
+
+from torch.optim import Optimizer
 
 from fsdp2.arguments import Rule
 
@@ -13,6 +16,15 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _are_optimizers(value: Any) -> bool:
+    if value is None or isinstance(value, Optimizer):
+        return True
+    several = value.values() if isinstance(value, Mapping) else value
+    return isinstance(several, (list, tuple, type({}.values()))) and all(isinstance(e, Optimizer) for e in several)
+
+
+OPTIMIZER_RULE = Rule("an optimizer of torch, a list or a dict of several, or None", _are_optimizers)
+VALUES_RULE = Rule("a dict of names, or None", lambda value: value is None or isinstance(value, MutableMapping))
 PATH_RULE = Rule("a path", lambda value: isinstance(value, (str, os.PathLike)))
 BYTES_RULE = Rule("a number of bytes > 0", lambda value: is_int(value) and value > 0, is_int)
 STEP_RULE = Rule("an int >= 0, or None", lambda value: value is None or (is_int(value) and value >= 0))

@@ -14,7 +14,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.arguments import ANYTHING, Rule, checked, checked_class
+from fsdp2.arguments import Rule, checked, checked_class
 from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.contents import Contents, Values
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, SaveFailed
@@ -23,21 +23,22 @@ from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, ranks_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import COUNT_RULE, PATH_RULE
+from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE
 from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.staging import Staging
+from fsdp2.features.broadcast_parameters import GROUP
 
 _STEP = Rule("an int >= 0", lambda value: type(value) is int and value >= 0)
 
 
 @checked_class(
     run=PATH_RULE,
-    optimizer=ANYTHING,
-    shared=ANYTHING,
-    per_rank=ANYTHING,
+    optimizer=OPTIMIZER_RULE,
+    shared=VALUES_RULE,
+    per_rank=VALUES_RULE,
     keep_last=COUNT_RULE,
     keep_every=COUNT_RULE,
-    process_group=ANYTHING,
+    process_group=GROUP,
 )
 class Checkpoints:
     """The checkpoints of the run in the folder ``run``: ``step-00000500`` and so on, each complete or not there.

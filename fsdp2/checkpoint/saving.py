@@ -28,19 +28,27 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, checked
+from fsdp2.arguments import checked
 from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.contents import GROUPS, MODEL, Contents, Values
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
-from fsdp2.checkpoint.rules import PATH_RULE, STEP_RULE
+from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
 from fsdp2.errors import FSDPError
+from fsdp2.features.broadcast_parameters import GROUP
 
 
-@checked(path=PATH_RULE, optimizer=ANYTHING, shared=ANYTHING, per_rank=ANYTHING, step=STEP_RULE, process_group=ANYTHING)
+@checked(
+    path=PATH_RULE,
+    optimizer=OPTIMIZER_RULE,
+    shared=VALUES_RULE,
+    per_rank=VALUES_RULE,
+    step=STEP_RULE,
+    process_group=GROUP,
+)
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

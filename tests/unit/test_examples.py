@@ -342,8 +342,8 @@ def started(tmp_path: Path) -> RunDirectory:
     run = RunDirectory(tmp_path / "run")
     run.start_new(parse_options(["--steps", "7", "--seed", "4", "--data", str(text)]).to_json())
     for step in (5, 6):
-        run.checkpoint(step).mkdir()
-    (run.checkpoint(5) / ".metadata").touch()
+        (run.checkpoints / f"step-{step:08d}").mkdir()
+    (run.checkpoints / "step-00000005" / "manifest.json").touch()
     return run
 
 
@@ -358,14 +358,10 @@ def test_a_resumed_run_keeps_its_options_but_for_those_given(started: RunDirecto
 
 
 def test_only_complete_checkpoints_count(started: RunDirectory) -> None:
-    assert started.latest_checkpoint() == started.checkpoint(5)
-    for step in (10, 20, 30):
-        started.checkpoint(step).mkdir()
-        (started.checkpoint(step) / ".metadata").touch()
-    started.remove_old_checkpoints(keep=2)
-    assert not started.checkpoint(5).exists()
-    assert not started.checkpoint(10).exists()
-    assert started.latest_checkpoint() == started.checkpoint(30)
+    started.require_checkpoint()
+    (started.checkpoints / "step-00000005" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="there is no checkpoint under"):
+        started.require_checkpoint()
 
 
 def test_resuming_drops_the_metrics_of_steps_that_will_be_done_again(started: RunDirectory) -> None:

@@ -1,0 +1,116 @@
+"""`python -m fsdp2.checkpoint`: each command on the checkpoints of a real run, in one process without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2.checkpoint import Checkpoints, save_safetensors
+from fsdp2.checkpoint.commands import main
+from tests.harness.checkpoints import anew, begin, snapshot
+
+
+def make(folder: Path) -> dict[str, torch.Tensor]:
+    run = begin("1d", "groups")
+    with Checkpoints(folder, run.model, run.optimizer, shared={"epoch": 7}) as checkpoints:
+        for index in range(3):
+            run.step(index)
+            checkpoints.save(10 * index + 10)
+    return snapshot(run)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    run = tmp_path_factory.mktemp("runs") / "run"
+    return run, anew(2, make, run)[0]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    assert main([str(each) for each in arguments]) == status
+    found = capsys.readouterr()
+    return found.out + found.err
+
+
+def test_list_and_show(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = made
+    (run / ".step-00000099.writing").mkdir()
+    text = said(capsys, "list", run)
+    (run / ".step-00000099.writing").rmdir()
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == [f"step-{step:08d}" for step in (10, 20, 30)]
+    assert ".step-00000099.writing: left by a process" in text
+    text = said(capsys, "show", run / "step-00000020")
+    assert "step 20" in text and "by 2 ranks, mesh 2" in text
+    assert "model.embed.weight" in text and "Shard(dim=0) over 2" in text and "tied to model.embed.weight" in text
+    assert "optimizer.param_groups.0.lr = 0.02" in text and "exp_avg_sq" not in text
+    text = said(capsys, "show", run / "step-00000020", "--all")
+    assert "optimizer.state.scale.exp_avg_sq" in text and "shared.epoch = (7,)" in text
+
+
+def test_verify(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    path = made[0] / "step-00000010"
+    assert "items are as they were written" in said(capsys, "verify", path)
+    file = path / "__1_0.distcp"
+    whole = file.read_bytes()
+    at = whole.index(made[1]["unused"][2].numpy().tobytes())  # nothing trains it
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    text = said(capsys, "verify", path, status=1)
+    assert "__1_0.distcp, 'model.unused': its checksum is" in text and text.rstrip().endswith("items differ")
+    file.write_bytes(whole[:-1])
+    assert f"__1_0.distcp has {len(whole) - 1} bytes, and had {len(whole)}" in said(capsys, "verify", path, status=1)
+    file.write_bytes(whole)
+
+
+def test_diff(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = made[0] / "step-00000010", made[0] / "step-00000030"
+    assert "no difference in names" in said(capsys, "diff", one, other)
+    text = said(capsys, "diff", one, other, "--values", status=1)
+    assert "model.scale: differs by up to" in text and "model.counts: 4 of 4 elements differ" in text
+    assert "model.frozen" not in text
+    assert said(capsys, "diff", one, one, "--values").strip() == "no difference"
+
+
+def test_export(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file
+
+    run, state = made
+    assert "15 tensors" in said(capsys, "export", run / "step-00000030", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert "head.weight" not in found and "table" not in found
+    for name, tensor in found.items():
+        assert torch.equal(tensor, state[name]), name
+    assert "exists" in said(capsys, "export", run / "step-00000030", tmp_path / "out", status=1)
+    arguments = ("--dtype", "bfloat16", "--max-file-bytes", "300")
+    said(capsys, "export", run / "step-00000030", tmp_path / "half", *arguments)
+    files = sorted((tmp_path / "half").glob("*.safetensors"))
+    assert len(files) > 1
+    merged = {name: each for file in files for name, each in load_file(file).items()}
+    assert torch.equal(merged["scale"], state["scale"].bfloat16()) and merged["counts"].dtype is torch.int64
+    save_safetensors(run / "step-00000030", tmp_path / "again", rename=lambda name: f"net.{name}")
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["net.scale"], state["scale"])
+
+
+def test_prune(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    anew(1, make, run)
+    assert "removed 1 of 3" in said(capsys, "prune", run, "--keep-last", 1, "--keep-every", 20)
+    assert {each.name for each in run.iterdir()} == {"step-00000020", "step-00000030"}
+    assert "the newest always stays" in said(capsys, "prune", run, "--keep-last", 0, status=1)
+
+
+def test_mistakes(
+    made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "there is no run" in said(capsys, "list", tmp_path / "nowhere", status=1)
+    assert "no such folder" in said(capsys, "show", tmp_path / "nowhere", status=1)
+    assert "it has no .metadata" in said(capsys, "verify", tmp_path, status=1)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp2.checkpoint", "list", str(made[0])], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and "step-00000030" in done.stdout
+    with pytest.raises(SystemExit) as ended:
+        main(["lst"])
+    assert ended.value.code == 2 and "invalid choice: 'lst'" in capsys.readouterr().err
