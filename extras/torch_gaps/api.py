@@ -11,10 +11,20 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from fsdp2 import checkpoint
 
 _MODULES = {
     "torch": (
@@ -116,6 +126,37 @@ class Api:
         if fields["cast_forward_inputs"] in (bool, "bool"):
             raise NoSuchOption("`cast_forward_inputs` is a bool: all inputs or none")
         return self.MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=names)
+
+    def save_checkpoint(self, path: Path, model: nn.Module, optimizer: Any, place: int | None = None) -> None:
+        """All of it, by the implementation's way; ``place`` is this rank's own."""
+        if self.name == "fsdp2":
+            per_rank = None if place is None else {"place": place}
+            checkpoint.save(path, model, optimizer, per_rank=per_rank)
+        else:
+            dcp.save(self._state(model, optimizer, place), checkpoint_id=path)
+
+    def load_checkpoint(self, path: Path, model: nn.Module, optimizer: Any, place: int | None = None) -> Any:
+        """The same in; returns what was saved as ``place``."""
+        if self.name == "fsdp2":
+            per_rank = None if place is None else {"place": place}
+            checkpoint.load(path, model, optimizer, per_rank=per_rank)
+            return None if per_rank is None else per_rank["place"]
+        state = self._state(model, optimizer, place)
+        dcp.load(state, checkpoint_id=path)
+        set_model_state_dict(model, state["model"])
+        if optimizer is not None:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        return state.get("place")
+
+    def _state(self, model: nn.Module, optimizer: Any, place: int | None) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        if optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        return state if place is None else {**state, "place": place}
+
+    def load_full(self, model: nn.Module, state: dict[str, Tensor]) -> None:
+        """`fsdp2.checkpoint.load_full`."""
+        checkpoint.load_full(model, state)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, **arguments: Any) -> Any:
         """The implementation's own, where it has one, else `torch.nn.utils.clip_grad_norm_`."""

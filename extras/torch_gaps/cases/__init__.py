@@ -12,10 +12,12 @@ from extras.torch_gaps.cases import (  # noqa: I001  the order of the table
     optimizers,
     modules,
     state,
+    checkpoints,
 )
 
 __all__ = [
     "autograd",
+    "checkpoints",
     "clipping",
     "divergence",
     "modules",
