@@ -22,7 +22,7 @@ help:
 	@echo "make test-full    the suite with its slow part, then the tests of arithmetic on each vector width of this processor"
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
-	@echo "make bench        host time, calls, copies, collectives, memory and optimizer steps beside torch's fully_shard"
+	@echo "make bench        host time, calls, copies, collectives, memory, optimizers, checkpoints beside torch's fully_shard"
 	@echo "make faults       ranks that diverge, stop or die, under both implementations, and exceptions at every line"
 	@echo "make soak         a thousand drawn programs in which ranks diverge: each time all is right, or named"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
@@ -65,7 +65,7 @@ $(CLIENTS_STAMP): pyproject.toml tests/clients/without_dependencies.txt
 	@touch $@
 
 test-clients: $(CLIENTS_STAMP)
-	$(CLIENTS_VENV)/bin/python -m pytest tests/clients $(ARGS)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients tests/programs/test_safetensors.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -73,6 +73,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.micro
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.fsdp1
+	$(BIN)/python -m benchmarks.state
 
 faults: $(STAMP)
 	$(BIN)/python -m extras.faults $(ARGS)
