@@ -90,6 +90,14 @@ class Manifest:
     metadata_crc32: str
     entries: Mapping[str, Entry]
 
+    def checksums(self) -> dict[tuple[str, tuple[int, ...]], Mapping[str, str]]:
+        """Of each item, by the name of its tensor or value and its offsets; tied ones under all of their names."""
+        found = {}
+        for name, entry in self.entries.items():
+            for item in self.entries.get(entry.same_as, entry).items:
+                found[name, item.offsets] = item.crc32
+        return found
+
     def to_json(self) -> str:
         """One line for each entry."""
         head = {name: getattr(self, name) for name in self.__slots__ if name not in ("entries", "files")}

@@ -89,6 +89,7 @@ class Reader:
         self._sums = sums
         self._files: dict[str, BinaryIO] = {}
         self._known: dict[Key, _Opened] = {}
+        self._crcs = {} if source.manifest is None else source.manifest.checksums()
         self.bytes_read = 0
         self.pieces: dict[Key, list[Piece]] = {}
 
@@ -262,18 +263,8 @@ class Reader:
         return content.crc if wanted is None else wanted
 
     def _crc_in_manifest(self, key: Key, record: str) -> int | None:
-        manifest = self.source.manifest
-        if manifest is None:
-            return None
-        name, offsets = self.source.original[key[0]], key[1] or ()
-        entry = manifest.entries.get(name)
-        if entry is not None and entry.same_as:
-            entry = manifest.entries.get(entry.same_as)
-        for item in () if entry is None else entry.items:
-            if item.offsets == offsets:
-                text = item.crc32.get(record)
-                return None if text is None else int(text, 16)
-        return None
+        text = self._crcs.get((self.source.original[key[0]], key[1] or ()), {}).get(record)
+        return None if text is None else int(text, 16)
 
     def _open(self, key: Key, index: MetadataIndex) -> _Opened:
         opened = self._known.get(key)

@@ -27,11 +27,12 @@ from fsdp2.checkpoint import (
 )
 from tests.harness import multi_rank
 from tests.harness.compare import assert_same, gather
+from tests.harness.multi_rank import others_full
 from tests.harness.pool import WorkerPools
 from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.state_dicts import run_on
 from tests.harness.shared.training import shard as shard_case
-from tests.harness.shared.whole_weights import LAYOUTS, TENSOR_PARALLEL, Net, build, peak_bytes, shard
+from tests.harness.shared.whole_weights import LAYOUTS, QUICK, TENSOR_PARALLEL, Net, build, peak_bytes, shard
 
 safetensors = pytest.importorskip("safetensors")
 
@@ -143,8 +144,8 @@ def test_files_move_between_worlds(saving: int, loading: int, limit: int, pools:
     run_on(pools, loading, load, folder, stores, "zero3")
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("layout", [*LAYOUTS, TENSOR_PARALLEL])
+@multi_rank(2, full=(4,))
+@pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts(layout: str, world_size: int, tmp_path: Path) -> None:
     if layout == TENSOR_PARALLEL and world_size == 2:
         pytest.skip("two ranks of each kind")
@@ -225,7 +226,7 @@ def test_what_a_file_has_under_the_other_name_of_a_tie(tmp_path: Path) -> None:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 def test_peaks(tmp_path: Path) -> None:
     """Saving: one file and one parameter. Loading: what is read is mapped, and goes straight into the shards."""
     torch.manual_seed(0)
@@ -248,7 +249,7 @@ def test_peaks(tmp_path: Path) -> None:
 # ---- what goes wrong -----------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("way", ["missing", "cut short", "garbage", "empty"])
 def test_damaged_files(way: str, tmp_path: Path) -> None:
     save_safetensors(shard(build(seed=1), "zero3"), tmp_path / "model", max_file_bytes=2000)
@@ -310,7 +311,7 @@ def test_nothing_is_written_over_and_leftovers_are_removed(tmp_path: Path) -> No
     assert sorted(folder.iterdir()) == before and not left.exists()
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
     """A full disk on the last: all raise the same, nothing is left, and the model is as it was."""
     model, last = shard(build(), "zero3"), dist.get_world_size() - 1

@@ -95,6 +95,9 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 TENSOR_PARALLEL = "tensor parallel"
 
+QUICK = ("zero3", "hybrid", "owned", "last dim", TENSOR_PARALLEL)
+"""What the short suite runs; the full one (4 minutes more) all layouts, and all of them on 4 ranks."""
+
 
 def shard(model: Net, layout: str) -> Net:
     """Sharded block by block, in this layout, or with tensor parallelism (4 ranks)."""

@@ -17,9 +17,10 @@ from fsdp2.checkpoint import iter_full_parameters, iterating
 from tests.harness import multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
+from tests.harness.multi_rank import others_full
 from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.training import shard as shard_case
-from tests.harness.shared.whole_weights import LAYOUTS, TENSOR_PARALLEL, build, peak_bytes, shard
+from tests.harness.shared.whole_weights import LAYOUTS, QUICK, TENSOR_PARALLEL, build, peak_bytes, shard
 
 
 def listed(model: nn.Module, **arguments: Any) -> dict[str, Tensor]:
@@ -37,7 +38,7 @@ def expected_of(plain: nn.Module) -> dict[str, Tensor]:
 
 
 @multi_rank(2, 4)
-@pytest.mark.parametrize("layout", [*LAYOUTS, TENSOR_PARALLEL])
+@pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts_and_budgets(layout: str, world_size: int) -> None:
     if layout == TENSOR_PARALLEL and world_size == 2:
         pytest.skip("two ranks of each kind")
@@ -53,7 +54,7 @@ def test_all_layouts_and_budgets(layout: str, world_size: int) -> None:
                 assert not found
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("layout", ["zero3", "owned", "last dim", "offload"])
 def test_floating_point_parameters_are_cast(layout: str) -> None:
     model, plain = shard(build(), layout), build()
@@ -75,7 +76,7 @@ def test_parameters_are_those_of_the_plain_model(case: ModelCase) -> None:
         assert_same("parameters", listed(module), expected_of(module))
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 def test_each_has_memory_of_its_own_and_keeps_its_order_there() -> None:
     model, plain = shard_case(ODD), ODD.build()
     found = listed(model)
@@ -152,7 +153,7 @@ SLACK = 64 << 10
 """Of what is compared on the ranks, a message of names."""
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("cut", ["rows", "columns", "owned"])
 @pytest.mark.parametrize("budget", [MIB // 2, 3 * MIB, 8 * MIB, 64 * MIB])
 def test_peaks(cut: str, budget: int) -> None:
@@ -177,7 +178,7 @@ def test_peaks(cut: str, budget: int) -> None:
             assert peak <= bound // dist.get_world_size() + SLACK, "what it sends"
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_as_few_exchanges_as_fit_and_half_the_bytes_of_a_half(dtype: torch.dtype | None) -> None:
     model = fully_shard(Stack(layers=16))
@@ -199,7 +200,7 @@ def test_as_few_exchanges_as_fit_and_half_the_bytes_of_a_half(dtype: torch.dtype
     assert sum(exchanges) * dist.get_world_size() <= total * 1.02
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 def test_owned_ones_travel_together() -> None:
     """In one exchange, the packed small ones in another."""
     owners = iter(range(1000))

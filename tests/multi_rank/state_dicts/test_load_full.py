@@ -19,9 +19,10 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, gather
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.multi_rank import others_full
 from tests.harness.shared.odd_parameters import ODD
 from tests.harness.shared.training import shard as shard_case
-from tests.harness.shared.whole_weights import LAYOUTS, TENSOR_PARALLEL, Net, build, peak_bytes, shard
+from tests.harness.shared.whole_weights import LAYOUTS, QUICK, TENSOR_PARALLEL, Net, build, peak_bytes, shard
 
 SOURCES: list[str | int] = ["every rank", 1]
 
@@ -49,9 +50,9 @@ def outputs_of(model: nn.Module) -> Tensor:
 # ---- values --------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("layout", [*LAYOUTS, TENSOR_PARALLEL])
+@pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts_and_sources(layout: str, source: str | int, world_size: int) -> None:
     if layout == TENSOR_PARALLEL and world_size == 2:
         pytest.skip("two ranks of each kind")
@@ -68,7 +69,7 @@ def test_all_layouts_and_sources(layout: str, source: str | int, world_size: int
     assert model.head.weight is model.embedding.weight
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("case", [TRANSFORMER, ODD], ids=str)
 def test_training_goes_on_as_of_the_reference(case: ModelCase, source: str | int, world_size: int) -> None:
@@ -132,8 +133,8 @@ def test_dtensors_of_other_meshes_and_placements(budget: int) -> None:
         assert_same("state", {name: whole[name] for name in state}, plain.state_dict())
 
 
-@multi_rank(2, 4)
-@pytest.mark.parametrize("of", [*LAYOUTS, TENSOR_PARALLEL])
+@multi_rank(2, full=(4,))
+@pytest.mark.parametrize("of", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_state_dicts_of_models_that_are_sharded_otherwise(of: str, world_size: int) -> None:
     if of == TENSOR_PARALLEL and world_size == 2:
         pytest.skip("two ranks of each kind")
@@ -164,7 +165,7 @@ def test_casts_where_it_is_told_to() -> None:
 MIB = 1 << 20
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("source", SOURCES)
 def test_peaks(source: str | int) -> None:
     torch.manual_seed(0)
@@ -182,7 +183,7 @@ def test_peaks(source: str | int) -> None:
 # ---- meta ----------------------------------------------------------------------------------------
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("layout", ["zero3", "hybrid", "offload", "owned", "last dim", TENSOR_PARALLEL])
 def test_models_on_meta(layout: str, source: str | int, world_size: int) -> None:
@@ -284,7 +285,7 @@ def bad_state() -> dict[str, Tensor]:
     return state
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("source", SOURCES)
 def test_all_differences_are_in_one_table(source: str | int) -> None:
     model = shard(build(), "zero3")
@@ -337,7 +338,7 @@ def test_a_long_table_is_shortened() -> None:
     assert str(caught.value).count("torch.float32") == 20 and "and 40 more" in str(caught.value)
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))
 @pytest.mark.parametrize("problem", ["missing", "shape", "no tensor"])
 def test_a_state_dict_that_differs_on_one_rank_is_an_error_on_all(problem: str) -> None:
     model, state = shard(build(), "zero3"), build(seed=1).state_dict()
