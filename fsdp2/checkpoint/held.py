@@ -24,10 +24,9 @@ from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
 from fsdp2.core.param import FSDPParam, Link, fsdp_param_of, is_subclass, replacement_of
 from fsdp2.core.plan import fingerprint
-from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.misuse import running_pass
+from fsdp2.features.full_parameters import leave_passes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,16 +92,7 @@ def settle(model: nn.Module, caller: str, *, frees: bool) -> FSDPError | None:
     groups = [group for state in states_below(model) for group in state.unit]
     groups += [owner.group for parameter in model.parameters() if (owner := _owner_of(parameter)) is not None]
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in groups for sharer in group.sharers))
-    modules = [module for state in states for module in state.modules]
-    for root in roots_of(states):
-        root.recover_if_failed()
-        running = running_pass(root, modules) or ("backward" if _torch.backward_is_running() else None)
-        if running is not None:
-            raise FSDPRuntimeError(
-                f"{caller} was called inside of a {running} of {root.name}, which computes with its unsharded "
-                "parameters: call it before or after, on all ranks."
-            )
-        root.comm.finish_reduces()
+    leave_passes(states, caller)
     try:
         for group in dict.fromkeys(groups):
             group.refuse_loan(caller)

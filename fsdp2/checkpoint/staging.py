@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.core.sharding import dtensor_over
+from fsdp2.core.streams import device_for
 
 
 class _Kept(NamedTuple):
@@ -82,9 +83,8 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         sources.append(value)
     for targets, sources in by_device.values():
         torch._foreach_copy_(targets, sources, non_blocking=True)
-    for device in by_device:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.current_stream(device).synchronize()
+    for device in map(device_for, by_device):
+        device.block_host(device.record(device.current_stream()))
 
 
 def _pickled(value: Any) -> io.BytesIO:

@@ -151,6 +151,7 @@ def load_from(model: nn.Module, source: Source, caller: str, *, arguments: str, 
         unexpected=tuple(fit.unexpected),
         cast=dict(fit.cast),
         unwritten=tuple(each.name for each in fit.unwritten),
+        unverified=tuple(each.held.name for each in fit.wanted) if source.path else (),  # such files have no checksums
         bytes_read=nbytes,
     )
 

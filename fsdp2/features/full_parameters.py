@@ -215,17 +215,7 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
         FSDPRuntimeError: inside of a forward or backward, where nothing may be communicated.
     """
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in found for sharer in group.sharers))
-    modules = [module for state in states for module in state.modules]
-    for root in roots_of(states):
-        root.recover_if_failed()
-        running = running_pass(root, modules) or ("backward" if _torch.backward_is_running() else None)
-        if running is not None:
-            raise FSDPRuntimeError(
-                f"{_NAME} was called inside of a {running} of {root.name}, which computes with its unsharded "
-                f"parameters: call it before or after, on all ranks. For the parameters of a single module there, "
-                "unshard() and reshard() that module."
-            )
-        root.comm.finish_reduces()
+    leave_passes(states, _NAME, " For the parameters of a single module there, unshard() and reshard() that module.")
     try:
         for state in states:
             state.quiesce(frees=False)
@@ -236,6 +226,24 @@ def _settle(found: _Taken, options: _Options) -> FSDPError | None:
     except FSDPError as error:
         return error
     return None
+
+
+def leave_passes(states: Sequence[FSDPState], caller: str, otherwise: str = "") -> None:
+    """See that no pass of the roots of ``states`` runs, and that all gradients have arrived.
+
+    Raises:
+        FSDPRuntimeError: ``caller`` is inside of a forward or backward; ``otherwise`` says what to do there.
+    """
+    modules = [module for state in states for module in state.modules]
+    for root in roots_of(states):
+        root.recover_if_failed()
+        running = running_pass(root, modules) or ("backward" if _torch.backward_is_running() else None)
+        if running is not None:
+            raise FSDPRuntimeError(
+                f"{caller} was called inside of a {running} of {root.name}, which computes with its unsharded "
+                f"parameters: call it before or after, on all ranks.{otherwise}"
+            )
+        root.comm.finish_reduces()
 
 
 def _refuse(param: FSDPParam, outer: _Lent | None, options: _Options) -> None:

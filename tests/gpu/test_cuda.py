@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard, offload_optimizer_state
+from fsdp2.checkpoint import Checkpoints
 from fsdp2.core.streams import Wait
 from tests.harness.compare import SUM_ORDER
 from tests.harness.cuda import NEEDS_CUDA, shard
@@ -205,3 +208,29 @@ def test_a_whole_step_is_captured_and_replayed(width: int, world_of_one: None) -
     torch.cuda.synchronize()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.to_local(), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_is_of_its_moment(asynchronous: bool, world_of_one: None, tmp_path: Path) -> None:
+    """What the device computes after a save has returned is not in it; what it had not yet computed then is."""
+    model = shard(TRANSFORMER, TRANSFORMER.build())
+    optimizer = adamw(list(model.parameters()))
+
+    def step(index: int) -> None:
+        TRANSFORMER.loss(model, TRANSFORMER.batch(0, index, 0).to(None, torch.device("cuda"))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    with Checkpoints(tmp_path / "run", model, optimizer) as checkpoints:
+        step(1)
+        checkpoints.save(2, asynchronous=asynchronous)
+        then = {name: p.to_local().clone() for name, p in model.named_parameters()}
+        for index in range(2, 5):
+            step(index)
+    other = shard(TRANSFORMER, TRANSFORMER.build(seed=1))
+    fresh = adamw(list(other.parameters()))
+    assert Checkpoints(tmp_path / "run", other, fresh).restore() == 2
+    for name, parameter in other.named_parameters():
+        assert parameter.is_cuda and torch.equal(parameter.to_local(), then[name]), name
+        assert fresh.state[parameter]["exp_avg"].to_local().is_cuda
