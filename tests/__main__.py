@@ -20,6 +20,7 @@ BESIDE = (
     "tests/programs",
     "tests/parity",
     "tests/compiled",
+    "tests/multi_rank/checkpoints",
     "tests/multi_rank/combinations",
     "tests/multi_rank/parameters",
     "tests/multi_rank/transports",
