@@ -16,6 +16,7 @@ from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.folders import leftovers, name_of, remove, steps_in, too_old
 from fsdp2.checkpoint.inspection import Opened, differences
 from fsdp2.checkpoint.ranks import Alone
+from fsdp2.checkpoint.source import METADATA
 from fsdp2.errors import FSDPError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -65,6 +66,8 @@ def list_run(options: argparse.Namespace) -> int:
     """A line for each checkpoint, the oldest first."""
     run: Path = options.run
     steps = steps_in(run)
+    if (run / METADATA).exists():
+        raise CheckpointIncomplete(f"{run} is a checkpoint itself, no run: show {run}.")
     if not run.is_dir():
         raise CheckpointIncomplete(f"there is no run {run}: no such folder.")
     if not steps:
@@ -121,6 +124,8 @@ def verify(options: argparse.Namespace) -> int:
             count += 1
             print(line)
         items = len(opened.source.metadata.storage_data)
+        if opened.source.manifest is None:
+            print("it has no manifest: each file was compared with its own checksums alone")
     said = f"{count} of {items} items differ" if count else f"all {items} items are as they were written"
     print(f"{options.path}: {said}")
     return 1 if count else 0

@@ -3,6 +3,7 @@
     model.<parameter or buffer>
     optimizer.state.<parameter>.<state>      optimizer.param_groups.<index>.<hyperparameter>
     shared.<name>                            per_rank.<rank>.<name>
+    shared.<name>.<...>                      a sharded tensor in it; structure.shared.<name> is then the rest
     step
 
 This is what programs with plain `torch.distributed.checkpoint` mostly write, too; where they have other names in front,
@@ -11,6 +12,7 @@ This is what programs with plain `torch.distributed.checkpoint` mostly write, to
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,12 +20,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names, names_of
 from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers
 
 MODEL, OPTIMIZER, SHARED, PER_RANK, STEP = "model", "optimizer", "shared", "per_rank", "step"
+STRUCTURE = "structure"
 STATE, GROUPS = f"{OPTIMIZER}.state", f"{OPTIMIZER}.param_groups"
 
 Values = MutableMapping[str, Any]
@@ -98,9 +103,9 @@ class Contents:
         for index, group in enumerate(self.optimizers.groups):
             found |= {(OPTIMIZER, "param_groups", index, key): value for key, value in group.items()}
         for name, value in self.shared.items():
-            _spread((SHARED, name), packed(value), found)
+            found |= packed(value, SHARED, name)
         for name, value in self.per_rank.items():
-            _spread((PER_RANK, str(rank), name), packed(value), found)
+            found |= packed(value, f"{PER_RANK}.{rank}", name)
         if step is not None:
             found[STEP,] = step
         return found
@@ -118,23 +123,78 @@ def _spread(path: Path, value: Any, found: dict[Path, Any]) -> None:
         found[path] = value
 
 
-def packed(value: Any) -> Any:
-    """What is saved of one value: whole, or by its tensors, if some of them are sharded.
+MARK = "\0fsdp2.checkpoint: "
+"""Begins what stands for a sharded tensor in a value, before its name."""
 
-    A tuple is an item of its own, in which mappings keep their types and their keys.
+
+def packed(value: Any, front: str, name: str) -> dict[Path, Any]:
+    """What is saved of one value, ``name`` below ``front``: an item, and one for each sharded tensor in it.
+
+    The item is a tuple, so that torch leaves the types and keys of what is in it alone.
+
+    Raises:
+        CheckpointError: it holds what could not be given back.
     """
     state = value.state_dict() if isinstance(value, Stateful) else value
-    if isinstance(state, torch.Tensor):
-        return state if isinstance(state, DTensor) else (state,)
-    return state if isinstance(state, Mapping) and _has_dtensors(state) else (state,)
+    where = f"{front.partition('.')[0]}[{name!r}]"
+    if isinstance(value, Optimizer) and any(isinstance(p, DTensor) for g in value.param_groups for p in g["params"]):
+        raise CheckpointError(
+            f"{where} is an optimizer of sharded parameters, whose state is saved by their names: pass it with its "
+            "model, as in Checkpoints(run, nn.ModuleDict({'g': g, 'd': d}), [optimizer_g, optimizer_d])."
+        )
+    keys = tuple(front.split("."))
+    tensors: dict[Path, Any] = {}
+    inside = _replaced(state, (*keys, name), tensors, where)
+    if not tensors:
+        return {(*keys, name): (state,)}
+    if keys[0] == PER_RANK:
+        raise CheckpointError(
+            f"{where} has sharded tensors, of which each rank has a part of one: pass it in shared={{...}}."
+        )
+    return {(STRUCTURE, f"{front}.{name}"): (inside,), **tensors}
 
 
-def _has_dtensors(state: Any) -> bool:
-    if isinstance(state, Mapping):
-        return any(_has_dtensors(each) for each in state.values())
-    if isinstance(state, (list, tuple)):
-        return any(_has_dtensors(each) for each in state)
-    return isinstance(state, DTensor)
+def _replaced(state: Any, path: Path, tensors: dict[Path, Any], where: str) -> Any:
+    """``state`` with marks for its sharded tensors, which are added to ``tensors``."""
+    if isinstance(state, DTensor):
+        tensors[path] = state
+        return MARK + ".".join(map(str, path))
+    if type(state) in (dict, OrderedDict, defaultdict):
+        return {key: _replaced(each, (*path, str(key)), tensors, where) for key, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_replaced(each, (*path, str(index)), tensors, where) for index, each in enumerate(state))
+    if isinstance(state, (nn.Module, Optimizer, LRScheduler)):
+        raise CheckpointError(
+            f"{where} holds a {type(state).__name__} inside of a list, dict or tuple, which would be pickled, and "
+            "not be given its state again: give it a name of its own."
+        )
+    return state
+
+
+def filled(inside: Any, tensors: Mapping[str, Any]) -> Any:
+    """The inverse of `packed`: ``inside`` with ``tensors``, by name, for the marks."""
+    if isinstance(inside, str) and inside.startswith(MARK):
+        return tensors[inside.removeprefix(MARK)]
+    if type(inside) is dict:
+        return {key: filled(each, tensors) for key, each in inside.items()}
+    if type(inside) in (list, tuple):
+        return type(inside)(filled(each, tensors) for each in inside)
+    return inside
+
+
+def places_of(inside: Any, live: Any) -> dict[str, Any]:
+    """What lies in ``live`` where ``inside`` has marks, by name; None where there is nothing."""
+    if isinstance(inside, str) and inside.startswith(MARK):
+        return {inside.removeprefix(MARK): live}
+    found: dict[str, Any] = {}
+    if type(inside) is dict:
+        for key, each in inside.items():
+            found |= places_of(each, live.get(key) if isinstance(live, Mapping) else None)
+    elif type(inside) in (list, tuple):
+        for index, each in enumerate(inside):
+            has = isinstance(live, (list, tuple)) and index < len(live)
+            found |= places_of(each, live[index] if has else None)
+    return found
 
 
 def is_of_rank_0(key: str, value: Any, names: Names) -> bool:
@@ -143,8 +203,13 @@ def is_of_rank_0(key: str, value: Any, names: Names) -> bool:
     Values, buffers: so that all of a checkpoint are of one rank, should they differ. What is large, parameters and
     their states, is dealt out.
     """
-    if key.startswith(f"{PER_RANK}.") or isinstance(value, DTensor):
+    if is_per_rank(key) or isinstance(value, DTensor):
         return False
     if not isinstance(value, torch.Tensor):
         return True
     return key.removeprefix(f"{MODEL}.") in names.buffers or key.startswith(f"{SHARED}.")
+
+
+def is_per_rank(key: str) -> bool:
+    """Whether the flat ``key`` is of a value that each rank has for itself."""
+    return key.startswith(f"{PER_RANK}.")

@@ -20,6 +20,7 @@ from fsdp2.checkpoint.source import METADATA
 LOG = logging.getLogger("fsdp2")
 
 _NAME = re.compile(r"step-(\d{8,})")
+_TIME, _HEAD = re.compile(r'^"time": "([^"]+)"', re.MULTILINE), 4096
 _LEFT = re.compile(r"\.(step-\d{8,})\.(writing|old|removing)")
 
 
@@ -29,13 +30,26 @@ def name_of(step: int) -> str:
 
 
 def steps_in(run: Path) -> list[int]:
-    """Those that ``run`` has complete checkpoints of, the oldest first."""
+    """Those that ``run`` has complete checkpoints of, in the order in which they were written.
+
+    After a restore of an earlier one, what is saved then is newer than what was saved at later steps before.
+    """
     found = []
     for each in run.iterdir() if run.is_dir() else ():
         match = _NAME.fullmatch(each.name)
         if match and ((each / manifest.FILE).exists() or (each / METADATA).exists()):
-            found.append(int(match[1]))
-    return sorted(found)
+            found.append((_written(each), int(match[1])))
+    return [step for _, step in sorted(found)]
+
+
+def _written(folder: Path) -> str:
+    """When it was: by its manifest, if it has one. (Else before all that have.)"""
+    try:
+        with (folder / manifest.FILE).open(errors="replace") as file:
+            match = _TIME.search(file.read(_HEAD))
+    except OSError:
+        return ""
+    return match[1] if match else ""
 
 
 def leftovers(run: Path) -> list[str]:
@@ -59,11 +73,14 @@ def clean(run: Path) -> None:
 
 
 def too_old(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Of ``steps`` those to remove: not the last ``keep_last``, nor multiples of ``keep_every``; never the newest."""
+    """Of ``steps``, in the order of writing, those to remove.
+
+    Not the last ``keep_last``, nor multiples of ``keep_every``; never the newest.
+    """
     if keep_last is None:
         return []
-    kept = set(sorted(steps)[-max(1, keep_last) :])
-    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]
+    kept = set(steps[-max(1, keep_last) :])
+    return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
 def remove(run: Path, steps: Iterable[int]) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from fsdp2.checkpoint.contents import GROUPS, MODEL, STEP
+from fsdp2.checkpoint.contents import GROUPS, MODEL
 from fsdp2.checkpoint.errors import CheckpointDamaged
-from fsdp2.checkpoint.loading import read_tensors
+from fsdp2.checkpoint.loading import read_tensors, step_of
 from fsdp2.checkpoint.reading import Reader, key_of
 from fsdp2.checkpoint.source import Source, is_tensor, open_source
 
@@ -67,7 +67,7 @@ class Opened:
     @property
     def step(self) -> int | None:
         """Of training."""
-        return self._reader.value(STEP) if STEP in self.source.names else None  # type: ignore[no-any-return]
+        return step_of(self.source, self._reader)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by our names."""

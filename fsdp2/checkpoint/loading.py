@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -22,20 +22,33 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from fsdp2.arguments import ANYTHING, checked
+from fsdp2.arguments import checked
 from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.blocked import block, unblock
 from fsdp2.checkpoint.comparing import Difference, of_all_ranks, table
-from fsdp2.checkpoint.contents import MODEL, PER_RANK, SHARED, STEP, Contents, Stateful, Values
+from fsdp2.checkpoint.contents import (
+    MODEL,
+    PER_RANK,
+    SHARED,
+    STEP,
+    STRUCTURE,
+    Contents,
+    Stateful,
+    Values,
+    filled,
+    places_of,
+)
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
-from fsdp2.checkpoint.optimizers import NAMES, Optimizers, groups_that_match
+from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, shortened
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
+from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
+from fsdp2.core.plan import fingerprint
 from fsdp2.features.broadcast_parameters import GROUP
 
 Only = str | Sequence[str] | Callable[[str], bool] | None
@@ -70,7 +83,7 @@ class Options:
     shared=VALUES_RULE,
     per_rank=VALUES_RULE,
     process_group=GROUP,
-    only=ANYTHING,
+    only=ONLY_RULE,
     rename=RENAME_RULE,
 )
 def load(
@@ -124,7 +137,7 @@ def load(
     """
     ranks = ranks_of(process_group)
     options = Options(strict, only, rename, cast, verify, per_rank_missing)
-    return Load(Path(path), ranks, options).run(lambda: Contents(model, optimizer, shared, per_rank), model)
+    return Load(Path(path).absolute(), ranks, options).run(lambda: Contents(model, optimizer, shared, per_rank), model)
 
 
 class _Failure(NamedTuple):
@@ -176,6 +189,10 @@ class Load:
 
     def run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
         """All of it."""
+        with torch.inference_mode(False):
+            return self._run(collect, model)
+
+    def _run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
         failure = self._attempt(lambda: self._compare(collect))
         self._agree(failure)
         if self._options.verify == "first":
@@ -223,13 +240,32 @@ class Load:
                 raise kind(f"{failure.text}{where}")
 
     def _agree(self, failure: _Failure | None) -> None:
-        found = self._exchange((failure, self._differences), "what is compared")
-        self._refuse([each for each, _ in found])
-        differences = of_all_ranks(each for _, each in found)
+        asked = [] if failure is not None else self._asked()
+        found = self._exchange((failure, self._differences, asked), "what is compared")
+        self._refuse([each for each, _, _ in found])
+        for rank, (_, _, theirs) in enumerate(found):
+            if theirs != found[0][2]:
+                differ = [f"{a} and {b}" for a, b in zip_longest(found[0][2], theirs) if a != b]
+                raise CheckpointError(
+                    f"the checkpoint {self._path} was not loaded: the ranks {self._ranks.numbers[0]} and "
+                    f"{self._ranks.numbers[rank]} ask for different things: {'; '.join(differ[:5])}."
+                )
+        differences = of_all_ranks(each for _, each, _ in found)
         if differences:
             raise CheckpointMismatch(
                 table(f"the checkpoint {self._path}", differences, "rename= finds what has another name")
             )
+
+    def _asked(self) -> list[str]:
+        """What must be the same on all ranks."""
+        options, wanted, contents = self._options, self._wanted, self._contents
+        functions = {name for name in ("only", "rename") if callable(getattr(options, name))}
+        lines = [
+            f"{name}={'a function' if name in functions else getattr(options, name)}" for name in options.__slots__
+        ]
+        lines += [f"shared: {sorted(contents.shared)}", f"per_rank: {sorted(contents.per_rank)}"]
+        lines += [f"optimizer: {sorted(contents.optimizers.parameters)}"]
+        return [*lines, f"tensors: {fingerprint(str(sorted(wanted.tensors.items())))}"]
 
     # -- compare
 
@@ -240,8 +276,7 @@ class Load:
         source.refuse_wrong_sizes(sorted(source.files())[self._ranks.rank :: self._ranks.size])
         tensors, extra = self._compare_model()
         with Reader(source) as reader:
-            if STEP in source.names:
-                self._step = reader.value(STEP)
+            self._step = step_of(source, reader)
             groups, state = self._compare_optimizers(reader)
             values = self._values(reader)
             loaded = {name: reader.value(key) for name, key in extra.items()}
@@ -282,6 +317,8 @@ class Load:
                 self._unexpected.append(name)
                 if options.strict:
                     self._differ("unexpected", name, _described(source.metadata.state_dict_metadata[key]))
+        if options.only is not None and not tensors and not extra and not self._missing:
+            raise CheckpointError(f"only={options.only!r} takes nothing of the model: its names are as '{first}'.")
         for name in sorted(contents.names.transient):
             if contents.names.buffers[name].is_meta and options.strict and options.only is None:
                 text = f"a buffer that is not persistent, {_described(contents.names.buffers[name])}"
@@ -332,7 +369,24 @@ class Load:
         matched, lines = groups_that_match(wanted, saved, in_saved & names)
         for line in lines:
             self._differ("group", line)
+        self._compare_classes()
         return matched if options.only is None else [None] * len(wanted), state
+
+    def _compare_classes(self) -> None:
+        """Whether the optimizers are of the classes that were saved, by the names of their parameters."""
+        manifest = self._source.manifest
+        first, rename = self._contents.names.first, self._options.rename
+        saved: dict[str, str] = {}
+        for group in () if manifest is None else manifest.groups:
+            for name in group[NAMES]:
+                ours = name if rename is None else rename(name)
+                saved[first.get(ours, ours)] = str(group.get(CLASS, ""))
+        differ: dict[tuple[str, str], list[str]] = {}
+        for name, kind in self._contents.optimizers.classes.items():
+            if saved.get(name) and saved[name] != kind:
+                differ.setdefault((saved[name], kind), []).append(name)
+        for (theirs, ours), found in differ.items():
+            self._differ("group", shortened(found), f"of {theirs} in the checkpoint, of {ours} now")
 
     def _values(self, reader: Reader) -> list[tuple[Values, str, Any]]:
         """The program's values, as they were packed. DTensors among them are read later."""
@@ -349,16 +403,28 @@ class Load:
                 wanted += [(contents.per_rank, name, front) for name in contents.per_rank]
         found = []
         for values, name, front in wanted:
-            key = f"{front}.{name}"
+            key, structure = f"{front}.{name}", f"{STRUCTURE}.{front}.{name}"
             if key in source.names and not is_tensor(source, key):
                 found.append((values, name, reader.value(key)))
-            elif key in source.names or next(source.below(key), None) is not None:
-                found.append((values, name, _Nested(key)))
+            elif structure in source.names:
+                (inside,) = reader.value(structure)
+                found.append((values, name, self._nested(inside, values[name], f"{front}[{name!r}]")))
             elif options.strict:
                 self._differ("value", f"{front.partition('.')[0]}[{name!r}]")
             else:
                 self._missing.append(key)
         return found
+
+    def _nested(self, inside: Any, value: Any, where: str) -> _Nested:
+        """Where the sharded tensors of a value are to be read to: to those that it has now."""
+        live = value.state_dict() if isinstance(value, Stateful) else value
+        places = places_of(inside, live)
+        for key, place in places.items():
+            meta: Any = self._source.metadata.state_dict_metadata.get(key)
+            has_both = isinstance(meta, TensorStorageMetadata) and isinstance(place, DTensor)
+            if not (has_both and place.shape == meta.size and place.dtype == meta.properties.dtype):
+                self._differ("value", where, f"no sharded tensor like '{key}' is in it now, to be read to")
+        return _Nested(inside, places)
 
     # -- read
 
@@ -391,10 +457,9 @@ class Load:
                 here = known.get(name, {}).get(state)
                 made = contents.optimizers.destination(name, state, here, like)
                 of_one[state] = into[key] = made
-        self._nested: dict[str, Any] = {}
-        for values, name, value in wanted.values:
+        for _, _, value in wanted.values:
             if isinstance(value, _Nested):
-                self._nested[value.key] = _destinations(values[name], value.key, self._source, reader, into)
+                into |= value.places
         read_tensors(reader, self._source, into)
 
     def _finish_reading(self, reader: Reader, failure: _Failure | None) -> None:
@@ -439,9 +504,13 @@ class Load:
                 state = {**contents.optimizers.state(), **state}
             contents.optimizers.load(state, wanted.groups)
         for values, name, value in wanted.values:
-            state = self._nested[value.key] if isinstance(value, _Nested) else value[0]
-            if isinstance(values[name], Stateful):
-                values[name].load_state_dict(state)
+            state = filled(value.inside, value.places) if isinstance(value, _Nested) else value[0]
+            here = values[name]
+            if isinstance(here, Stateful):
+                here.load_state_dict(state)
+            elif isinstance(here, torch.Tensor) and isinstance(state, torch.Tensor) and here.shape == state.shape:
+                with torch.no_grad():  # it may be a buffer of a module
+                    here.copy_(state)
             else:
                 values[name] = state
 
@@ -465,58 +534,15 @@ class Load:
 
 
 class _Nested(NamedTuple):
-    """A value that has sharded tensors, below the name ``key``."""
+    """A value that has sharded tensors.
 
-    key: str
+    Attributes:
+        inside: the value, with marks for them.
+        places: what they are to be read to, by name.
+    """
 
-
-def _destinations(value: Any, key: str, source: Source, reader: Reader, into: dict[str, torch.Tensor]) -> Any:
-    """The state of ``value``, in which tensors are to be read to; what is no tensor was read."""
-    live = value.state_dict() if isinstance(value, Stateful) else value
-    if isinstance(live, torch.Tensor):
-        into[key] = live
-        return live
-    found: dict[str, Any] = {}
-    front = source.paths.get(next(f"{key}.{rest}" for rest in source.below(key)), ())
-    depth = len(key.split(".")) if front else 0
-    for rest in source.below(key):
-        name = f"{key}.{rest}"
-        path = source.paths[name][depth:] if name in source.paths else (rest,)
-        here = _at(live, path)
-        if not is_tensor(source, name):
-            _put(found, path, reader.value(name))
-            continue
-        meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
-        fits = isinstance(here, torch.Tensor) and here.shape == meta.size and here.dtype == meta.properties.dtype
-        target = here if fits else torch.empty(meta.size, dtype=meta.properties.dtype)
-        into[name] = cast(torch.Tensor, target)
-        _put(found, path, target)
-    return found
-
-
-def _at(state: Any, path: Iterable[Any]) -> Any:
-    for step in path:
-        if isinstance(state, Mapping):
-            state = state.get(step)
-        elif isinstance(state, (list, tuple)) and isinstance(step, int) and step < len(state):
-            state = state[step]
-        else:
-            return None
-    return state
-
-
-def _put(root: Any, path: Sequence[Any], value: Any) -> None:
-    for step, following in pairwise(path):
-        made: Any = [] if isinstance(following, int) else {}
-        if isinstance(root, list):
-            root.extend([None] * (step + 1 - len(root)))
-            root[step] = made if root[step] is None else root[step]
-        else:
-            root.setdefault(step, made)
-        root = root[step]
-    if isinstance(root, list):
-        root.extend([None] * (path[-1] + 1 - len(root)))
-    root[path[-1]] = value
+    inside: Any
+    places: dict[str, Any]
 
 
 def _groups(
@@ -547,6 +573,16 @@ def _hyperparameter(reader: Reader, name: str) -> Any:
     value = torch.empty(meta.size, dtype=meta.properties.dtype)
     read_tensors(reader, source, {name: value})
     return value
+
+
+def step_of(source: Source, reader: Reader) -> int | None:
+    """The training step that a checkpoint is of, if it says one."""
+    if STEP not in source.names:
+        return None
+    value = _hyperparameter(reader, STEP)
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return value if type(value) is int else None
 
 
 def read_tensors(reader: Reader, source: Source, into: dict[str, torch.Tensor]) -> None:

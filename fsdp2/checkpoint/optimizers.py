@@ -26,7 +26,13 @@ Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] | None
 NAMES = "params"
 """The key of a group's names."""
 
+CLASS = "optimizer"
+"""The key of a group's class, in manifests."""
+
 _OF_THE_PROGRAM = ("params", "param_names")
+_OF_THE_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""How an optimizer computes, not what: as the program has built it, whatever was saved."""
+_KEPT = (*_OF_THE_PROGRAM, *_OF_THE_IMPLEMENTATION)
 
 
 class NamedOptimizers:
@@ -56,13 +62,21 @@ class NamedOptimizers:
         if name is None:
             raise CheckpointError(
                 f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that the model does not have, so "
-                "its state has no name in a checkpoint: pass the model that holds it, or an optimizer of its own, with "
-                "shared={...}."
+                "its state has no name in a checkpoint: pass a model that holds it too, as nn.ModuleDict({'g': g, 'd': "
+                "d})."
             )
         if name in self.parameters:
             raise CheckpointError(f"the parameter '{name}' is in two groups of optimizers: a checkpoint has one state.")
         self.parameters[name] = parameter
         return name
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """Of each parameter, the class of its optimizer: torch's, of one that is derived from it."""
+        found: dict[str, str] = {}
+        for optimizer, of_groups in zip(self._all, self._names, strict=True):
+            found |= dict.fromkeys((name for names in of_groups for name in names), class_of(optimizer))
+        return found
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -125,10 +139,17 @@ class NamedOptimizers:
             flat = [name for names in of_groups for name in names]
             for group in packed:
                 saved = next(chosen) or {}
-                group |= {key: value for key, value in saved.items() if key not in _OF_THE_PROGRAM}
+                group |= {key: value for key, value in saved.items() if key not in _KEPT or key not in group}
             of_this = {index: _unwrapped(state[name]) for index, name in enumerate(flat) if name in state}
             optimizer.load_state_dict({"state": of_this, "param_groups": packed})
             _keep_dtypes(optimizer, flat, state)
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """The name of the class whose state it has: the one that `fsdp2.optim.local` was given, for example."""
+    kinds = type(optimizer).__mro__
+    of_torch = next((kind for kind in kinds if kind.__module__.startswith("torch.optim.")), kinds[0])
+    return kinds[0].__name__ if of_torch is Optimizer else of_torch.__name__
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -187,13 +208,13 @@ def groups_that_match(
         if not found and not group[NAMES] and empty:
             found = [empty.pop(0)]
         if len(found) > 1:
-            parts = [f"of group {index}: {_shortened([n for n in names if of.get(n) == index])}" for index in found]
+            parts = [f"of group {index}: {shortened([n for n in names if of.get(n) == index])}" for index in found]
             lines.append("\n      ".join([f"group {place} is of several in the checkpoint", *parts]))
         elif found and found[0] in taken:
             other = wanted[taken[found[0]]][NAMES]
             parts = [
-                f"group {taken[found[0]]}: {_shortened([name for name in other if name in known])}",
-                f"group {place}: {_shortened(names)}",
+                f"group {taken[found[0]]}: {shortened([name for name in other if name in known])}",
+                f"group {place}: {shortened(names)}",
             ]
             lines.append("\n      ".join([f"two groups are one in the checkpoint, its group {found[0]}", *parts]))
         if len(found) == 1:
@@ -202,6 +223,7 @@ def groups_that_match(
     return matched, lines
 
 
-def _shortened(names: Sequence[str]) -> str:
+def shortened(names: Sequence[str]) -> str:
+    """The first of them, for messages."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

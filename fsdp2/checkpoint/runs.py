@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,12 +24,12 @@ from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, ranks_of
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE
+from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE, is_int
 from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.staging import Staging
 from fsdp2.features.broadcast_parameters import GROUP
 
-_STEP = Rule("an int >= 0", lambda value: type(value) is int and value >= 0)
+_STEP = Rule("an int >= 0", lambda value: is_int(value) and value >= 0, is_int)
 
 
 @checked_class(
@@ -82,7 +83,7 @@ class Checkpoints:
         keep_every: int | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._run = Path(run)
+        self._run = Path(run).absolute()  # wherever the program goes
         self._model = model
         self._collect = lambda: Contents(model, optimizer, shared, per_rank)
         self._keep_last, self._keep_every = keep_last, keep_every
@@ -104,7 +105,10 @@ class Checkpoints:
             LOG.error("%s", failure)
 
     def steps(self) -> list[int]:
-        """Those that there are complete checkpoints of, the oldest first. Not collective."""
+        """Those that there are complete checkpoints of, the one that was written last at the end.
+
+        Not collective: while a save comes to its end, ranks may find others.
+        """
         return steps_in(self._run)
 
     @checked()
@@ -169,6 +173,7 @@ class Checkpoints:
             SaveFailed: on every rank, as of `fsdp2.checkpoint.save`; or of the asynchronous save before.
         """
         self.wait()
+        step = int(step)
         if asynchronous:
             background = self._background = self._background or _Background(self._ranks, self._group)
             background.start(lambda ranks: self._job(step, ranks, background.staging))
@@ -179,7 +184,8 @@ class Checkpoints:
         """Collect what there is; what is left to do."""
         save = Save(self._run / name_of(step), ranks, replaces=True)
         copy = None if staging is None else staging.copy
-        failure = save.attempt(lambda: save.collect(self._collect(), step, copy))
+        with torch.inference_mode(False):
+            failure = save.attempt(lambda: save.collect(self._collect(), step, copy))
 
         def go_on() -> None:
             if ranks.rank == 0 and not failure:

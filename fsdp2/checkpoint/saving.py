@@ -33,7 +33,7 @@ from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.contents import GROUPS, MODEL, Contents, Values
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
-from fsdp2.checkpoint.optimizers import Optimizers
+from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
@@ -79,7 +79,7 @@ def save(
         SaveFailed: on every rank: the folder is there, ranks have different parameters, one could not write or is gone.
     """
     ranks = ranks_of(process_group)
-    Save(Path(path), ranks).run(lambda: Contents(model, optimizer, shared, per_rank), step)
+    Save(Path(path).absolute(), ranks).run(lambda: Contents(model, optimizer, shared, per_rank), step)
 
 
 class Save:
@@ -100,21 +100,27 @@ class Save:
 
     def run(self, collect: Callable[[], Contents], step: int | None) -> None:
         """All of it."""
-        self.write(self.attempt(lambda: self.collect(collect(), step)))
+        with torch.inference_mode(False):
+            self.write(self.attempt(lambda: self.collect(collect(), step)))
 
     def collect(
         self, contents: Contents, step: int | None, copy: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     ) -> None:
         """What there is, on this rank; ``copy`` makes it independent of what happens to the model."""
+        step = None if step is None else int(step)
         ranks = self._ranks
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in contents.aliases.items()}
         self._planner = Planner(contents.names, self._aliases, ranks.rank)
         self._planner.take(contents.to_save(step, ranks.rank), copy)
+        classes = contents.optimizers.classes
         self._head = {
             "step": step,
             "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__), "fsdp2": _version()},
             "ranks": ranks.size,
-            "groups": tuple(_readable(group) for group in contents.optimizers.groups),
+            "groups": tuple(
+                {**_readable(group), CLASS: classes.get(group[NAMES][0], "") if group[NAMES] else ""}
+                for group in contents.optimizers.groups
+            ),
         }
 
     def write(self, failure: str) -> None:
@@ -263,7 +269,7 @@ class Save:
                 entries[name] = Entry(None, items=of_entry)
         data = (self.folder / ".metadata").read_bytes()
         files[".metadata"] = len(data)
-        time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        time = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         own = manifest.crc_text(zlib.crc32(data))
         return Manifest(time=time, mesh=mesh, files=files, metadata_crc32=own, entries=entries, **self._head)
 

@@ -101,18 +101,23 @@ def open_source(path: Path, names: Iterable[str] = (), rename: Rename = None) ->
         if manifest is not None:
             raise CheckpointDamaged(f"the checkpoint {path} is damaged: {METADATA} is missing.") from error
         raise CheckpointIncomplete(
-            f"there is no complete checkpoint in {path}: it has no {METADATA}, which a save writes last."
+            f"there is no complete checkpoint in {path}: it has no {METADATA}, which a save writes last.{_hint(path)}"
         ) from error
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
         raise CheckpointDamaged(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
     return _named(path, manifest, found, frozenset(names), rename)
 
 
+def _hint(path: Path) -> str:
+    steps = sorted(each.name for each in path.glob("step-*"))
+    return f" It is a run, with {steps[-1]}: name that." if steps else ""
+
+
 def _named(path: Path, manifest: Manifest | None, found: Metadata, names: frozenset[str], rename: Rename) -> Source:
     """``found`` by our names."""
     keys = list(found.state_dict_metadata)
     front = f"{MODEL}." if manifest is not None else _front_of_model(keys, names)
-    fronts = _fronts_of_optimizers(keys, names, front)
+    fronts = [f"{OPTIMIZER}."] if manifest is not None else _fronts_of_optimizers(keys, names, front)
     ours: dict[str, str] = {}
     for key in keys:
         name = _our_name(key, front, fronts, names, rename)
@@ -146,7 +151,14 @@ def _front_of_model(keys: Iterable[str], names: frozenset[str]) -> str:
                 break
     if not counts:
         return f"{MODEL}." if any(key.startswith(f"{MODEL}.") for key in keys) else ""
-    return max(counts, key=lambda front: (counts[front], front == f"{MODEL}.", -len(front)))
+    most = max(counts.values())
+    best = [front for front, count in counts.items() if count == most]
+    if f"{MODEL}." in best or len(best) == 1:
+        return f"{MODEL}." if f"{MODEL}." in best else best[0]
+    raise CheckpointError(
+        f"the checkpoint has the model's names behind each of {sorted(best)}, and it is not known which is meant: load "
+        "it with torch.distributed.checkpoint.load, under the name of the one that you want."
+    )
 
 
 def _fronts_of_optimizers(keys: Iterable[str], names: frozenset[str], model: str) -> list[str]:
@@ -171,8 +183,15 @@ def _our_name(key: str, model: str, optimizers: list[str], names: frozenset[str]
         name = key[len(model) :]
         if not model and key == "step":
             return key
-        return f"{MODEL}.{rename(name) if rename is not None else name}"
+        return f"{MODEL}.{name if rename is None else _renamed(rename, name)}"
     return key
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    found = rename(name)
+    if not isinstance(found, str):
+        raise CheckpointError(f"rename takes a function that returns names; of '{name}' it returned {found!r}.")
+    return found
 
 
 def is_tensor(source: Source, name: str) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2.checkpoint.contents import Path as KeyPath
-from fsdp2.checkpoint.contents import is_of_rank_0
+from fsdp2.checkpoint.contents import is_of_rank_0, is_per_rank
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
 from fsdp2.checkpoint.zips import Slice, directory_of
@@ -55,9 +55,7 @@ class Planner(DefaultSavePlanner):
 
     def description(self) -> int:
         """A fingerprint of what must be the same on all ranks."""
-        lines = [
-            f"{key} {_described(value)}" for key, value in self.state_dict.items() if not key.startswith("per_rank.")
-        ]
+        lines = [f"{key} {_described(value)}" for key, value in self.state_dict.items() if not is_per_rank(key)]
         return fingerprint("\n".join(sorted(lines)))
 
     def lines(self) -> list[str]:
