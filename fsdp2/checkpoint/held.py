@@ -22,11 +22,11 @@ from fsdp2.checkpoint.names import names_of
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
-from fsdp2.core.param import FSDPParam, Link, fsdp_param_of, is_subclass, replacement_of
+from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.full_parameters import leave_passes
+from fsdp2.features.full_parameters import leave_passes, owner_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +90,7 @@ def settle(model: nn.Module, caller: str, *, frees: bool) -> FSDPError | None:
         FSDPRuntimeError: inside of a forward or backward, where nothing may be communicated.
     """
     groups = [group for state in states_below(model) for group in state.unit]
-    groups += [owner.group for parameter in model.parameters() if (owner := _owner_of(parameter)) is not None]
+    groups += [owner.group for parameter in model.parameters() if (owner := owner_of(parameter)) is not None]
     states: list[FSDPState] = list(dict.fromkeys(sharer for group in groups for sharer in group.sharers))
     leave_passes(states, caller)
     try:
@@ -102,15 +102,6 @@ def settle(model: nn.Module, caller: str, *, frees: bool) -> FSDPError | None:
     except FSDPError as error:
         return error
     return None
-
-
-def _owner_of(parameter: nn.Parameter) -> FSDPParam | None:
-    """Whose parameter it is: sharded, unsharded by the engine, or whole inside of `full_parameters`."""
-    link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_lent", None)
-    if link is not None:
-        return link.target
-    successor = replacement_of(parameter)
-    return fsdp_param_of(parameter if successor is None else successor)
 
 
 def refuse_unreadable(held: Iterable[Held], caller: str, *, meta: bool) -> None:

@@ -193,13 +193,13 @@ def _params_below(modules: Sequence[nn.Module], *, recurse: bool) -> _Taken:
         states = states_below(module) if recurse else [] if state is None else [state]
         groups += [group for each in states for group in each.unit]
         if recurse:  # of a part of a sharded module the state is above
-            groups += [owner.group for p in module.parameters() if (owner := _owner_of(p)) is not None]
+            groups += [owner.group for p in module.parameters() if (owner := owner_of(p)) is not None]
     below = {each for module in modules for each in module.modules()}
     taken = {g: [p for p in g.params if any(use in below for use, _ in p.uses)] for g in dict.fromkeys(groups)}
     return {group: params for group, params in taken.items() if params}
 
 
-def _owner_of(parameter: nn.Parameter) -> FSDPParam | None:
+def owner_of(parameter: nn.Parameter) -> FSDPParam | None:
     """Whose parameter it is: sharded, unsharded by the engine, or whole in an outer block."""
     link: Link[FSDPParam] | None = getattr(parameter, "_fsdp_lent", None)
     if link is not None:
