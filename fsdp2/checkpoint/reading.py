@@ -224,7 +224,10 @@ class Reader:
         self.bytes_read += len(data)
         if self._sums:
             for name, record in opened.records.items():
-                start = content_start(opened.item, record)
+                try:
+                    start = content_start(opened.item, record)
+                except NoZip as error:
+                    raise self._damaged(key, str(error)) from error
                 crc = zlib.crc32(memoryview(data)[start : start + record.nbytes])
                 self._compare(key, name, record, crc)
         return data

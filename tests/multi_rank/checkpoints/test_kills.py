@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -62,7 +63,8 @@ def kill_later(folder: Path, pids: list[int], seconds: float) -> None:
         time.sleep(0.001)
     time.sleep(seconds)
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the pool kills the others as soon as one is dead
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
