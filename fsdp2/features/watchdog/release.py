@@ -20,6 +20,8 @@ from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
 _SECONDS = 30.0
 """For so long after a verdict ranks may come that wait in vain as well."""
 _UNUSED_TAG = (1 << 30) - 1
+_HELD: list[Any] = []
+"""Messages of all verdicts and their memory: until the end of the process, as nobody knows when they arrive."""
 
 
 def is_live(group: dist.ProcessGroup) -> bool:
@@ -65,7 +67,6 @@ class Releases:
         self._ends = ends
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
-        self._held: list[Any] = []  # until the end of the process, as nobody knows when they arrive
         self._closed: set[tuple[str, int]] = set()
 
     def go_on(self, now: float) -> bool:
@@ -115,7 +116,7 @@ class Releases:
         part = torch.zeros(nbytes, dtype=torch.uint8)
         peer = dist.get_group_rank(group, rank)
         exchange = _torch.send if arrives else _torch.receive
-        self._held += [part, exchange(part, peer, group, tag)]
+        _HELD.extend([part, exchange(part, peer, group, tag)])
 
     def close(self, group: dist.ProcessGroup) -> None:
         """End whatever waits for ranks of ``group``, which is of no use from then on."""
