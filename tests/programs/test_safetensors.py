@@ -117,7 +117,10 @@ def sum_of(number: int) -> int:
     return sum(found)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(1, 2), (2, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(2, 4), (4, 1), *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, 2), (4, 2)))],
+)
 @pytest.mark.parametrize("limit", [1 << 30, 1500], ids=["one", "several"])
 def test_files_move_between_worlds(saving: int, loading: int, limit: int, pools: WorkerPools, tmp_path: Path) -> None:
     folder, stores = tmp_path / "model", tmp_path / "a"

@@ -27,6 +27,7 @@ from fsdp2.checkpoint import (
     save,
 )
 from tests.harness.checkpoints import anew, assert_equal, begin, processes, saved, snapshot
+from tests.harness.multi_rank import others_full
 from tests.harness.report import RanksFailed
 
 
@@ -147,6 +148,16 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str, str]] = {
 }
 
 
+QUICK = (
+    "a file is missing",
+    "a file is cut short",
+    "a bit of a tensor",
+    "a file of another run",
+    "a bit of the manifest",
+    "a folder without anything",
+)
+
+
 def meets(folder: Path, kind: type[CheckpointError], says: str, when: str) -> str:
     """Loads raise alike; then the checkpoint before still loads."""
     run = begin("1d", seed=3)
@@ -174,7 +185,7 @@ def meets(folder: Path, kind: type[CheckpointError], says: str, when: str) -> st
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", others_full(DAMAGES, QUICK))  # 2 s each
 def test_one_error_on_every_rank_and_the_checkpoint_before_loads(name: str, tmp_path: Path) -> None:
     damage, kind, says, when = DAMAGES[name]
     folder = tmp_path / "run"

@@ -59,7 +59,7 @@ def trip(before: tuple[str, str, int], after: tuple[str, str, int], folder: Path
             assert_equal(saved[rank][1], then)
 
 
-SAME = ["1d", "hybrid", "tp", "zero1", "blocks", "owned", "half"]
+SAME = ["1d", "hybrid", "tp", "owned"]  # 2 s each
 
 
 @pytest.mark.parametrize("layout", others_full([name for name in LAYOUTS if name != "torch"], SAME))
@@ -68,7 +68,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(layout: str, tmp_path: Path
     trip(place, place, tmp_path, device="cpu" if layout in ("plain", "tp") else "meta")
 
 
-@pytest.mark.parametrize("kind", others_full(list(OPTIMIZERS), ["two", "flat", "momentum", "tensor lr"]))
+@pytest.mark.parametrize("kind", others_full(list(OPTIMIZERS), ["two", "flat"]))
 def test_each_optimizer_goes_on(kind: str, tmp_path: Path) -> None:
     place = ("owned" if kind == "owners" else "1d", kind, 2)
     trip(place, place, tmp_path)

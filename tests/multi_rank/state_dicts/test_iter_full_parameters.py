@@ -68,7 +68,7 @@ def test_floating_point_parameters_are_cast(layout: str) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("case", [*MODEL_CASES, ODD], ids=str)
+@pytest.mark.parametrize("case", others_full([*MODEL_CASES, ODD], [TRANSFORMER, ODD]), ids=str)
 def test_parameters_are_those_of_the_plain_model(case: ModelCase) -> None:
     model = shard_case(case)
     assert_same("parameters", listed(model), expected_of(case.build()))
@@ -155,7 +155,7 @@ SLACK = 64 << 10
 
 @multi_rank(2, full=(4,))
 @pytest.mark.parametrize("cut", ["rows", "columns", "owned"])
-@pytest.mark.parametrize("budget", [MIB // 2, 3 * MIB, 8 * MIB, 64 * MIB])
+@pytest.mark.parametrize("budget", others_full([MIB // 2, 3 * MIB, 8 * MIB, 64 * MIB], [3 * MIB, 64 * MIB]))
 def test_peaks(cut: str, budget: int) -> None:
     """The budget or the largest parameter; an eighth more for one that is cut at another dim."""
     placements = {"rows": None, "columns": lambda p: Shard(1), "owned": lambda p: Owned(p.shape[1] % 2)}
