@@ -95,7 +95,7 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
 
 TENSOR_PARALLEL = "tensor parallel"
 
-QUICK = ("zero3", "hybrid", "owned", "last dim", TENSOR_PARALLEL)
+QUICK = ("hybrid", "owned", TENSOR_PARALLEL)
 """What the short suite runs; the full one (4 minutes more) all layouts, and all of them on 4 ranks."""
 
 

@@ -150,11 +150,9 @@ DAMAGES: dict[str, tuple[Any, type[CheckpointError], str, str]] = {
 
 QUICK = (
     "a file is missing",
-    "a file is cut short",
     "a bit of a tensor",
     "a file of another run",
     "a bit of the manifest",
-    "a folder without anything",
 )
 
 
