@@ -9,6 +9,7 @@ step-00000500            complete: nothing else ever gets such a name
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -96,3 +97,12 @@ def remove(run: Path, steps: Iterable[int]) -> list[str]:
         except OSError as error:
             failed.append(f"{folder}: {error}")
     return failed
+
+
+def flush(path: Path) -> None:
+    """Let what was written to a file, or the names in a folder, be on disk."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

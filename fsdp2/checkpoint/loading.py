@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import checked
@@ -181,10 +182,10 @@ class Load:
         self._unexpected: list[str] = []
         self._cast: dict[str, str] = {}
         self._bytes_read = 0
-        self._unverified: set[str] = set()
         self._contents: Contents
         self._source: Source
         self._wanted: _Wanted
+        self._copies: set[str] = set()
         self._step: int | None = None
 
     def run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
@@ -468,11 +469,13 @@ class Load:
         Raises:
             CheckpointDamaged: on every rank.
         """
-        found = self._exchange((failure, reader.pieces), "what was read")
-        self._refuse([each for each, _ in found])
+        copies = set() if failure is not None else self._contents.copies.intersection(self._wanted.tensors.values())
+        found = self._exchange((failure, reader.pieces, copies), "what was read")
+        self._refuse([each for each, _, _ in found])
+        self._copies = set().union(*(of_rank for _, _, of_rank in found))
         if self._options.verify == "reading":
             pieces: dict[Key, list[Piece]] = {}
-            for _, of_rank in found:
+            for _, of_rank, _ in found:
                 for key, each in of_rank.items():
                     pieces.setdefault(key, []).extend(each)
             mine = sorted(pieces)[self._ranks.rank :: self._ranks.size]
@@ -496,13 +499,14 @@ class Load:
         contents, wanted = self._contents, self._wanted
         names = set(wanted.tensors.values())
         note_written(each for each in held_by(contents.model) if each.name in names)
-        if wanted.extra:
-            contents.model.load_state_dict(wanted.extra, strict=False)
+        indirect = {**{name: contents.state[name] for name in self._copies}, **wanted.extra}
+        if indirect:
+            set_model_state_dict(contents.model, indirect, options=StateDictOptions(strict=False))
         if wanted.groups:
             state = dict(self._state)
             if self._options.only is not None or not self._options.strict:  # what was not taken stays
                 state = {**contents.optimizers.state(), **state}
-            contents.optimizers.load(state, wanted.groups)
+            contents.optimizers.load(state, wanted.groups, casts=self._options.cast)
         for values, name, value in wanted.values:
             state = filled(value.inside, value.places) if isinstance(value, _Nested) else value[0]
             here = values[name]

@@ -22,22 +22,21 @@ class Names:
         buffers: persistent or not.
         transient: names of buffers that are not persistent.
         first: of each name the first name of the same object: itself, if nothing is tied.
-        is_wrapped: whether something was wrapped around modules, so that they have other names themselves.
     """
 
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, torch.Tensor]
     transient: frozenset[str]
     first: Mapping[str, str]
-    is_wrapped: bool = False
-
-    def of(self, parameter: torch.Tensor) -> str | None:
-        """The first name of ``parameter``; None if the model does not hold it."""
-        return next((name for name, each in self.parameters.items() if each is parameter), None)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them."""
         return {**self.parameters, **self.buffers}
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether something was wrapped around modules, so that its own state dict may have other names."""
+    return any(_passes(module, name) for module in model.modules() for name in module._modules)
 
 
 def names_of(model: nn.Module) -> Names:
@@ -45,9 +44,7 @@ def names_of(model: nn.Module) -> Names:
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     transient: set[str] = set()
-    is_wrapped = False
     for prefix, module in _modules(model):
-        is_wrapped = is_wrapped or any(_passes(module, name) for name in module._modules)
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 parameters[prefix + name] = parameter
@@ -58,7 +55,7 @@ def names_of(model: nn.Module) -> Names:
                     transient.add(prefix + name)
     firsts: dict[int, str] = {}
     first = {name: firsts.setdefault(id(each), name) for name, each in {**parameters, **buffers}.items()}
-    return Names(parameters, buffers, frozenset(transient), first, is_wrapped)
+    return Names(parameters, buffers, frozenset(transient), first)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

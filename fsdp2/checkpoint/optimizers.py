@@ -126,12 +126,15 @@ class NamedOptimizers:
         device = parameter.device if like.dim() or is_of_elements else torch.device("cpu")
         return torch.empty(like.shape, dtype=like.dtype, device=device)
 
-    def load(self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any] | None]) -> None:
+    def load(
+        self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any] | None], *, casts: bool = False
+    ) -> None:
         """Give the optimizers ``state``, of exactly these parameters, and hyperparameters.
 
         Args:
             state: by name; parameters without one have none afterwards.
             groups: for each of `groups` what was saved; None: as it is.
+            casts: states become of the dtypes of their parameters, as torch has it; else they are as they were saved.
         """
         chosen = iter(groups)
         for optimizer, of_groups in zip(self._all, self._names, strict=True):
@@ -142,7 +145,8 @@ class NamedOptimizers:
                 group |= {key: value for key, value in saved.items() if key not in _KEPT or key not in group}
             of_this = {index: _unwrapped(state[name]) for index, name in enumerate(flat) if name in state}
             optimizer.load_state_dict({"state": of_this, "param_groups": packed})
-            _keep_dtypes(optimizer, flat, state)
+            if not casts:
+                _keep_dtypes(optimizer, flat, state)
 
 
 def class_of(optimizer: Optimizer) -> str:

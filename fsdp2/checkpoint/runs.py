@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -229,11 +227,10 @@ class _Background:
             self._ranks = InBackground(whole)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2-checkpoint")
         self._pending: Future[None] | None = None
-        atexit.register(_tell, weakref.ref(self))
 
     def start(self, job: Callable[[Ranks], Callable[[], None]]) -> None:
         """Collect now, and write later."""
-        self._pending = self._thread.submit(job(self._ranks))
+        self._pending = self._thread.submit(_logged, job(self._ranks))
 
     def wait(self) -> None:
         """Until it is written."""
@@ -256,15 +253,11 @@ class _Background:
             if isinstance(self._ranks, InBackground):
                 self._ranks.close()
 
-    def tell(self) -> None:
-        """The program ends, and nobody has asked how the last save ended: say it."""
-        try:
-            self.wait()
-        except SaveFailed as error:
-            LOG.error("%s", error)
 
-
-def _tell(background: weakref.ref[_Background]) -> None:
-    found = background()
-    if found is not None:
-        found.tell()
+def _logged(job: Callable[[], None]) -> None:
+    """The log has what goes wrong at once, as a program may end, or forget the object, without asking."""
+    try:
+        job()
+    except Exception as error:
+        LOG.error("an asynchronous save failed: %s", error)
+        raise

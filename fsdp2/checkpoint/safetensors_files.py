@@ -21,6 +21,7 @@ from torch import nn
 from fsdp2.arguments import checked
 from fsdp2.checkpoint.boxes import Box, at_box, pieces_of
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, SaveFailed
+from fsdp2.checkpoint.folders import flush
 from fsdp2.checkpoint.held import Held, agree, company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.iterating import refuse_dtype, travelling
 from fsdp2.checkpoint.ranks import Ranks
@@ -465,24 +466,15 @@ def _begin(writing: Path) -> None:
 
 def _write(assembled: dict[str, torch.Tensor], file: Path) -> None:
     library().torch.save_file(assembled, str(file), metadata={"format": "pt"})
-    _flush(file)
+    flush(file)
 
 
 def _finish(plan: FolderPlan, writing: Path, folder: Path) -> None:
     if not plan.is_one:
         index = writing / f"model{_INDEX}"
         index.write_text(plan.index())
-        _flush(index)
-    _flush(writing)
+        flush(index)
+    flush(writing)
     refuse_existing(folder)  # else an empty folder that has come since would be replaced
     os.rename(writing, folder)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    """What was written to a file, or into a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(folder.parent)

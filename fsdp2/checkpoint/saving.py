@@ -30,8 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import checked
 from fsdp2.checkpoint import manifest
-from fsdp2.checkpoint.contents import GROUPS, MODEL, Contents, Values
+from fsdp2.checkpoint.contents import MODEL, Contents, Values, is_per_rank
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
+from fsdp2.checkpoint.folders import flush
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
@@ -129,17 +130,20 @@ class Save:
         Raises:
             SaveFailed: on every rank.
         """
-        plan = None
-        if not failure:
-            failure = self.attempt(self._prepare)
-        if not failure:
-            plan = self._planner.create_local_plan()
-        described = None if failure else self._planner.description()
-        found = self._exchange((failure, described, plan), "plans")
+        plans: list[SavePlan] = []
+        described: list[Any] = []
+
+        def prepare() -> None:
+            self._prepare()
+            plans.append(self._planner.create_local_plan())
+            described.append((self._planner.description(), self._head["step"]))
+
+        failure = failure or self.attempt(prepare)
+        found = self._exchange((failure, described, plans), "plans")
         self._refuse([failure for failure, _, _ in found])
-        self._refuse_difference([described for _, described, _ in found])
+        self._refuse_difference([of_rank[0] for _, of_rank, _ in found])
         parts: list[Part] = []
-        metadata = self._write_parts([plan for _, _, plan in found], parts)
+        metadata = self._write_parts([of_rank[0] for _, _, of_rank in found], parts)
         outcome = self.attempt(lambda: self._commit(metadata, parts)) if self._ranks.rank == 0 else ""
         self._refuse(self._exchange(outcome, "the commit"))
 
@@ -178,12 +182,12 @@ class Save:
         """Ranks that have different things cannot save one checkpoint of them."""
         if len(set(described)) <= 1:
             return
-        everyone = self._exchange(self._planner.lines(), "the contents")
+        everyone = self._exchange([*self._planner.lines(), f"step {self._head['step']}"], "the contents")
         failures = []
         for lines in everyone:
             mine, first = set(lines), set(everyone[0])
             differ = [f"+ {each}" for each in sorted(mine - first)] + [f"- {each}" for each in sorted(first - mine)]
-            differ = [each for each in differ if not each[2:].startswith("per_rank.")]
+            differ = [each for each in differ if not is_per_rank(each[2:])]
             shown = "\n".join(differ[:20])
             failures.append(f"it has other tensors or values than the first rank:\n{shown}" if differ else "")
         self._refuse(failures)
@@ -274,15 +278,6 @@ class Save:
         return Manifest(time=time, mesh=mesh, files=files, metadata_crc32=own, entries=entries, **self._head)
 
 
-def flush(folder: Path) -> None:
-    """Let the names in ``folder`` be on disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
 def _cause(error: BaseException) -> str:
     """What went wrong, in a line or more."""
     chain = [error]
@@ -330,6 +325,3 @@ def _version() -> str:
         return version("fsdp2")
     except PackageNotFoundError:
         return "from a folder"
-
-
-__all__ = ["GROUPS", "Save", "flush", "save"]

@@ -9,9 +9,8 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -35,14 +34,12 @@ class Source:
         manifest: None if torch wrote it.
         metadata: of `torch.distributed.checkpoint`, by our names.
         original: of each of our names the one in the files.
-        paths: of each of our names where it was in what was saved: keys of dicts, indices of lists.
     """
 
     path: Path
     manifest: Manifest | None
     metadata: Metadata
     original: Mapping[str, str]
-    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def names(self) -> Iterable[str]:
@@ -134,8 +131,7 @@ def _named(path: Path, manifest: Manifest | None, found: Metadata, names: frozen
         },
         storage_meta=found.storage_meta,
     )
-    paths = found.planner_data or {}
-    return Source(path, manifest, metadata, ours, {name: paths[key] for name, key in ours.items() if key in paths})
+    return Source(path, manifest, metadata, ours)
 
 
 def _front_of_model(keys: Iterable[str], names: frozenset[str]) -> str:

@@ -64,7 +64,6 @@ class Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Of what this rank has, that which it may have to write."""
-        # The first rank's share is made by every rank, as plans are compared with what each has.
         found = super().create_local_plan()
         items = [
             item

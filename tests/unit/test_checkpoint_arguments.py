@@ -109,9 +109,7 @@ def test_what_it_does_not_take(name: str, tmp_path: Path) -> None:
         for wrong in WRONG:
             if argument in NOT_WRONG and isinstance(wrong, NOT_WRONG[argument]):
                 continue
-            if argument in ("step", "rank", "keep_last", "budget_bytes") and wrong is True:
-                pass  # no number
-            with pytest.raises((FSDPTypeError, FSDPValueError), match=rf"as '{argument}'|{argument}"):
+            with pytest.raises((FSDPTypeError, FSDPValueError), match=argument):
                 result = getattr(checkpoint, name)(**{**good, argument: wrong})
                 list(result) if name == "iter_full_parameters" else None
     with pytest.raises(FSDPTypeError, match="no_such"):

@@ -40,8 +40,6 @@ def expected_of(plain: nn.Module) -> dict[str, Tensor]:
 @multi_rank(2, 4)
 @pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts_and_budgets(layout: str, world_size: int) -> None:
-    if layout == TENSOR_PARALLEL and world_size == 2:
-        pytest.skip("two ranks of each kind")
     model, expected = shard(build(), layout), expected_of(build())
     for budget in (1, 3_000, 20_000, 1 << 28):
         for rank in (None, 0, world_size - 1):

@@ -54,8 +54,6 @@ def outputs_of(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("layout", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_all_layouts_and_sources(layout: str, source: str | int, world_size: int) -> None:
-    if layout == TENSOR_PARALLEL and world_size == 2:
-        pytest.skip("two ranks of each kind")
     model, plain = shard(build(), layout), build(seed=1)
     state = plain.state_dict()
     for budget in (64, 1 << 20):
@@ -136,8 +134,6 @@ def test_dtensors_of_other_meshes_and_placements(budget: int) -> None:
 @multi_rank(2, full=(4,))
 @pytest.mark.parametrize("of", others_full([*LAYOUTS, TENSOR_PARALLEL], QUICK))
 def test_state_dicts_of_models_that_are_sharded_otherwise(of: str, world_size: int) -> None:
-    if of == TENSOR_PARALLEL and world_size == 2:
-        pytest.skip("two ranks of each kind")
     plain = build(seed=1)
     source = shard(build(seed=1), of)
     for layout in ("zero3", "row blocks", "last dim"):
@@ -189,8 +185,6 @@ def test_peaks(source: str | int) -> None:
     "layout", others_full(["zero3", "hybrid", "offload", "owned", "last dim", TENSOR_PARALLEL], ["zero3", "owned"])
 )
 def test_models_on_meta(layout: str, source: str | int, world_size: int) -> None:
-    if layout == TENSOR_PARALLEL and world_size == 2:
-        pytest.skip("two ranks of each kind")
     plain = build(seed=1)
     model = shard(on_meta(), layout)
     state = whole_state(plain)  # the buffers that are not persistent, too
