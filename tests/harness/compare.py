@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.harness.gloo_race import outlive
 from tests.harness.reference import Gradients
 
 # Parts of FQNs that wrappers add: activation checkpointing and torch.compile.
@@ -68,7 +69,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole of `tensor`, a copy. Collective where it is a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (outlive(tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def clean_fqn(name: str) -> str:

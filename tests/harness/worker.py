@@ -31,6 +31,7 @@ import torch.distributed as dist
 from _pytest.assertion import util as assertion_util
 from _pytest.config import _prepareconfig
 
+from tests.harness import gloo_race
 from tests.harness.meshes import LastingMeshes
 from tests.harness.messages import Job, Outcome, Status, WorkerSetup
 from tests.harness.pooling import pool_if_asked
@@ -57,6 +58,7 @@ def worker_main(connection: Connection, setup: WorkerSetup) -> None:
     torch.set_num_threads(THREADS)
     _rewrite_assertions(setup)
     pool_if_asked()
+    gloo_race.install()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False)
     state = ProcessState.capture()
     meshes = LastingMeshes()
@@ -91,6 +93,7 @@ def _run_body(job: Job, setup: WorkerSetup, store: dist.Store) -> bytes:
 
 def _tear_down(state: ProcessState, meshes: LastingMeshes) -> bytes:
     """Destroys the process groups and puts torch's global state back."""
+    gloo_race.forget()
     gc.collect()  # models in reference cycles go while their process groups still exist
     if dist.is_initialized():
         dist.destroy_process_group()
