@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.covering import leave_to_the_full_suite
 from tests.harness.fake import FakeWorlds
 from tests.harness.parity_table import report_what_was_not_shown
 from tests.harness.pool import WorkerPools, start_fork_server
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for warning in TOLERATED_WARNINGS:
         config.addinivalue_line("filterwarnings", warning)
     pool_if_asked()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves most combinations of parameters to the full suite."""
+    leave_to_the_full_suite([item for item in items if isinstance(item, pytest.Function)])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -27,7 +27,7 @@ SAID = {
 }
 
 
-QUICK = ("killed", "stopped", "in a barrier")
+QUICK = ("killed", "stopped")
 
 KEEPS_STORE = r"FSDPRuntimeError: the (all-gather|reduction) of '\S+' with rank 0 failed"
 
@@ -71,7 +71,7 @@ def run(
     [
         *((case, 1, SAID[case]) for case in QUICK),
         *(pytest.param(case, 1, SAID[case], marks=pytest.mark.full) for case in SAID if case not in QUICK),  # 10 s
-        ("killed", 0, KEEPS_STORE),
+        pytest.param("killed", 0, KEEPS_STORE, marks=pytest.mark.full),  # 5 s
     ],
 )
 def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ DIFFER = (
     [
         pytest.param("swaps", 2, marks=pytest.mark.full),  # 7 s
         pytest.param("skips", 2, marks=pytest.mark.full),  # 5 s
-        ("evaluates", 2),
+        pytest.param("evaluates", 2, marks=pytest.mark.full),  # 8 s
         pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s; without FSDP2_COMM, as so many exchange so
     ],
 )

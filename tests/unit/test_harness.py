@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import re
 import time
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness import RanksFailed, fake_world, multi_rank
+from tests.harness import RanksFailed, covering, fake_world, multi_rank
 from tests.harness.multi_rank import run_for_pytest
 from tests.harness.pool import WorkerPools
 
@@ -213,3 +214,11 @@ def test_simulate_fixture(simulate) -> None:  # type: ignore[no-untyped-def]
 def test_fake_world_refuses_a_second_world() -> None:
     with fake_world(2), pytest.raises(RuntimeError, match="already rank 0 of 2"), fake_world(2):
         pass
+
+
+def test_the_short_suite_shows_every_value() -> None:
+    assert doctest.testmod(covering).failed == 0
+    combinations = [{"x": x, "y": y, "z": z} for x in range(5) for y in range(3) for z in range(2)]
+    chosen = [combinations[index] for index in covering.covering(combinations)]
+    assert len(chosen) == 5
+    assert set().union(*(each.items() for each in chosen)) == set().union(*(each.items() for each in combinations))

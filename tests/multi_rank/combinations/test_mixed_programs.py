@@ -35,7 +35,7 @@ from tests.harness.mixed.programs import (
 )
 from tests.harness.mixed.training import run
 
-OFTEN = 75
+OFTEN = 40
 """How many of the programs that cover all pairs run in every `make test`."""
 
 BATCHES = {2: 12, 4: 6}
@@ -107,7 +107,7 @@ def test_every_pair_is_covered() -> None:
     found = covering()
     assert set().union(*map(pairs, found)) == possible_pairs()
     often = set().union(*map(pairs, found[:OFTEN]))
-    assert len(often) > 0.74 * len(possible_pairs())
+    assert len(often) > 0.57 * len(possible_pairs())
     never = {name for name, others in clashes(RULES).items() if name in others}
     assert {name for mix in found for name in chosen(mix)} == set(named()) - never
 
