@@ -21,9 +21,7 @@ BESIDE = (
     "tests/parity",
     "tests/compiled",
     "tests/multi_rank/checkpoints",
-    "tests/multi_rank/combinations",
     "tests/multi_rank/parameters",
-    "tests/multi_rank/transports",
 )
 """Folders that take as long together as all others."""
 
