@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -149,7 +150,8 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
         known = next((each for each in lines if tuple(sorted(dist.get_process_group_ranks(each))) == members), None)
         made = _MADE.setdefault(group, {})
         if known is None and members not in made:
-            made[members] = dist.new_group(members, use_local_synchronization=True, group_desc="fsdp2.checkpoint")
+            found = dist.new_group(members, use_local_synchronization=True, group_desc="fsdp2.checkpoint")
+            made[members] = cast(dist.ProcessGroup, found)  # this rank is one of them
         group = made[members] if known is None else known
     return group, ranks_of(group)
 

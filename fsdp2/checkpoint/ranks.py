@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,8 @@ class InBackground(Ranks):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), group.size()
         self.numbers = dist.get_process_group_ranks(group)
-        self._own = dist.new_group(self.numbers, backend="gloo", group_desc="fsdp2.checkpoint")
+        made = dist.new_group(self.numbers, backend="gloo", group_desc="fsdp2.checkpoint")
+        self._own = cast(dist.ProcessGroup, made)  # this rank is one of them
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
         """torch.distributed's own way: the thread may wait for as long as the group's timeout lets it."""
