@@ -29,8 +29,8 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
-from fsdp2.optim.state_cache import StepStateCache
-from fsdp2.optim.step_targets import LentState, State, StepTargets, known_in, refuse_partial
+from fsdp2.optim.inside import Inside, step_with
+from fsdp2.optim.step_targets import FlatRun, LentState, State, StepTargets, refuse_partial
 from fsdp2.optim.zeroing import clear_waiting
 
 OptimizerType = TypeVar("OptimizerType", bound=Optimizer)
@@ -133,10 +133,7 @@ class LocalOptimizer(Optimizer):
 
     _plain: type[Optimizer]
     _flat: bool
-    _targets: list[StepTargets]
-    _outside: State
-    _others: State
-    _kept: StepStateCache
+    _inside: Inside
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer's.
@@ -159,9 +156,8 @@ class LocalOptimizer(Optimizer):
     @functools.cached_property
     def state(self) -> State:  # type: ignore[override]
         """Values by name, by parameter, as of the plain optimizer; see [Note: where the state is]."""
-        for targets in self._targets:
-            targets.show(self._outside)
-        return self._outside
+        self._inside.show()
+        return self._inside.outside
 
     @_torch_compiler.stays_outside(
         "what fsdp2.optim.local lends is a graph: the step of torch's class, on local tensors"
@@ -207,84 +203,27 @@ class LocalOptimizer(Optimizer):
                 "a step with flat=True cannot be captured in a CUDA graph, for its replay would not be noticed; make "
                 "the optimizer with flat=False."
             )
-        if "state" in vars(self) or not self._are_current():
-            self._take_inside()
-        lent = self._lend()
+        inside = vars(self).get("_inside")
+        if inside is None or "state" in vars(self) or not inside.is_of(self.param_groups):
+            inside = self._take_inside()
+        lent = inside.lend()
         if lent is None:  # a gradient is missing, or lies elsewhere
-            self._take_inside()
-            lent = self._lend()
+            inside = self._take_inside()
+            lent = inside.lend()
             assert lent is not None, "runs were made of what is there"
-        self._step_on(lent, step)
+        inside.run(self, lent, step)
 
-    def _are_current(self) -> bool:
-        groups = self.param_groups
-        return len(groups) == len(self._targets) and all(
-            targets.is_of(group["params"]) for targets, group in zip(self._targets, groups, strict=True)
-        )
-
-    def _take_inside(self) -> None:
+    def _take_inside(self) -> Inside:
         """Make the units anew from the state outside."""
-        outside, earlier = self.state, known_in(vars(self).get("_targets", ()))
-        targets = [
-            StepTargets(group["params"], outside, flat=self._flat, earlier=earlier) for group in self.param_groups
-        ]
-        self._targets, self._outside = targets, outside
-        self._kept = StepStateCache()
-        self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
+        outside, earlier = self.state, self.runs()
+        self._inside = Inside(self.param_groups, outside, flat=self._flat, earlier=earlier)
         del self.state
+        return self._inside
 
-    def _lend(self) -> list[tuple[list[torch.Tensor], list[State]]] | None:
-        """What each group is stepped on as; None if runs have to be made anew."""
-        lent = []
-        try:
-            for targets in self._targets:
-                one = targets.swap_in()
-                if one is None:
-                    break
-                lent.append(one)
-        finally:
-            if len(lent) < len(self._targets):
-                for targets in self._targets:
-                    targets.swap_out(None)
-        return lent if len(lent) == len(self._targets) else None
-
-    def _step_on(self, lent: list[tuple[list[torch.Tensor], list[State]]], step: Callable[..., Any]) -> None:
-        tensors = lent[0][0] if len(lent) == 1 else [each for tensors, _ in lent for each in tensors]
-        inside = self._kept.take(tensors)
-        if inside is None:
-            inside = defaultdict(dict)
-            for each, states in lent:
-                inside.update(zip(each, states, strict=True))
-        count = len(tensors)
-        inside.update(self._others)
-        vars(self)["state"] = inside
-        try:
-            self._step_with([tensors for tensors, _ in lent], step)
-        finally:
-            del self.state
-            made, start = list(inside.values()), 0
-            for targets, (tensors, _) in zip(self._targets, lent, strict=True):
-                targets.swap_out(made[start : start + len(tensors)])
-                start += len(tensors)
-            if len(inside) > count:
-                self._others = dict(list(inside.items())[count:])
-                self._outside.update(self._others)
-        if not (self._others or self._flat):  # runs are other tensors in each step
-            self._kept.keep(inside, self.param_groups)
-        for targets in self._targets:
-            targets.check()
-
-    def _step_with(self, params: list[list[torch.Tensor]], step: Callable[..., Any]) -> None:
-        """Step with ``params`` in the place of those of the groups."""
-        groups = list(self.param_groups)
-        outer = [group["params"] for group in groups]
-        try:
-            for group, tensors in zip(groups, params, strict=True):
-                group["params"] = tensors
-            step(self)
-        finally:
-            for group, outer_params in zip(groups, outer, strict=True):
-                group["params"] = outer_params
+    def runs(self) -> list[FlatRun]:
+        """Those that are stepped on as one tensor."""
+        inside: Inside | None = vars(self).get("_inside")
+        return [] if inside is None else inside.runs()
 
     def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
         """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
@@ -296,7 +235,7 @@ class LocalOptimizer(Optimizer):
             vars(self)["state"] = LentState(
                 lending, [each for targets in every for each in targets.in_lending_order()], tensors
             )
-            self._step_with(tensors, step)
+            step_with(tensors, self, step)
         finally:
             vars(self)["state"] = lending
             for targets in every:

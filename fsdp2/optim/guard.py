@@ -32,6 +32,7 @@ from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
+from fsdp2.optim.ordinary import Ordinary, ordinary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class _Seen:
     """What an optimizer looked like when it was looked through, and whose parameters it writes.
 
     Attributes:
+        ordinary: how it steps on local shards; None: it does not.
         on_host: groups whose shards are in host memory, where copies may still read them.
         summing: groups whose gradients may add up on the host.
     """
 
     signature: tuple[int, ...]
+    ordinary: Ordinary | None
     write_counters: tuple[WriteCounter, ...]
     on_host: tuple[weakref.ref[FSDPParamGroup], ...]
     summing: tuple[weakref.ref[FSDPParamGroup], ...]
@@ -76,13 +79,17 @@ class OptimizerGuard:
         WriteCounter.unwatched = True
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.look_through(optimizer)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        ordinary = self.look_through(optimizer).ordinary
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
+        if ordinary is None or not _torch.is_called_by(type(optimizer).step):  # but by a graph of it
+            return None
+        stand_in = ordinary.stand_in(optimizer)
+        return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
 
-    def look_through(self, optimizer: Optimizer) -> None:
+    def look_through(self, optimizer: Optimizer) -> _Seen:
         """Before a step: re-key ``optimizer`` if it changed since the last time.
 
         Raises:
@@ -91,14 +98,15 @@ class OptimizerGuard:
         seen = self._seen.get(optimizer)
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)
-            seen = self._seen[optimizer] = _seen(optimizer)
             offload_as_policies_ask(optimizer)
+            seen = self._seen[optimizer] = _seen(optimizer)
         for summing in seen.summing:
             _refuse_to_skip(summing())
         for reference in seen.on_host:
             group = reference()
             if group is not None and group.comm is not None:
                 group.comm.let_host_write_shards()
+        return seen
 
     @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -125,6 +133,7 @@ def _seen(optimizer: Optimizer) -> _Seen:
     groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
     return _Seen(
         _signature(optimizer),
+        ordinary_of(optimizer),
         tuple(dict.fromkeys(owner.write_counter for owner in owners)),
         tuple(weakref.ref(group) for group in groups if group.storage.offloading.is_host),
         tuple(weakref.ref(group) for group in groups if group.storage.offloading.sums_on_host),

@@ -341,6 +341,10 @@ class StepTargets:
                 flat_run.state = state
             self._states = list(states[len(self.flats) :])
 
+    def states(self) -> list[State]:
+        """The states of what is stepped on, in the order of `swap_in`."""
+        return [flat_run.state for flat_run in self.flats] + self._states
+
     def check(self) -> None:
         """Look at what the optimizer has made, the first time that it has made anything.
 

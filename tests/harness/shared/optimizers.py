@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import fsdp2
-from fsdp2.optim.step_targets import known_in
+from fsdp2.optim import set_local_steps
 from tests.harness import Tolerance, tolerance_for
 from tests.harness.compare import FUSED
 from tests.harness.models import ModelCase
@@ -99,6 +100,16 @@ def local_like(plain: torch.optim.Optimizer, *, flat: bool = False) -> torch.opt
     return fsdp2.optim.local(type(plain), [dict(group) for group in plain.param_groups], flat=flat, **arguments)
 
 
+@contextmanager
+def through_dtensor() -> Iterator[None]:
+    """Optimizers of torch step as with torch's own `fully_shard`, on DTensors: what ours are compared with."""
+    set_local_steps(False)
+    try:
+        yield
+    finally:
+        set_local_steps(True)
+
+
 def number_of_runs(optimizer: torch.optim.Optimizer) -> int:
     """On how many flat tensors, each of several parameters, the optimizer stepped last."""
-    return len(known_in(optimizer._targets))
+    return len(optimizer.runs())

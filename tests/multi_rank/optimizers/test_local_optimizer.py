@@ -30,6 +30,7 @@ from tests.harness.shared.optimizers import (
     number_of_runs,
     rmsprop,
     sgd_momentum,
+    through_dtensor,
     tolerance_of,
     two_groups,
 )
@@ -98,7 +99,8 @@ def step_both(make: MakeOptimizer, *, flat: bool, steps: int = 3, **settings: ob
     for step in range(steps):
         for model, optimizer in zip(models, (plain, mine), strict=True):
             loss_of(CASE, model, step).backward()
-            optimizer.step()
+            with through_dtensor():
+                optimizer.step()
             optimizer.zero_grad()
         assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
     assert_states_same(mine, plain)

@@ -1,0 +1,131 @@
+"""`Inside`: one optimizer's steps on local shards: what it is lent while it steps, and what is kept between steps.
+
+Two ways of seeing the same memory, see `fsdp2.optim.step_targets`: *outside* are sharded parameters and a state of
+DTensors; *inside*, while the ``step`` of the optimizer's own class runs, local tensors in their place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from fsdp2.optim.state_cache import StepStateCache
+from fsdp2.optim.step_targets import FlatRun, State, StepTargets, known_in
+
+Lent = list[tuple[list[torch.Tensor], list[State]]]
+"""What each parameter group is stepped on as, and the states of that."""
+
+Groups = list[dict[str, Any]]
+
+
+class Inside:
+    """The state of one optimizer inside.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        outside: its state, which is taken over.
+        flat: step on runs of parameters.
+        earlier: runs of before, whose memory is used again where nothing has changed.
+
+    Attributes:
+        outside: the state as users see it, as of the last `show`.
+
+    Raises:
+        FSDPValueError: a parameter is Partial, or a state is not sharded like its parameter.
+    """
+
+    def __init__(self, groups: Groups, outside: State, *, flat: bool, earlier: list[FlatRun] | None = None) -> None:
+        self.outside = outside
+        self._flat = flat
+        self._targets = [StepTargets(group["params"], outside, flat=flat, earlier=earlier or []) for group in groups]
+        self._kept = StepStateCache()
+        self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
+
+    def runs(self) -> list[FlatRun]:
+        """Those that are stepped on as one tensor."""
+        return known_in(self._targets)
+
+    def is_of(self, groups: Groups) -> bool:
+        """Whether it was made of the parameters of ``groups``."""
+        return len(groups) == len(self._targets) and all(
+            targets.is_of(group["params"]) for targets, group in zip(self._targets, groups, strict=True)
+        )
+
+    def states(self) -> list[State]:
+        """The states inside, one for each tensor that is stepped on."""
+        return [state for targets in self._targets for state in targets.states()]
+
+    def show(self) -> None:
+        """Bring ``outside`` up to date."""
+        for targets in self._targets:
+            targets.show(self.outside)
+
+    def lend(self) -> Lent | None:
+        """What each group is stepped on as; None if runs have to be made anew. `run` gives it back.
+
+        Raises:
+            FSDPValueError: a gradient is not sharded like its parameter. Nothing is lent then.
+        """
+        lent: Lent = []
+        try:
+            for targets in self._targets:
+                one = targets.swap_in()
+                if one is None:
+                    break
+                lent.append(one)
+        finally:
+            if len(lent) < len(self._targets):
+                for targets in self._targets:
+                    targets.swap_out(None)
+        return lent if len(lent) == len(self._targets) else None
+
+    def run(self, optimizer: Optimizer, lent: Lent, step: Callable[..., Any]) -> None:
+        """``step`` of ``optimizer``'s class, with what is ``lent`` in the place of its parameters and its state.
+
+        Whatever it raises, ``optimizer`` has its own afterwards. ``outside`` is as it was, see `show`.
+        """
+        tensors = lent[0][0] if len(lent) == 1 else [each for tensors, _ in lent for each in tensors]
+        inside = self._kept.take(tensors)
+        if inside is None:
+            inside = defaultdict(dict)
+            for each, states in lent:
+                inside.update(zip(each, states, strict=True))
+        count = len(tensors)
+        inside.update(self._others)
+        attributes = vars(optimizer)
+        before = [attributes["state"]] if "state" in attributes else []
+        attributes["state"] = inside
+        try:
+            step_with([tensors for tensors, _ in lent], optimizer, step)
+        finally:
+            del attributes["state"]
+            if before:
+                attributes["state"] = before[0]
+            made, start = list(inside.values()), 0
+            for targets, (tensors, _) in zip(self._targets, lent, strict=True):
+                targets.swap_out(made[start : start + len(tensors)])
+                start += len(tensors)
+            if len(inside) > count:
+                self._others = dict(list(inside.items())[count:])
+                self.outside.update(self._others)
+        if not (self._others or self._flat):  # runs are other tensors in each step
+            self._kept.keep(inside, optimizer.param_groups)
+        for targets in self._targets:
+            targets.check()
+
+
+def step_with(params: Sequence[list[torch.Tensor]], optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Step with ``params`` in the place of those of the groups."""
+    groups = list(optimizer.param_groups)
+    outer = [group["params"] for group in groups]
+    try:
+        for group, tensors in zip(groups, params, strict=True):
+            group["params"] = tensors
+        step(optimizer)
+    finally:
+        for group, outer_params in zip(groups, outer, strict=True):
+            group["params"] = outer_params

@@ -1,0 +1,177 @@
+"""Ordinary `torch.optim` optimizers over sharded parameters step on local shards, with no line of the program changed.
+
+Torch calls the ``step`` of the optimizer's class after all hooks, with what the first hook hands on as ``self``. There
+it finds a `_StandIn`, which is the optimizer in everything but one: asked for the parameter groups (the closure has
+been evaluated then), it runs that ``step`` on the optimizer itself, with local tensors in the place of parameters,
+gradients and state; puts everything back, whatever happens; and says that there are no groups, so that nothing is left
+to do. Hooks, closures, schedulers, gradient scalers, subclasses, profilers and state dicts see what they always see.
+
+What cannot be taken goes the old way, through DTensor's dispatch: optimizers that are not elementwise or derived with
+other arithmetic, offloaded state, Partial parameters, tensor subclasses, gradients or state that are sharded otherwise,
+and steps that `torch.compile` runs.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import defaultdict
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch
+from fsdp2.arguments import checked
+from fsdp2.core.param import fsdp_param_of
+from fsdp2.errors import FSDPValueError
+from fsdp2.optim.adapter import ELEMENTWISE
+from fsdp2.optim.inside import Inside, Lent
+from fsdp2.optim.offload import is_offloaded
+from fsdp2.optim.step_targets import State
+
+
+class _Switch:
+    is_on = True
+
+
+@checked()
+def set_local_steps(enabled: bool) -> None:
+    """Whether elementwise optimizers of `torch.optim` over sharded parameters step on local shards. They do by default.
+
+    Of all optimizers of this process, from their next step on. False: each operation of a step goes through DTensor's
+    dispatch, as with torch's own `fully_shard`. Steps give the same numbers either way (where neither ``foreach`` nor
+    ``fused`` was chosen, torch chooses as for plain tensors, which on accelerators is ``foreach``), and so does a
+    program that changes its mind between two steps. Not collective. See docs/optimizers.md.
+
+    Raises:
+        FSDPTypeError: not a bool.
+    """
+    _Switch.is_on = enabled
+
+
+_STEPS = frozenset(_torch.without_hooks(each.step) for each in ELEMENTWISE)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def ordinary_of(optimizer: Optimizer) -> Ordinary | None:
+    """How ``optimizer`` steps on local shards; None if it goes the old way."""
+    cls = type(optimizer)
+    if _torch.without_hooks(cls.step) not in _STEPS or _computes_otherwise(cls) or is_offloaded(optimizer):
+        return None
+    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    sharded = [parameter for parameter in params if isinstance(parameter, DTensor)]
+    if not any(fsdp_param_of(parameter) is not None for parameter in sharded):
+        return None
+    if any(
+        type(_torch.local_of(each)) not in _PLAIN or any(p.is_partial() for p in each.placements) for each in sharded
+    ):
+        return None
+    return Ordinary()
+
+
+def _computes_otherwise(cls: type[Optimizer]) -> bool:
+    """Whether a class that is not torch's has put something of its own in the place of what ``step`` calls."""
+    torchs = [each for each in cls.__mro__ if each.__module__.startswith("torch.optim.")]
+    called = {name for each in torchs for name in vars(each) if name.startswith("_") and not name.startswith("__")}
+    called |= {"state", "param_groups", "defaults", "__getattribute__", "__getattr__"}
+    return any(called & vars(each).keys() for each in cls.__mro__ if each not in torchs and each is not object)
+
+
+class Ordinary:
+    """The steps of one optimizer. Holds neither it nor state that it has given up."""
+
+    __slots__ = ("__weakref__", "_kept", "_made", "_shown", "_watches")
+
+    def __init__(self) -> None:
+        self._kept: list[Inside] = []  # one or none
+        self._made: list[Any] = []
+        self._shown: list[int] = []
+        self._watches: list[weakref.ref[Any]] = []
+
+    def stand_in(self, optimizer: Optimizer) -> Any | None:
+        """What takes the place of ``optimizer`` in a call of its class's ``step``; None: it goes the old way."""
+        if not _Switch.is_on or any(group.get("differentiable") for group in optimizer.param_groups):
+            return None
+        return _StandIn(optimizer, self)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """That of ``optimizer``'s class, without a closure."""
+        step = _torch.without_hooks(type(optimizer).step)
+        outside: Any = optimizer.state
+        # Another mapping: it is offloaded since it was looked through.
+        lent = self._lent(optimizer, outside) if type(outside) in (defaultdict, dict) else None
+        if lent is None:
+            self._forget()
+            step(optimizer)
+            return
+        inside = lent[0]
+        inside.run(optimizer, lent[1], step)
+        self._show(inside)
+
+    def _lent(self, optimizer: Optimizer, outside: State) -> tuple[Inside, Lent] | None:
+        """None: something is sharded otherwise, and DTensor's dispatch knows what to do, or what to say."""
+        inside = self._kept[0] if self._kept else None
+        groups = optimizer.param_groups
+        try:
+            if inside is None or not inside.is_of(groups) or self._shown != _identities(outside):
+                self._forget()
+                inside = Inside(groups, outside, flat=False)
+            inside.outside = outside
+            lent = inside.lend()
+        except FSDPValueError:
+            return None
+        assert lent is not None, "there are no runs"
+        return inside, lent
+
+    def _show(self, inside: Inside) -> None:
+        """After a step: let the state outside have what the step has made or replaced."""
+        made = list(chain.from_iterable(map(dict.values, inside.states())))
+        if not (self._kept and len(made) == len(self._made) and all(map(operator.is_, made, self._made))):
+            self._forget()
+            inside.show()
+            self._kept.append(inside)
+            self._made, self._shown = made, _identities(inside.outside)
+            whole = {id(each): each for state in inside.outside.values() for each in _values(state)}
+            self._watches = [weakref.ref(each, self._dropped) for each in whole.values() if isinstance(each, DTensor)]
+        inside.outside = {}  # state that is dropped (cleared, or loaded anew) must not live on here until the next step
+
+    def _dropped(self, _: Any) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept.clear()
+        self._made, self._shown, self._watches = [], [], []
+
+
+def _values(state: Any) -> Any:
+    return state.values() if isinstance(state, dict) else ()
+
+
+def _identities(outside: Any) -> list[int]:
+    """Of all parameters and all values of their states. What dies is noticed otherwise, so none is used twice."""
+    return list(map(id, chain(outside, chain.from_iterable(map(_values, outside.values())))))
+
+
+class _StandIn:
+    """An optimizer to the ``step`` of its class; see the top of this file."""
+
+    __slots__ = ("_optimizer", "_ordinary")
+
+    def __init__(self, optimizer: Optimizer, ordinary: Ordinary) -> None:
+        self._optimizer = optimizer
+        self._ordinary = ordinary
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """None are left: they have been stepped on."""
+        self._ordinary.step(self._optimizer)
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

@@ -1,0 +1,392 @@
+"""`torch.optim` optimizers of ordinary programs step on local shards: as through DTensor, bit by bit, and unnoticed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, FSDPTypeError, MixedPrecisionPolicy, OptimizerStateOffload, fully_shard
+from fsdp2.optim import set_local_steps
+from tests.harness import Reference, assert_trains_like, multi_rank
+from tests.harness.compare import assert_same
+from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.shared.optimizers import (
+    EVERY_KIND,
+    MakeOptimizer,
+    Parameters,
+    adamw_foreach,
+    adamw_fused,
+    loss_of,
+    sgd_momentum,
+    through_dtensor,
+    tolerance_of,
+    two_groups,
+)
+from tests.harness.shared.training import CASE, shard, trainable
+
+
+def nadam(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(parameters, lr=1e-2, foreach=True)
+
+
+def asgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.ASGD(parameters, lr=1e-2, foreach=False)
+
+
+def adadelta(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adadelta(parameters, lr=1e-2, maximize=True)
+
+
+def adamax(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(parameters, lr=1e-2, foreach=False)
+
+
+def radam(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(parameters, lr=1e-2)
+
+
+def adam_with_tensor_lr(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(1e-2), eps=1e-3, fused=True, amsgrad=True)
+
+
+class CountsDispatch(TorchDispatchMode):
+    """How many operations reach DTensors, and how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_dtensors = self.all = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.all += 1
+        self.on_dtensors += any(issubclass(each, DTensor) for each in types)
+        return func(*args, **(kwargs or {}))
+
+
+def two_models(case: ModelCase = CASE, **settings: object) -> list[nn.Module]:
+    models = [case.build() for _ in range(2)]
+    for model in models:
+        for unit in case.units(model):
+            fully_shard(unit, **settings)
+    return models
+
+
+def assert_alike(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Parameters, state and state dicts are the same, of the same kinds."""
+    assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
+    mine, plain = (optimizer.state_dict() for optimizer in optimizers)
+    assert mine["param_groups"] == plain["param_groups"]
+    assert mine["state"].keys() == plain["state"].keys()
+    for index, state in plain["state"].items():
+        assert list(mine["state"][index]) == list(state)
+        for name, value in state.items():
+            found = mine["state"][index][name]
+            assert type(found) is type(value), name
+            if isinstance(value, DTensor):
+                assert (found.placements, found.shape) == (value.placements, value.shape), name
+                found, value = found.to_local(), value.to_local()
+            assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
+
+
+def step_both(make: MakeOptimizer, *, steps: int = 3, case: ModelCase = CASE, **settings: object) -> None:
+    models = two_models(case, **settings)
+    optimizers = [make(trainable(model)) for model in models]
+    for step in range(steps):
+        for model in models:
+            loss_of(case, model, step).backward()
+        optimizers[0].step()
+        with through_dtensor():
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
+
+
+@multi_rank(2, full=[4])  # 5 s more
+@pytest.mark.parametrize(
+    "make",
+    [*EVERY_KIND, nadam, asgd, adadelta, adamax, radam, adam_with_tensor_lr],
+    ids=lambda f: f.__name__,
+)
+def test_bit_by_bit_as_through_dtensor(make: MakeOptimizer) -> None:
+    step_both(make)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("case", [TRANSFORMER, TIED, FROZEN, UNEVEN_MLP], ids=str)
+def test_other_models(case: ModelCase) -> None:
+    step_both(two_groups, case=case)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_mixed_precision_and_offloaded_parameters(offloaded: bool) -> None:
+    settings: dict[str, object] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    if offloaded:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    step_both(adamw_foreach, **settings)
+
+
+@multi_rank(2, full=[4])  # 3 s more
+@pytest.mark.parametrize("make", [adamw_foreach, adamw_fused, sgd_momentum], ids=lambda f: f.__name__)
+def test_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None:
+    model = shard()
+    reference = Reference(CASE, world_size=world_size, make_optimizer=make)
+    optimizer = make(trainable(model))
+    assert_trains_like(reference, model, optimizer, steps=3, tolerance=tolerance_of(make, world_size))
+
+
+@multi_rank(2)
+def test_no_operation_of_a_step_is_on_dtensors() -> None:
+    """As many operations as of plain tensors, from the first step on."""
+    model = shard()
+    optimizer = adamw_foreach(trainable(model))
+    twin = adamw_foreach([nn.Parameter(p.to_local().detach().clone()) for p in trainable(model)])
+    for step in range(3):
+        loss_of(CASE, model, step).backward()
+        for mine, other in zip(trainable(model), twin.param_groups[0]["params"], strict=True):
+            other.grad = mine.grad.to_local().clone()
+        with CountsDispatch() as counted:
+            optimizer.step()
+        with CountsDispatch() as expected:
+            twin.step()
+        assert counted.on_dtensors == 0
+        assert counted.all == expected.all, step
+        optimizer.zero_grad()
+
+
+@multi_rank(2)
+def test_hooks_closures_and_schedulers_see_the_optimizer() -> None:
+    """In their order, with sharded parameters, their gradients, and the state of the step."""
+    model = shard()
+    optimizer = adamw_foreach(trainable(model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    said: list[str] = []
+
+    def look(what: str, of: torch.optim.Optimizer) -> None:
+        assert of is optimizer and type(of) is torch.optim.AdamW
+        assert all(isinstance(p, DTensor) for p in of.param_groups[0]["params"]), what
+        assert all(isinstance(state["exp_avg"], DTensor) for state in of.state.values()), what
+        said.append(f"{what} {len(of.state) > 0}")
+
+    optimizer.register_step_pre_hook(lambda of, args, kwargs: look("before", of))
+    optimizer.register_step_post_hook(lambda of, args, kwargs: look("after", of))
+
+    def closure() -> Tensor:
+        look("closure", optimizer)
+        optimizer.zero_grad()
+        loss = loss_of(CASE, model)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    scheduler.step()
+    second = optimizer.step(closure)
+    assert isinstance(first, Tensor) and first.item() != second.item()
+    assert said == ["before False", "closure False", "after True", "before True", "closure True", "after True"]
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+
+class Boom(Exception):
+    """What the tests throw."""
+
+
+@multi_rank(2)
+def test_an_exception_in_a_step_leaves_everything_in_its_place() -> None:
+    model = shard()
+    optimizer = adamw_foreach(trainable(model))
+    params = list(optimizer.param_groups[0]["params"])
+
+    class Throws(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "foreach" in str(func):
+                raise Boom
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(2):
+        loss_of(CASE, model).backward()
+        with Throws(), pytest.raises(Boom):
+            optimizer.step()
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+        assert all(isinstance(key, DTensor) for key in optimizer.state)
+        assert all(p.grad is not None and p._local_tensor.grad is None for p in params)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["load", "clear", "replace", "write", "add"])
+def test_state_that_programs_change_between_steps(how: str) -> None:
+    models = two_models()
+    optimizers = [adamw_foreach(trainable(model)) for model in models]
+
+    def step(index: int) -> None:
+        for model in models:
+            loss_of(CASE, model, index).backward()
+        optimizers[0].step()
+        with through_dtensor():
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    step(0)
+    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+    step(1)
+    for model, optimizer, state in zip(models, optimizers, saved, strict=True):
+        if how == "load":
+            optimizer.load_state_dict(state)
+        elif how == "clear":
+            optimizer.state.clear()
+        elif how == "replace":
+            for each in optimizer.state.values():
+                each["exp_avg"] = each["exp_avg"] * 2
+        elif how == "write":
+            for each in optimizer.state.values():
+                each["exp_avg"].mul_(2)
+                each["step"] += 1
+        else:
+            added = nn.Parameter(distribute_tensor(torch.ones(6), next(model.parameters()).device_mesh, [Shard(0)]))
+            added.grad = torch.ones_like(added)
+            optimizer.add_param_group({"params": [added], "lr": 0.5})
+    step(2)
+    assert_alike(models, optimizers)
+    step(3)
+    assert_alike(models, optimizers)
+
+
+@multi_rank(2)
+def test_copies_and_pickles() -> None:
+    model = shard()
+    optimizer = adamw_foreach(trainable(model))
+    loss_of(CASE, model).backward()
+    optimizer.step()
+    other_model, other = copy.deepcopy((model, optimizer))
+    loaded = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    assert loaded["state"].keys() == optimizer.state_dict()["state"].keys()
+    for each, stepping in ((model, optimizer), (other_model, other)):
+        each.zero_grad()
+        loss_of(CASE, each, 1).backward()
+        stepping.step()
+    assert type(other) is torch.optim.AdamW
+    assert_alike([model, other_model], [optimizer, other])
+
+
+@multi_rank(2)
+def test_nothing_that_was_given_up_is_kept() -> None:
+    """State that is cleared or loaded anew, and optimizers, go at once."""
+    model = shard()
+    optimizer = adamw_foreach(trainable(model))
+    loss_of(CASE, model).backward()
+    optimizer.step()
+
+    def locals_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Any]]:
+        return [weakref.ref(state["exp_avg"]._local_tensor) for state in optimizer.state.values()]
+
+    gc.disable()
+    try:
+        gone = locals_of(optimizer)
+        optimizer.state.clear()
+        assert all(each() is None for each in gone)
+        optimizer.step()
+        gone, saved = locals_of(optimizer), copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        del saved
+        assert all(each() is None for each in gone)
+        optimizer.step()
+        gone = [weakref.ref(optimizer), *locals_of(optimizer)]
+        del optimizer
+        assert all(each() is None for each in gone)
+    finally:
+        gc.enable()
+
+
+class Scaled(torch.optim.AdamW):
+    """Computes otherwise: gathers twice the gradients."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:
+        for parameter in group["params"]:
+            assert isinstance(parameter, DTensor), "as it was written for"
+        return super()._init_group(group, *lists)
+
+
+class Named(torch.optim.AdamW):
+    """Changes nothing of a step."""
+
+    def describe(self) -> str:
+        return "mine"
+
+
+@multi_rank(2)
+def test_what_goes_the_old_way() -> None:
+    def steps_on_dtensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+        model.zero_grad()
+        loss_of(CASE, model).backward()
+        with CountsDispatch() as counted:
+            optimizer.step()
+        return counted.on_dtensors > 0
+
+    model = shard()
+    assert steps_on_dtensors(Scaled(trainable(model), lr=1e-3), model)
+    assert not steps_on_dtensors(Named(trainable(model), lr=1e-3), model)
+    assert not steps_on_dtensors(fsdp2.optim.local(torch.optim.AdamW, trainable(model), lr=1e-3), model)
+    with through_dtensor():
+        assert steps_on_dtensors(torch.optim.AdamW(trainable(model), lr=1e-3), model)
+    optimizer = torch.optim.SGD(trainable(model), lr=1e-3)
+    assert not steps_on_dtensors(optimizer, model)
+    for parameter in trainable(model):  # whole on every rank: DTensor has its own word on that
+        parameter.grad = parameter.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(RuntimeError, match="placement") as raised:
+        optimizer.step()
+    assert raised.value.__context__ is None or not isinstance(raised.value.__context__, fsdp2.FSDPError)
+
+
+@multi_rank(2)
+def test_state_that_is_offloaded_later() -> None:
+    models = two_models()
+    optimizers = [adamw_foreach(trainable(model)) for model in models]
+    for step in range(4):
+        for model in models:
+            loss_of(CASE, model, step).backward()
+        optimizers[0].step()
+        with through_dtensor():
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if step == 1:
+            offload = OptimizerStateOffload(optimizers[0], lambda parameter: True, pin_memory=False)
+        if step == 2:
+            offload.remove()
+    assert_alike(models, optimizers)
+
+
+@multi_rank(2)
+def test_gradient_scaler_and_clipping() -> None:
+    models = two_models()
+    optimizers = [adamw_fused(trainable(model)) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1) for _ in models]
+    for step in range(3):
+        for index, (model, optimizer, scaler) in enumerate(zip(models, optimizers, scalers, strict=True)):
+            scaler.scale(loss_of(CASE, model, step)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            set_local_steps(index == 0)
+            scaler.step(optimizer)
+            set_local_steps(True)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_alike(models, optimizers)
+
+
+def test_the_switch_takes_a_bool() -> None:
+    with pytest.raises(FSDPTypeError, match="enabled"):
+        set_local_steps("no")  # type: ignore[arg-type]
