@@ -348,11 +348,6 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def is_called_by(step: Callable[..., Any]) -> bool:
-    """Whether the caller of the caller is ``step`` of an optimizer's class, as it is and not as part of a graph."""
-    return sys._getframe(2).f_code is getattr(step, "__code__", None)
-
-
 def before_zero_grad(owner: Any, action: Callable[[Any, bool], None]) -> None:
     """Let ``zero_grad`` of all instances of ``owner`` (and of subclasses that call it) call ``action`` first.
 

@@ -20,8 +20,8 @@ OPTIMIZERS = "fsdp2.optim."
 LEADS_TO_GRAPHS = (
     "step",
     "_step_inside",
-    "_step_on",
-    "_step_with",
+    "run",
+    "step_with",
     "_step_on_lent_state",
     "_before_step",
     "_after_step",

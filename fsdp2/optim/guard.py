@@ -84,7 +84,7 @@ class OptimizerGuard:
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
-        if ordinary is None or not _torch.is_called_by(type(optimizer).step):  # but by a graph of it
+        if ordinary is None or _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
             return None
         stand_in = ordinary.stand_in(optimizer)
         return None if stand_in is None else ((stand_in, *args[1:]), kwargs)

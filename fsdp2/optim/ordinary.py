@@ -152,7 +152,10 @@ def _values(state: Any) -> Any:
 
 def _identities(outside: Any) -> list[int]:
     """Of all parameters and all values of their states. What dies is noticed otherwise, so none is used twice."""
-    return list(map(id, chain(outside, chain.from_iterable(map(_values, outside.values())))))
+    try:
+        return list(map(id, chain(outside, chain.from_iterable(map(dict.values, outside.values())))))
+    except TypeError:  # not all are mappings
+        return list(map(id, chain(outside, chain.from_iterable(map(_values, outside.values())))))
 
 
 class _StandIn:

@@ -17,7 +17,7 @@ from tests.harness import Reference, adamw, assert_trains_like, fake_world, mult
 from tests.harness.compare import assert_same
 from tests.harness.counting import python_calls
 from tests.harness.models import MLP
-from tests.harness.shared.optimizers import loss_of, sgd
+from tests.harness.shared.optimizers import loss_of, sgd, through_dtensor
 from tests.harness.shared.training import CASE, shard, trainable
 
 
@@ -29,7 +29,8 @@ def guard_calls(layers: int, groups: int) -> int:
     fully_shard(model)
     optimizer = sgd(list(model.parameters()))
     model(torch.zeros(2, 4)).sum().backward()
-    with_guard = python_calls(optimizer.step)
+    with through_dtensor():
+        with_guard = python_calls(optimizer.step)
     GUARD.remove()
     without = python_calls(optimizer.step)
     return with_guard - without

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPTypeError, MixedPrecisionPolicy, OptimizerStateOffload, fully_shard
 from fsdp2.optim import set_local_steps
-from tests.harness import Reference, assert_trains_like, multi_rank
+from tests.harness import Reference, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
+from tests.harness.counting import python_calls
 from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.shared.optimizers import (
     EVERY_KIND,
@@ -162,6 +163,29 @@ def test_no_operation_of_a_step_is_on_dtensors() -> None:
         assert counted.on_dtensors == 0
         assert counted.all == expected.all, step
         optimizer.zero_grad()
+
+
+def calls_beyond_plain_tensors(layers: int) -> int:
+    """Python calls of one step of AdamW in steady state, less those of a step on plain tensors."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    plain = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
+    twin = torch.optim.AdamW(plain, foreach=True)
+    for _ in range(2):
+        model(torch.zeros(2, 4)).sum().backward()
+        for parameter in plain:
+            parameter.grad = torch.zeros_like(parameter)
+        counts = [python_calls(each.step) for each in (optimizer, twin)]
+    return counts[0] - counts[1]
+
+
+def test_a_step_costs_next_to_nothing_beyond_plain_tensors() -> None:
+    with fake_world(2):
+        few, many = calls_beyond_plain_tensors(2), calls_beyond_plain_tensors(40)
+    assert few == many, "the same for 4 and for 80 parameters"
+    assert few <= 100
 
 
 @multi_rank(2)

@@ -24,7 +24,7 @@ from tests.harness import (
     multi_rank,
     tolerance_for,
 )
-from tests.harness.shared.optimizers import FUSED, Parameters, loss_of
+from tests.harness.shared.optimizers import FUSED, Parameters, loss_of, through_dtensor
 from tests.harness.shared.training import CASE, shard, trainable
 
 DOCS = Path(__file__).parents[3] / "docs" / "beyond.md"
@@ -89,7 +89,7 @@ def closure_of(model: nn.Module) -> Any:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("kind", BOTH, ids=str)
+@pytest.mark.parametrize("kind", [*BOTH, *LOCAL_ONLY], ids=str)
 def test_those_that_take_sharded_parameters(kind: Kind) -> None:
     model = shard()
     assert_trains_like(
@@ -121,7 +121,7 @@ def test_those_whose_operations_dtensor_lacks(kind: Kind) -> None:
     model = shard()
     optimizer = kind(trainable(model))
     loss_of(CASE, model).backward()
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"aten|unevenly sharded"):
+    with through_dtensor(), pytest.raises((NotImplementedError, RuntimeError), match=r"aten|unevenly sharded"):
         optimizer.step(closure_of(model))
 
 
