@@ -37,9 +37,9 @@ def batches(mesh: str, seeds: Sequence[int]) -> list[Batch]:
 
 
 COVERING = {mesh: batches(mesh, SEEDS[mesh]) for mesh in MESHES}
-SHORT = [(mesh, seeds[: BATCH // 2]) for mesh in MESHES for _, seeds in COVERING[mesh][1::4]]
+SHORT = [(mesh, seeds[1::2]) for mesh in MESHES for _, seeds in COVERING[mesh][1::4]]
 LONG = [batch for mesh in MESHES for index, batch in enumerate(COVERING[mesh]) if index % 4 != 1]
-LONG += [(mesh, seeds[BATCH // 2 :]) for mesh in MESHES for _, seeds in COVERING[mesh][1::4]]
+LONG += [(mesh, seeds[::2]) for mesh in MESHES for _, seeds in COVERING[mesh][1::4]]
 LONG += [batch for mesh in MESHES for batch in batches(mesh, range(FIRST, FIRST + MANY))]
 
 
