@@ -167,7 +167,7 @@ UNCHECKED = {
     *("OptimizerStateOffload", "UnshardHandle"),
     *("disable_fsdp_module_new_init", "get_cls_to_fsdp_cls"),
 }
-MODULES_OWN = {"share_memory", "reshard", "reset_iter_state"}  # those of nn.Module, or of no arguments
+MODULES_OWN = {"share_memory", "reshard", "reset_iter_state", "extra_repr"}  # those of nn.Module, or of no arguments
 
 
 def test_the_lists_are_complete() -> None:
