@@ -117,10 +117,10 @@ def padded_row(numel: int, itemsize: int) -> int:
 
 
 def joined_row(parts_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Where the parts of one rank's row start, which are packed for several dtypes and joined, and its length; in bytes.
+    """Where the parts of one rank's row, packed for several dtypes and joined, start, and how long it is; in bytes.
 
-        >>> joined_row([24, 64])
-        ([0, 32], 96)
+    >>> joined_row([24, 64])
+    ([0, 32], 96)
     """
     starts, end = [], 0
     for nbytes in parts_bytes:

@@ -1,4 +1,4 @@
-"""What `facts_of` says, as data. Sizes are in bytes (``_bytes``) and elements (``_numel``), of this rank unless said."""
+"""What `facts_of` says, as data. Sizes are in bytes, of this rank unless said otherwise."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Literal
 import torch
 
 Way = Literal["direct", "packed", "by itself", "stays"]
-"""How a parameter or gradient travels: ``direct`` is a collective of its own, straight into place; ``packed`` shares one
-with others, with a copy on the way; ``by itself`` is a tensor that gathers itself; ``stays``: nothing is exchanged."""
+"""How a parameter or gradient travels.
+
+``direct``: by a collective of its own, straight into place. ``packed``: together with others, with a copy on the way.
+``by itself``: it is a tensor that gathers itself. ``stays``: nothing is exchanged.
+"""
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
 Pass = Literal["forward", "backward"]

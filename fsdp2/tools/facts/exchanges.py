@@ -42,7 +42,10 @@ class PackedRow:
 
 
 def row_of(layouts: Sequence[tuple[BufferLayout, int]], extended_bytes: int = 0) -> PackedRow:
-    """What a rank sends of buffers, each with the bytes of an element on the wire, and of tensors that gather themselves."""
+    """What a rank sends of buffers, each with the bytes of an element on the wire.
+
+    ``extended_bytes``: of tensors that gather themselves.
+    """
     packed = [layout.packed_numel * itemsize for layout, itemsize in layouts if layout.packed_numel]
     _, nbytes = joined_row(packed)
     direct = [

@@ -142,15 +142,13 @@ def _gather_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     refused = _out_of_order(slot.partition)
     if refused:
         return "packed", refused
-    itemsize = min(plan.dtype.itemsize, plan.param_dtype.itemsize)
-    room = plan.layout.world_size * slot.rows * slot.partition.row_numel * itemsize
-    return _by_size(slot.direct, room, threshold)
+    return _by_size(slot.direct, threshold)
 
 
-def _by_size(direct: bool, nbytes: int, threshold: int) -> tuple[Way, str]:
+def _by_size(direct: bool, threshold: int) -> tuple[Way, str]:
     if direct:
-        return "direct", f"its {shown_bytes(nbytes)} are at least {shown_bytes(threshold)}"
-    return "packed", f"its {shown_bytes(nbytes)} are below {shown_bytes(threshold)}"
+        return "direct", f"{shown_bytes(threshold)} or larger"
+    return "packed", f"smaller than {shown_bytes(threshold)}"
 
 
 def _out_of_order(partition: Any) -> str:
@@ -176,7 +174,7 @@ def _reduce_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     threshold, nbytes = direct_threshold_bytes(fuses=mesh.fuses), param.local_numel * dtype.itemsize
     if not refused and not slot.direct and nbytes >= threshold:
         refused = f"its {slot.partition.size} rows are no multiple of {mesh.shard_size} ranks"
-    return ("packed", refused) if refused else _by_size(slot.direct, nbytes, threshold)
+    return ("packed", refused) if refused else _by_size(slot.direct, threshold)
 
 
 def _refused_alone(param: FSDPParam, plan: ReducePlan, device: torch.device) -> str:
@@ -188,7 +186,7 @@ def _refused_alone(param: FSDPParam, plan: ReducePlan, device: torch.device) -> 
 
 
 def extended_row_bytes(group: FSDPParamGroup, indices: Sequence[int]) -> int:
-    """About what a rank sends of the parameters that gather themselves: their values in the dtype that they compute in."""
+    """About what a rank sends of the parameters that gather themselves: their values in the dtype they compute in."""
     total = 0
     for param in [group.params[index] for index in indices]:
         partition = param.sharding.partition

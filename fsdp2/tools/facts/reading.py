@@ -188,9 +188,7 @@ class _Reader:
             tuple(self.groups.index(group) for state in states for group in state.unit)
             for states in (self._forward, self._backward)
         )
-        return OrderFacts(
-            self._is_learned, forward, backward, settings.prefetch_bytes, settings.backward_prefetch
-        )
+        return OrderFacts(self._is_learned, forward, backward, settings.prefetch_bytes, settings.backward_prefetch)
 
     # -- groups
 
@@ -307,7 +305,9 @@ class _Reader:
 def _resting_layouts(plans: PlansOfGroup, size: int) -> list[tuple[BufferLayout, int]]:
     """Where parameters rest on ``size`` ranks, and the bytes of an element."""
     itemsizes = [plan.param_dtype.itemsize for plan in plans.gathers]
-    layouts = [layout_over(plan.layout, size, itemsize) for plan, itemsize in zip(plans.gathers, itemsizes, strict=True)]
+    layouts = [
+        layout_over(plan.layout, size, itemsize) for plan, itemsize in zip(plans.gathers, itemsizes, strict=True)
+    ]
     if plans.group.settings.custom_all_gather is not None:
         layouts = [layout.all_packed() for layout in layouts]
     return list(zip(layouts, itemsizes, strict=True))
@@ -327,8 +327,8 @@ def _refuse_destroyed(group: FSDPParamGroup) -> None:
     for process_group in (group.mesh.shard_group, group.mesh.replicate_group):
         if process_group is not None and not _torch.knows_group(process_group):
             raise FSDPRuntimeError(
-                f"the process groups that '{group.name}' was sharded over have been destroyed, and its ranks with them: "
-                "read its facts (fsdp2.explain, fsdp2.estimate) before destroy_process_group()."
+                f"the process groups that '{group.name}' was sharded over have been destroyed, and its ranks with "
+                "them: read its facts (fsdp2.explain, fsdp2.estimate) before destroy_process_group()."
             )
 
 
@@ -384,9 +384,7 @@ def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
     """What is sent from a buffer of its own: casts, copies from the host, dtypes that are joined."""
     if plans.group.settings.custom_all_gather is not None:
         return 0  # it lies in what the collective allocates
-    copied = [
-        plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)
-    ]
+    copied = [plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)]
     packed = [plan for plan in plans.gathers if plan.layout.packed_numel]
     head = row.nbytes if len(packed) > 1 or any(plan in copied for plan in packed) else 0
     tails = [
