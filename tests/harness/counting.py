@@ -24,6 +24,26 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter", "allreduce": "all-reduce"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes to process groups by kind, size of the group, and bytes of one rank's part (an all-reduce: all)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            kind = _NAMES[func._schema.name.partition("::")[2].strip("_")]
+            tensors = args[0] if kind == "all-reduce" else args[:2]
+            sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
+            group = 0 if kind == "all-reduce" else sizes[1] // sizes[0]
+            self.counts[kind, group, sizes[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Kernels(TorchDispatchMode):
     """Counts operators that read or write memory, by name: not those that make views, nor those that allocate only."""
 

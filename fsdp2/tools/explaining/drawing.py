@@ -48,9 +48,9 @@ class Bar:
     pieces: tuple[Piece, ...]
 
 
-def memory_of(group: GroupFacts) -> str:
-    """The shards of all ranks, those of this rank magnified, the unsharded buffers, staging, and gradients."""
-    bars = [bar for bar in (_all_shards(group), *_unsharded(group), _staging(group), _gradients(group)) if bar.nbytes]
+def memory_of(group: GroupFacts, rank: int) -> str:
+    """The shards of all ranks, those of ``rank`` magnified, the unsharded buffers, staging, and gradients."""
+    bars = [bar for bar in (_all_shards(group, rank), *_unsharded(group), _staging(group), _gradients(group)) if bar.nbytes]
     scale = max((bar.nbytes for bar in bars), default=0)
     own = _own_shards(group)
     drawn = [_drawn(bar, scale) for bar in bars]
@@ -85,7 +85,7 @@ def _colour(index: int) -> str:
     return f"p{index % COLOURS}"
 
 
-def _all_shards(group: GroupFacts) -> Bar:
+def _all_shards(group: GroupFacts, own: int) -> Bar:
     """End to end, the one of this rank marked."""
     each, world_size = group.shard_bytes, group.shard_size
     if world_size == 1:
@@ -93,7 +93,8 @@ def _all_shards(group: GroupFacts) -> Bar:
     pieces = []
     if world_size <= MOST_BOUNDARIES:
         for index, rank in enumerate(group.shard_ranks):
-            pieces.append(Piece(index * each, each, "rank", f"rank {rank}: {shown_bytes(each)}"))
+            kind = "rank own" if rank == own else "rank"
+            pieces.append(Piece(index * each, each, kind, f"rank {rank}: {shown_bytes(each)}"))
     else:
         pieces.append(Piece(0, world_size * each, "rank", f"{world_size} ranks, {shown_bytes(each)} each"))
     note = f"{world_size} x {shown_bytes(each)}" + (" in host memory" if "parameters" in group.offloads else "")
@@ -174,5 +175,5 @@ def _legend(group: GroupFacts) -> str:
     more = f"<li>and {len(items) - 24} more</li>" if len(items) > 24 else ""
     keys = '<li><i class="key pad"></i>padding</li>'
     if any(param.gather == "packed" for param in group.params):
-        keys += '<li><i class="key packed"></i>striped: travels packed</li>'
+        keys += '<li><i class="key rank packed"></i>striped: travels packed</li>'
     return f'<ul class="legend">{"".join(items[:24])}{more}{keys}</ul>'

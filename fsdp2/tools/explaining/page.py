@@ -55,6 +55,7 @@ dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .slow { color: var(--slow); } .note { color: var(--note); }
 .bar p { margin: .5rem 0 .15rem; font-size: .85rem; overflow-wrap: anywhere; } .bar svg { display: block; }
 rect.pad, i.pad { fill: var(--pad); background: var(--pad); } rect.rank { fill: var(--rank); stroke: var(--back); }
+rect.own { fill: var(--own); } .key.rank { background-color: var(--rank); }
 rect.temporary { fill: var(--temporary); } rect.gradient { fill: var(--gradient); }
 rect.unsharded { fill: var(--rank); } rect.atrest { fill: var(--own); }
 rect.slot { stroke: var(--back); stroke-width: 1; } rect.hatch { fill: url(#stripes); pointer-events: none; }
@@ -151,7 +152,7 @@ def _group(facts: ModelFacts, alike: SimilarGroups, is_open: bool) -> str:
         sent = _table(EXCHANGE_HEADERS, map(exchange_row, exchanges), EXCHANGE_RIGHT)
     return (
         f"<details{' open' if is_open else ''}><summary>{escape(alike.name)} <span>{escape(group.class_name)}{count}"
-        f"</span></summary>{memory_of(group)}<dl>{facts_list}</dl>"
+        f"</span></summary>{memory_of(group, facts.rank)}<dl>{facts_list}</dl>"
         f"{_table(PARAM_HEADERS, rows[:MOST_PARAMS], (3,))}{more}{why}{sent}</details>"
     )
 
