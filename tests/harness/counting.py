@@ -28,7 +28,7 @@ _NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what goes to process groups by kind, size of the group, and bytes of one rank's part (an all-reduce: all)."""
+    """Counts what goes to process groups by kind, number of ranks (0 of an all-reduce), and bytes of one rank."""
 
     def __init__(self) -> None:
         super().__init__()

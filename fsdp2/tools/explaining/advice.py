@@ -154,12 +154,16 @@ def _one_group(facts: ModelFacts) -> Iterator[Advice]:
 
 
 def _heavy_root(facts: ModelFacts) -> Iterator[Advice]:
-    """A root stays unsharded from forward to backward, so it should hold little."""
-    total = sum(group.unsharded_bytes for group in facts.groups)
+    """A root stays unsharded from forward to backward, so it should hold no more than two of the others."""
+    others = [group.unsharded_bytes for group in facts.groups if not group.is_root]
     for group in facts.groups:
-        is_heavy = group.is_root and len(facts.groups) > 1 and 2 * group.unsharded_bytes > total
-        if not is_heavy or group.unsharded_bytes < WORTH_MENTIONING_BYTES or group.shard_size == 1:
+        nbytes = group.unsharded_bytes
+        if not (group.is_root and others) or nbytes < WORTH_MENTIONING_BYTES or group.shard_size == 1:
             continue
+        is_half = nbytes > sum(others)
+        if not is_half and nbytes <= 2 * max(others):
+            continue
+        share = "more than half of the model" if is_half else "more than twice its largest other group"
         largest = max(group.params, key=lambda param: param.unsharded_bytes)
         module = largest.name.rpartition(".")[0]
         change = f"fully_shard({code_of(module)})" if module != group.name else "fsdp2.auto_shard(model)"
@@ -167,7 +171,7 @@ def _heavy_root(facts: ModelFacts) -> Iterator[Advice]:
             "heavy-root",
             "memory",
             (group.title,),
-            f"The root holds {shown_bytes(group.unsharded_bytes)}, more than half of the model. It stays unsharded "
+            f"The root holds {shown_bytes(nbytes)}, {share}. It stays unsharded "
             "from forward to backward, and its gather is not hidden behind anything. Its largest parameter is "
             f"'{largest.name}' ({shown_bytes(largest.unsharded_bytes)}).",
             f"{change}  # before fully_shard({code_of(group.name)})",

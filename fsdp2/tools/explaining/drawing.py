@@ -50,7 +50,9 @@ class Bar:
 
 def memory_of(group: GroupFacts, rank: int) -> str:
     """The shards of all ranks, those of ``rank`` magnified, the unsharded buffers, staging, and gradients."""
-    bars = [bar for bar in (_all_shards(group, rank), *_unsharded(group), _staging(group), _gradients(group)) if bar.nbytes]
+    bars = [
+        bar for bar in (_all_shards(group, rank), *_unsharded(group), _staging(group), _gradients(group)) if bar.nbytes
+    ]
     scale = max((bar.nbytes for bar in bars), default=0)
     own = _own_shards(group)
     drawn = [_drawn(bar, scale) for bar in bars]

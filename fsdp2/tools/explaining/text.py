@@ -44,10 +44,8 @@ def summary(facts: ModelFacts) -> str:
     """What is sharded how, in one paragraph, for somebody who has not seen it before."""
     size = f"{facts.class_name} has {shown_count(facts.numel)} parameters, {shown_bytes(facts.nbytes)}."
     if not facts.groups:
-        ranks = f"{facts.world_size} rank{'s' if facts.world_size > 1 else ''}"
-        return (
-            f"{size} Nothing of it is sharded: fully_shard was called on no module, and each of {ranks} keeps it whole."
-        )
+        ranks = "this rank" if facts.world_size == 1 else f"each of {facts.world_size} ranks"
+        return f"{size} Nothing of it is sharded: fully_shard was called on no module, and {ranks} keeps it whole."
     return " ".join([size, _where(facts), _at_rest(facts), _unsharded(facts), _sent(facts), _ordered(facts)])
 
 
@@ -374,8 +372,9 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def placements_of(param: ParamFacts) -> str:
-    """``dp=4 Shard(0), tp=2 Shard(1)``."""
-    return ", ".join(f"{axis} {each}" for axis, each in zip(param.mesh, param.placements, strict=True))
+    """``Shard(0)/dp=4, Shard(1)/tp=2``, without the axes over which it is replicated."""
+    pairs = zip(param.placements, param.mesh, strict=True)
+    return ", ".join(f"{each}/{axis}" for each, axis in pairs if each != "Replicate()") or "Replicate()"
 
 
 def reasons(params: Sequence[ParamFacts]) -> list[str]:

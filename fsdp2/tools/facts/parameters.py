@@ -130,7 +130,7 @@ def _gather_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     if mesh.shard_size == 1:
         return "stays", "every rank has the whole"
     if found is None:
-        return "by itself", "it is a tensor that says itself how it is gathered"
+        return "by itself", "a tensor that says itself how it is gathered"
     _, plan, slot = found
     if plans.group.settings.custom_all_gather is not None:
         return "packed", "a custom all-gather takes everything packed"
@@ -153,14 +153,14 @@ def _by_size(direct: bool, threshold: int) -> tuple[Way, str]:
 
 def _out_of_order(partition: Any) -> str:
     if partition.dim is None:
-        return "it has no dims"
+        return "no dims"
     return "" if partition.arrives_in_order else f"dim {partition.dim}, which is cut, is not the outermost in memory"
 
 
 def _reduce_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     found, group = plans.reduce_of(index), plans.group
     if found is None:
-        return "stays", "it is frozen"
+        return "stays", "frozen"
     (plan, slot), param, mesh = found, group.params[index], group.mesh
     if mesh.shard_size == 1:
         has_replicas = mesh.replicate_size > 1
@@ -173,7 +173,7 @@ def _reduce_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     refused = _out_of_order(slot.partition) or _refused_alone(param, plan, mesh.device)
     threshold, nbytes = direct_threshold_bytes(fuses=mesh.fuses), param.local_numel * dtype.itemsize
     if not refused and not slot.direct and nbytes >= threshold:
-        refused = f"its {slot.partition.size} rows are no multiple of {mesh.shard_size} ranks"
+        refused = f"{slot.partition.size} rows are no multiple of {mesh.shard_size} ranks"
     return ("packed", refused) if refused else _by_size(slot.direct, threshold)
 
 
@@ -181,7 +181,7 @@ def _refused_alone(param: FSDPParam, plan: ReducePlan, device: torch.device) -> 
     if plan.scaling.before != 1.0:
         return f"sums in {dtype_name(plan.dtype)} are scaled before, lest they overflow"
     if param.param_dtype != plan.dtype and device.type != "cpu":
-        return f"it is cast from {dtype_name(param.param_dtype)} to {dtype_name(plan.dtype)} as it is packed"
+        return f"cast from {dtype_name(param.param_dtype)} to {dtype_name(plan.dtype)} as it is packed"
     return ""
 
 
