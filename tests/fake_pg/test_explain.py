@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import FSDPValueError, MixedPrecisionPolicy, fully_shard
+from fsdp2.tools.explaining.advice import advice_for
 from fsdp2.tools.facts import facts_of
 from tests.harness.fake import FakeWorlds
 from tests.harness.shared.language_model import LM, Block, sharded, step, two_axes
@@ -268,6 +271,16 @@ def test_advice_on_sums(simulate: FakeWorlds) -> None:
     assert "narrow-sums" not in kinds(sharded(large(), mp_policy=MIXED))
 
 
+def test_advice_on_devices(simulate: FakeWorlds) -> None:
+    """As if the ranks computed on GPUs, of which there are none here."""
+    simulate(8)
+    facts = facts_of(sharded(large()))
+    device = torch.device("cuda", 0)
+    on_devices = replace(facts, groups=tuple(replace(group, device=device) for group in facts.groups))
+    assert {each.kind for each in advice_for(on_devices)} == {"meta", "full-precision"}
+    assert "full-precision" not in {each.kind for each in advice_for(facts)}
+
+
 def test_modules_that_did_not_run(simulate: FakeWorlds) -> None:
     simulate(8)
     model = LM()
@@ -352,4 +365,47 @@ def test_show_without_a_terminal_prints_the_text(simulate: FakeWorlds) -> None:
     out = io.StringIO()
     explanation.show(out)
     assert out.getvalue() == f"{explanation}\n"
-    assert explanation._repr_html_().startswith("<!doctype html>")
+    assert explanation._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_show_on_a_terminal(simulate: FakeWorlds) -> None:
+    pytest.importorskip("rich", reason="rich is optional; without it, show() prints the text")
+    simulate(4)
+    explanation = fsdp2.explain(ignoring_the_head(LM()))
+    out = _Terminal()
+    explanation.show(out)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert text != out.getvalue() and "blocks.0-2" in text and "1. wrong head.weight is ignored and trained" in text
+
+
+def test_show_on_a_terminal_without_rich(simulate: FakeWorlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    simulate(4)
+    explanation = fsdp2.explain(sharded(LM()))
+    out = _Terminal()
+    explanation.show(out)
+    assert out.getvalue() == f"{explanation}\n"
+
+
+# ---- docs/explain.md -------------------------------------------------------------------------------------
+
+
+def test_the_docs_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], simulate: FakeWorlds
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    monkeypatch.chdir(tmp_path)
+    simulate(16)  # as the first block does
+    names: dict[str, Any] = {"__name__": "docs"}
+    for block in blocks:
+        exec(re.sub(r"^dist\.init_process_group.*$", "", block, flags=re.MULTILINE), names)
+    printed = capsys.readouterr().out
+    assert "TransformerEncoderLayer" in printed and "slow-links" in {each.kind for each in names["explanation"].advice}
+    assert (tmp_path / "sharding.html").stat().st_size > 10_000

@@ -21,6 +21,8 @@ from tests.harness import fake_world
 from tests.harness.counting import Traffic
 from tests.harness.fake import FakeWorlds
 from tests.harness.internals import groups_of, shard_buffers, unsharded_bytes
+from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.harness.parity.extensions import OneArgument
 from tests.harness.shared.language_model import LM, sharded, step, two_axes
 
 MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -275,6 +277,49 @@ def test_modules_that_were_not_called(simulate: FakeWorlds) -> None:
     with Traffic() as traffic:
         step(model)
     assert traffic.counts == expected_traffic(facts)
+
+
+def test_custom_collectives_take_everything_packed(simulate: FakeWorlds) -> None:
+    simulate(8)
+    model: Any = fully_shard(LM(width=512))
+    assert {param.gather for param in facts_of(model).groups[0].params} == {"packed", "direct"}
+    model.set_custom_all_gather(custom_all_gather([]))
+    model.set_custom_reduce_scatter(custom_reduce_scatter([]))
+    before = facts_of(model)
+    assert {(param.gather, param.reduce) for param in before.groups[0].params} == {("packed", "packed")}
+    step(model)
+    with Traffic() as traffic:
+        step(model)
+    assert traffic.counts == expected_traffic(before) == expected_traffic(facts_of(model))
+    assert [len(each.members) for each in before.exchanges] == [1, 1]
+
+
+def test_tensors_that_gather_themselves(simulate: FakeWorlds) -> None:
+    simulate(8)
+    model = LM(width=64)
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(OneArgument(block.up.weight.detach()))
+    sharded(model)
+    planned = facts_of(model)
+    param = next(param for param in planned.groups[1].params if param.name == "blocks.0.up.weight")
+    assert (param.gather, param.buffer, param.local_bytes) == ("by itself", None, 256 * 64 * 4 // 8)
+    assert not planned.groups[1].is_exact and planned.groups[0].is_exact
+    step(model)
+    with Traffic() as traffic:
+        step(model)
+    assert traffic.counts == expected_traffic(planned) == expected_traffic(facts_of(model))
+
+
+def test_zero1_and_what_stays_until_a_step(simulate: FakeWorlds) -> None:
+    simulate(8)
+    model: Any = sharded(LM(), strategy="zero1")
+    assert {group.strategy for group in facts_of(model).groups} == {"zero1"}
+    model.set_strategy("zero3")
+    assert {group.strategy for group in facts_of(model).groups} == {"zero3"}
+    step(model)
+    with Traffic() as traffic:
+        step(model)
+    assert traffic.counts == expected_traffic(facts_of(model))
 
 
 # ---- at any time, of anything ------------------------------------------------------------------------------

@@ -265,9 +265,8 @@ def _padding(facts: ModelFacts) -> Iterator[Advice]:
             "padding",
             "memory",
             (worst.name,),
-            f"'{alike.name}' keeps {shown_bytes(total)} of padding on its {group.shard_size} ranks: '{worst.name}' "
-            f"{list(worst.shape)} has a first dim of {worst.computed_shape[0]}, which they do not divide evenly "
-            f"({worst.dealt_out}).",
+            f"'{alike.name}' keeps {shown_bytes(total)} of padding on its {group.shard_size} ranks: they do not divide "
+            f"'{worst.name}' {list(worst.shape)} evenly ({worst.dealt_out}).",
             change,
         )
 

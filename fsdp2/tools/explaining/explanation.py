@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -122,8 +123,9 @@ class Explanation:
             print(self, file=out)
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
-        return page(self.facts, self.advice)
+        """For notebooks: the page in a frame, so that its style is its own."""
+        framed = escape(page(self.facts, self.advice), quote=True)
+        return f'<iframe srcdoc="{framed}" style="width: 100%; height: 40rem; border: 0"></iframe>'
 
 
 def _is_within(param: ParamFacts, name: str) -> bool:
