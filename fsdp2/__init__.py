@@ -48,6 +48,7 @@ from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
+from fsdp2.tools.explaining import Explanation, explain
 
 know_former_names()
 
@@ -61,6 +62,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
     "DivergenceReport",
+    "Explanation",
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -94,6 +96,7 @@ __all__ = [
     "compile_report",
     "disable_fsdp_module_new_init",
     "divergence_report",
+    "explain",
     "flight_record",
     "full_parameters",
     "fully_shard",
