@@ -51,7 +51,7 @@ class _Plan(Delivered):
 
 
 @checked_class()
-class ShardedGradScaler(torch.amp.GradScaler):
+class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # up to torch 2.11
     """Scales losses and unscales gradients, for models that `fully_shard` was called on, on any device, CPU too.
 
     As ``torch.amp.GradScaler``, with the same methods and the same state dict, but for this: an optimizer's step is

@@ -69,7 +69,10 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole of `tensor`, a copy. Collective where it is a DTensor."""
-    return (outlive(tensor.full_tensor()) if isinstance(tensor, DTensor) else tensor).clone()
+    if isinstance(tensor, DTensor):
+        is_whole = all(placement.is_replicate() for placement in tensor.placements)
+        tensor = tensor.full_tensor() if is_whole else outlive(tensor.full_tensor())
+    return tensor.clone()
 
 
 def clean_fqn(name: str) -> str:

@@ -26,8 +26,9 @@ def install() -> None:
     """Let what DTensors pad outlive its exchange, in this process."""
     pad: Any = getattr(placement_types, "pad_tensor")  # noqa: B009 (torch's, private)
 
-    def padded(*arguments: Any) -> Tensor:
-        return outlive(pad(*arguments))
+    def padded(tensor: Tensor, *arguments: Any) -> Tensor:
+        found: Tensor = pad(tensor, *arguments)
+        return found if found is tensor else outlive(found)
 
     setattr(placement_types, "pad_tensor", padded)  # noqa: B010
 
