@@ -30,6 +30,7 @@ from fsdp2 import (
 )
 from tests.harness import multi_rank, others_full
 from tests.harness.compare import SUM_ORDER, Tolerance, assert_same, assert_sharded_same, full_parameters, gradients_of
+from tests.harness.pooling import needs_pool
 
 BLOCKS, EXPERTS, WIDTH = 3, 2, 5
 IN_BF16 = Tolerance(rtol=2e-2, atol=2e-2, reason="bf16 sums in another order")
@@ -209,7 +210,9 @@ def test_microbatches_that_add_up(way: str, world_size: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("setting", ["prefetch budget", "no backward prefetch", "memory pool"])
+@pytest.mark.parametrize(
+    "setting", ["prefetch budget", "no backward prefetch", pytest.param("memory pool", marks=needs_pool)]
+)
 @multi_rank(2)
 def test_beside_other_settings(setting: str) -> None:
     model = sharded()
