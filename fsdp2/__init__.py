@@ -40,6 +40,7 @@ from fsdp2.features.replica_check import compare_parameters
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
 from fsdp2.features.watchdog import flight_record, set_watchdog
+from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -82,6 +83,7 @@ __all__ = [
     "RowBlocks",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "ShardingConfig",
     "UnshardHandle",
     "accumulate",
     "auto_shard",

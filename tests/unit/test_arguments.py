@@ -120,6 +120,7 @@ CLASSES: dict[str, Callable[[], dict[str, Any]]] = {
     "RaggedShard": lambda: {"rows": (1, 2)},
     "RowBlocks": lambda: {"rows": 2},
     "ShardedGradScaler": lambda: {"device": "cpu"},
+    "ShardingConfig": dict,
     "ShardPlacementResult": lambda: {"placement": Shard(0), "mesh_info": None},
 }
 METHODS: dict[str, dict[str, Any]] = {
