@@ -49,8 +49,10 @@ from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
+from fsdp2.tools.environment import warn_of_unknown
 
 know_former_names()
+warn_of_unknown()
 
 __all__ = [
     "AllGather",
