@@ -707,6 +707,13 @@ def is_made_in(tensor: object, mode: Any) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
 
+def property_without_memory(func: Any, args: Sequence[Any]) -> Any:
+    """What ``prim`` operators say of a tensor: mostly its device, which C++ asks for several times in an operator."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return func(*args)
+
+
 def only_plain_or_fake(types: Sequence[type]) -> bool:
     """Whether no operand of an operator, of these ``types``, is a tensor that runs operators itself."""
     return all(issubclass(each, FakeTensor) or each in (torch.Tensor, nn.Parameter) for each in types)

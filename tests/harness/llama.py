@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(size.heads * self.width, size.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """``x``: (batch, length, dim); ``rotation``: (length, width / 2, 2)."""
+        """``x``: (batch, length, dim); ``rotation``: (length, width / 2), complex."""
         batch, length, _ = x.shape
         query, key, value = (layer(x).view(batch, length, -1, self.width) for layer in (self.wq, self.wk, self.wv))
         query, key = rotated(query, rotation), rotated(key, rotation)
@@ -62,12 +62,9 @@ class Attention(nn.Module):
 
 
 def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """``x``: (batch, length, heads, width), in pairs of elements, in float32 and back."""
-    pairs = x.float().unflatten(-1, (-1, 2))
-    cosine, sine = rotation[None, :, None, :, 0], rotation[None, :, None, :, 1]
-    first = pairs[..., 0] * cosine - pairs[..., 1] * sine
-    second = pairs[..., 0] * sine + pairs[..., 1] * cosine
-    return torch.stack((first, second), -1).flatten(-2).type_as(x)
+    """``x``: (batch, length, heads, width), turned as complex numbers, in float32 and back."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation[:, None]).flatten(-2).type_as(x)
 
 
 class Block(nn.Module):
@@ -97,7 +94,8 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim)
         self.output = nn.Linear(size.dim, size.vocabulary, bias=False)
-        self.register_buffer("rotation", torch.zeros(length, size.dim // size.heads // 2, 2), persistent=False)
+        rotation = torch.ones(length, size.dim // size.heads // 2, dtype=torch.complex64)
+        self.register_buffer("rotation", rotation, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``tokens``: (batch, length); result: (batch, length, vocabulary)."""

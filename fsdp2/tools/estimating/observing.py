@@ -76,6 +76,11 @@ class Observer(_torch.TorchDispatchMode):  # type: ignore[misc]
         self._phase: Phase | None = None
         self._on_host = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be asked of every operator: nothing is compiled in a simulation."""
+        return False
+
     @property
     def matmul_dtype(self) -> torch.dtype:
         """The dtype of most operations."""
@@ -106,6 +111,8 @@ class Observer(_torch.TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and write down what it allocates and how long it takes."""
         kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return _torch.property_without_memory(func, args)
         if not _torch.only_plain_or_fake(types):
             return NotImplemented  # a DTensor, or what wraps tensors: it runs operators on tensors inside
         result = func(*args, **kwargs)

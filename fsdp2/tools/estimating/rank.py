@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.core.root import roots_of
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.errors import FSDPRuntimeError
@@ -24,7 +25,16 @@ from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
 from fsdp2.tools.estimating.observing import Observer
 from fsdp2.tools.estimating.request import Request
 from fsdp2.tools.estimating.simulation import simulated_world
-from fsdp2.tools.estimating.subject import Switch, blocks_of, made, sharded, stand_in
+from fsdp2.tools.estimating.subject import (
+    Switch,
+    blocks_of,
+    calls_as_registered,
+    calls_of,
+    can_stand_in,
+    made,
+    sharded,
+    stand_in,
+)
 from fsdp2.tools.estimating.traffic import Traffic, transports_observed
 
 
@@ -141,6 +151,7 @@ class Rank:
         self._switch = Switch(request.checkpointing)
         self._switch.runs = self.observer.recomputing
         self._computes = request.activation_bytes is None
+        self._can_switch = request.checkpointing != "none" or request.shard is None
         self._hooked: set[int] = set()
 
     def build(self, mesh: DeviceMesh) -> None:
@@ -149,12 +160,12 @@ class Rank:
         model = made(request.make_model)
         self._name = type(model).__name__
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        if self._computes and (request.checkpointing != "none" or request.shard is None):
+        if self._computes and self._can_switch:
             for block in blocks_of(model, request):
                 self._switch.around(block)
         self.model = sharded(model, mesh, request)
         if not self._computes:
-            stand_in(self.model)
+            stand_in(self.model, calls_as_registered(self.model))
         if self._clocks is not None:
             comm = FSDPCommContext(SimulatedDevice(self._clocks))
             for state in states_below(self.model):
@@ -162,15 +173,65 @@ class Rank:
         for parameter in self.model.parameters():
             self.log.use(_local(parameter).untyped_storage(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
+        self._steps_on = _local_in_place(self.optimizer)
+        if self.optimizer is not None and self._clocks is not None and not request.offloads_parameters:
+            _step_as_on_devices(self.optimizer)
         self._args, self._kwargs = request.local_batch()
         if not self._computes:
-            self._args, self._kwargs = (torch.empty((), requires_grad=True),), {}
+            self._args, self._kwargs = (_scalar(),), {}
 
     # -- steps
 
     def observe(self) -> Observation:
-        """Two steps, of which the first meets every buffer and learns the order; what the second did."""
+        """Steps, of which all but the last meet every buffer and learn the order; what the last did.
+
+        The first forward is of another way of checkpointing, for what it keeps. It also tells which modules are called,
+        so that the first step need not compute: the engine runs its groups in that order.
+        """
+        saved = self._warm_up()
+        orders = None
+        while orders != self._orders():
+            orders = self._orders()
+            observation = self._observed_step()
+        observation.saved.update(saved)
+        return observation
+
+    def _orders(self) -> list[Any]:
+        """In which every root runs its groups."""
+        return [root.learned_orders for root in roots_of(states_below(self.model))]
+
+    def _warm_up(self) -> dict[str, int]:
+        """One step, in which nothing is computed if that can be left out. Returns what another checkpointing keeps."""
+        if not self._computes:
+            self._step()
+            return {}
+        how = self._switch.how
+        if self._can_switch:
+            self._switch.how = "none" if how != "none" else "blocks"
+        calls = calls_of(self.model, self._forward_only)
+        self._know_unsharded()
+        saved = {self._switch.how: self._kept()} if self._can_switch else {}
+        self._switch.how = how
+        if not can_stand_in(self.model):
+            self._step()
+            return saved
+        given, self._args, self._kwargs, self._computes = (self._args, self._kwargs), (_scalar(),), {}, False
+        replaced = stand_in(self.model, calls)
         self._step()
+        replaced.put_back()
+        (self._args, self._kwargs), self._computes = given, True
+        return saved
+
+    def _forward_only(self) -> None:
+        with self.observer.during(Phase.FORWARD):
+            loss = self._loss()
+        del loss
+
+    def _kept(self) -> int:
+        """What the last forward has kept for backward."""
+        return sum(self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS).values())
+
+    def _observed_step(self) -> Observation:
         self._know_unsharded()
         self.log.marks.clear()
         self.traffic.reset()
@@ -180,19 +241,15 @@ class Rank:
             self._clocks.reset()
             began = self._clocks.times[COMPUTE]
         self._step()
-        observation = self._observation(began)
-        if self._computes:
-            observation.saved.update(self._saved_otherwise(observation.saved))
-        return observation
+        return self._observation(began)
 
     def _observation(self, began: float) -> Observation:
         clocks = self._clocks
-        saved = self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS)
         return Observation(
             model=self._name,
             log=self.log,
             traffic=self.traffic.snapshot(),
-            saved={self._switch.how: sum(saved.values())},
+            saved={self._switch.how: self._kept()},
             seconds=0.0 if clocks is None else clocks.times[COMPUTE] - began,
             busy_seconds=0.0 if clocks is None else clocks.busy[COMPUTE],
             waited={} if clocks is None else dict(clocks.waited),
@@ -210,8 +267,12 @@ class Rank:
             with accumulate(self.model, last=is_last, kept=request.kept) if count > 1 else nullcontext():
                 self._microbatch()
         if self.optimizer is not None:
+            for parameter, local in self._steps_on:
+                local.grad = None if parameter.grad is None else _local(parameter.grad)
             with self.observer.during(Phase.OPTIMIZER, on_host=request.offloads_parameters):
                 self.optimizer.step()
+            for _, local in self._steps_on:
+                local.grad = None
             self._know(self._states(), Use.OPTIMIZER_STATE)
         self.model.zero_grad()
 
@@ -238,18 +299,6 @@ class Rank:
                 "depend on shapes only, or measure the bytes that one forward keeps for backward, and pass them as "
                 "activation_bytes=; the engine's memory is then estimated without running the model."
             ) from error
-
-    def _saved_otherwise(self, known: dict[str, int]) -> dict[str, int]:
-        """Bytes kept for backward if blocks were checkpointed otherwise. The last thing that this rank does."""
-        if self._request.shard is not None and self._switch.how == "none":
-            return {}
-        self._switch.how = "none" if self._switch.how != "none" else "blocks"
-        with self.observer.during(Phase.FORWARD):
-            loss = self._loss()
-        found = self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS)
-        del loss
-        del self.log.marks[-2:]
-        return {self._switch.how: sum(found.values())}
 
     # -- what memory is for
 
@@ -281,6 +330,37 @@ class Rank:
     def _know_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._know([parameter.grad], Use.UNSHARDED_GRADIENTS)
+
+
+def _local_in_place(optimizer: torch.optim.Optimizer | None) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """Let one of torch's optimizers, which has not stepped, step on local tensors, not on the DTensors around them.
+
+    The memory is the same: operators on DTensors run on local tensors. But they ask how the result is placed, which for
+    hundreds of parameters takes longer than all else.
+
+    Returns:
+        Each parameter, and what is in its place.
+    """
+    pairs: list[tuple[torch.Tensor, nn.Parameter]] = []
+    if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
+        return pairs
+    for group in optimizer.param_groups:
+        locals_ = [nn.Parameter(_local(each.detach()), each.requires_grad) for each in group["params"]]
+        pairs += zip(group["params"], locals_, strict=True)
+        group["params"] = locals_
+    return pairs
+
+
+def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:
+    """torch's optimizers step on lists of tensors where they may choose, but not on CPUs."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _scalar() -> torch.Tensor:
+    """What `stand_in` takes."""
+    return torch.empty((), requires_grad=True)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -151,21 +153,133 @@ class _Touch(torch.autograd.Function):
         return gradient, *(torch.empty_like(each) if needs else None for each, needs in saved)
 
 
-def stand_in(model: nn.Module) -> None:
-    """Let ``model``'s forward run its groups one after the other and compute nothing. It takes and returns a scalar."""
-    inner = [module for module in model.modules() if module is not model and state_of(module) is not None]
-    for module in inner:
-        _replace(module, ())
-    _replace(model, inner)
+@dataclass(slots=True)
+class Call:
+    """One call of a sharded module, or of the model.
+
+    Attributes:
+        module: which.
+        inner: the calls inside of it.
+        passes: its output is that of the last call inside.
+    """
+
+    module: nn.Module
+    inner: list[Call] = field(default_factory=list)
+    passes: bool = False
 
 
-def _replace(module: nn.Module, then: Sequence[nn.Module]) -> None:
+def _called(model: nn.Module) -> list[nn.Module]:
+    return [model, *(module for module in model.modules() if module is not model and state_of(module) is not None)]
+
+
+class Replaced:
+    """Forwards of modules that others stand in for, until `put_back`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let ``module`` run ``forward``."""
+        self._before.append((module, module.__dict__.get("forward")))
+        module.forward = forward  # type: ignore[method-assign]
+
+    def put_back(self) -> None:
+        """As it was."""
+        for module, forward in self._before:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+        self._before = []
+
+
+def calls_of(model: nn.Module, run: Callable[[], object]) -> Call:
+    """Which sharded modules ``run``, a forward of ``model``, calls."""
+    outermost = Call(model)
+    stack, outputs, replaced = [outermost], [0], Replaced()
+    for module in _called(model):
+        replaced.replace(module, _recorded(module, stack, outputs))
+    try:
+        run()
+    finally:
+        replaced.put_back()
+    return outermost.inner[0]
+
+
+def _recorded(module: nn.Module, stack: list[Call], outputs: list[int]) -> Callable[..., Any]:
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        call = Call(module)
+        stack[-1].inner.append(call)
+        stack.append(call)
+        outputs.append(0)
+        output = forward(*args, **kwargs)
+        stack.pop()
+        storage = _storage_of(output)
+        call.passes = bool(call.inner) and storage == outputs.pop() != 0
+        outputs[-1] = storage
+        return output
+
+    return recorded
+
+
+def _storage_of(output: Any) -> int:
+    """The identity of the memory of the first tensor of ``output``; 0 if there is none."""
+    while isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    return _torch.storage_of(output) if isinstance(output, torch.Tensor) else 0
+
+
+def calls_as_registered(model: nn.Module) -> Call:
+    """What `calls_of` would find, if modules are called in the order in which they were registered."""
+    return Call(model, [calls_as_registered(each) for each in _sharded_next_below(model)])
+
+
+def _sharded_next_below(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if state_of(child) is not None:
+            yield child
+        else:
+            yield from _sharded_next_below(child)
+
+
+def stand_in(model: nn.Module, outermost: Call) -> Replaced:
+    """Let ``model``'s forward make the calls of ``outermost`` and compute nothing. It takes and returns a scalar."""
+    coming: dict[nn.Module, list[Call]] = {module: [] for module in _called(model)}
+
+    def collect(call: Call) -> None:
+        coming[call.module].append(call)
+        for each in call.inner:
+            collect(each)
+
+    collect(outermost)
+    replaced = Replaced()
+    for module, calls in coming.items():
+        replaced.replace(module, _touching(module, itertools.cycle(calls or [Call(module)])))
+    return replaced
+
+
+def _touching(module: nn.Module, calls: Iterator[Call]) -> Callable[[torch.Tensor], torch.Tensor]:
     state = state_of(module)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        for each in then:
-            x = each(x)
+    def touched(x: torch.Tensor) -> torch.Tensor:
         found = [] if state is None else [param.unsharded for group in state.unit for param in group.params]
         return _Touch.apply(x, *[each for each in found if each is not None])  # type: ignore[no-any-return,no-untyped-call]
 
-    module.forward = forward  # type: ignore[method-assign]
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        call = next(calls)
+        if call.passes:
+            x = touched(x)
+        for each in call.inner:
+            x = each.module(x)
+        return x if call.passes else touched(x)
+
+    return forward
+
+
+def can_stand_in(model: nn.Module) -> bool:
+    """Whether whole parameters are plain tensors (those of tensor parallelism are not)."""
+    groups = [group for state in states_below(model) for group in state.unit]
+    return all(param.sharding.unsharded_spec is None for group in groups for param in group.params)
