@@ -48,6 +48,10 @@ from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
+from fsdp2.tools.estimating.estimate import estimate
+from fsdp2.tools.estimating.hardware import Hardware
+from fsdp2.tools.estimating.result import Estimate
+from fsdp2.tools.estimating.suggest import Suggestions, suggest
 
 know_former_names()
 
@@ -61,6 +65,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
     "DivergenceReport",
+    "Estimate",
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -70,6 +75,7 @@ __all__ = [
     "FSDPValueError",
     "GradientReductionHandle",
     "GroupChoice",
+    "Hardware",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "ModuleGroup",
@@ -82,6 +88,7 @@ __all__ = [
     "RowBlocks",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "Suggestions",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -94,6 +101,7 @@ __all__ = [
     "compile_report",
     "disable_fsdp_module_new_init",
     "divergence_report",
+    "estimate",
     "flight_record",
     "full_parameters",
     "fully_shard",
@@ -108,6 +116,7 @@ __all__ = [
     "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
+    "suggest",
     "unwrap",
 ]
 __version__ = "0.1.0"

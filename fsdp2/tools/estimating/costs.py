@@ -10,13 +10,13 @@ utilization (`Cost.model_flops`), as torchtitan, Megatron and the PaLM paper do.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from fsdp2.tools.estimating.hardware import Hardware
 
@@ -58,12 +58,20 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Seque
         flops = _attention_flops(args, is_backward="backward" in name)
         causal = any(arg is True for arg in (*args, *kwargs.values()))
         return Cost(flops / 2 if causal else flops, flops, nbytes, args[0].dtype, True)
-    formula = flop_registry.get(func._overloadpacket)
+    formula = _formulas().get(func._overloadpacket)
     if formula is None:
         return Cost(0.0, 0.0, nbytes)
     flops = float(formula(*args, **kwargs, out_val=out))
     matrix = next(arg for arg in args if isinstance(arg, torch.Tensor))
     return Cost(flops, flops, nbytes, matrix.dtype)
+
+
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    """By operator. (Imported late, as it takes a while, and only estimates need it.)"""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -271,7 +271,7 @@ def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
     if request.shard is None and len(request.mesh_shape) == 2 and request.mesh_shape[0] > 1:
         yield {"mesh_shape": (request.ranks,), "mesh_dim_names": ("shard",)}, f"mesh_shape={request.ranks}"
     if request.accumulation == 1 and request.activation_bytes is None:
-        microbatches = _most_microbatches(request)
+        microbatches = most_microbatches(request)
         if microbatches > 1:
             words = f"accumulation={microbatches} with kept='sharded'"
             yield {"accumulation": microbatches, "kept": "sharded"}, words
@@ -279,9 +279,6 @@ def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy()"
 
 
-def _most_microbatches(request: Request) -> int:
+def most_microbatches(request: Request) -> int:
     """As many as there are samples for each rank."""
-    batch = request.batch
-    values = list(batch.values()) if isinstance(batch, dict) else list(batch) if isinstance(batch, (tuple, list)) else [batch]
-    samples = next(int(each.shape[0]) for each in values if isinstance(each, torch.Tensor) and each.dim())
-    return samples // request.data_parallel
+    return request.samples // request.data_parallel

@@ -143,22 +143,24 @@ class MemoryLog:
         return found
 
     def _states(self, counts: Callable[[Use], bool]) -> Iterator[tuple[Phase | None, dict[Use, int]]]:
-        """After each event that may be a peak: the phase, and bytes by use."""
+        """Where a phase begins, and after each event that may be its peak: the phase, and bytes by use."""
         now: dict[Use, int] = defaultdict(int)
-        marks, phase, total, highest = [*self.marks, (-1, None)], None, 0, -1
-        following = 0
-        for position, (number, change) in enumerate(self.events):
-            while marks[following][0] == position:
-                phase, highest = marks[following][1], -1
-                following += 1
-                yield phase, now
-            use = self.uses[number]
-            if counts(use):
-                now[use] += change
-                total += change
-                if total > highest:
-                    highest = total
-                    yield phase, now
+        total, done = 0, 0
+        for (start, phase), (end, _) in zip(self.marks, [*self.marks[1:], (len(self.events), None)], strict=True):
+            for number, change in self.events[done:start]:
+                if counts(self.uses[number]):
+                    now[self.uses[number]] += change
+                    total += change
+            yield phase, now
+            highest = total
+            for number, change in self.events[start:end]:
+                if counts(self.uses[number]):
+                    now[self.uses[number]] += change
+                    total += change
+                    if total > highest:
+                        highest = total
+                        yield phase, now
+            done = end
 
     def at_end_of(self, phase: Phase, counts: Callable[[Use], bool]) -> dict[Use, int]:
         """Bytes by use where ``phase`` last ended."""

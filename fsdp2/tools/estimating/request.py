@@ -32,8 +32,8 @@ class Request:
     """What `fsdp2.estimate` is asked. Fields are its arguments.
 
     Raises:
-        FSDPTypeError: a field is of another type.
-        FSDPValueError: fields contradict each other, or the hardware.
+        FSDPTypeError: the batch holds no tensor.
+        FSDPValueError: samples cannot be divided, fields contradict each other, or the hardware.
     """
 
     make_model: MakeModel | nn.Module
@@ -70,6 +70,7 @@ class Request:
             given = "strategy" if self.strategy is not None else "blocks"
             raise FSDPValueError(f"shard and {given} contradict each other: pass what {given} says inside of shard.")
         offload(self.offload_policy)
+        self._check_batch()
         self.hardware.refuse_more_ranks(self.ranks)
 
     def _check_mesh(self) -> None:
@@ -82,6 +83,15 @@ class Request:
             raise FSDPValueError(
                 f"mesh_shape={shape} has {len(shape)} dims, and only (shard,) and (replicate, shard) are known by "
                 "themselves; pass shard=, a function (model, mesh) that shards as your program does."
+            )
+
+    def _check_batch(self) -> None:
+        parts = self.data_parallel * self.accumulation
+        if self.samples % parts or not self.samples:
+            raise FSDPValueError(
+                f"the batch has {self.samples} samples, which {self.data_parallel} data-parallel ranks and "
+                f"{self.accumulation} microbatches ({parts} parts) do not divide. Samples lie in dim 0 of its first "
+                "tensor, of all ranks together; change the batch, the mesh or accumulation."
             )
 
     @property
@@ -101,12 +111,12 @@ class Request:
         policy = offload(self.offload_policy)
         return isinstance(policy, CPUOffloadPolicy) and policy.parameters
 
-    def local_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of one forward of one rank, of the tensors that are current (without memory in a simulation).
+    @property
+    def samples(self) -> int:
+        """Of all ranks together in a step.
 
         Raises:
             FSDPTypeError: the batch holds no tensor.
-            FSDPValueError: its samples cannot be divided among ranks and microbatches.
         """
         tensors = [each for each in _values(self.batch) if isinstance(each, torch.Tensor) and each.dim()]
         if not tensors:
@@ -115,13 +125,11 @@ class Request:
                 f"dict of keyword arguments, with samples in dim 0; got {type(self.batch).__name__} without a tensor "
                 "that has dims."
             )
-        samples, parts = tensors[0].shape[0], self.data_parallel * self.accumulation
-        if samples % parts:
-            raise FSDPValueError(
-                f"the batch has {samples} samples, which {self.data_parallel} data-parallel ranks and "
-                f"{self.accumulation} microbatches ({parts} parts) do not divide. Samples lie in dim 0 of its first "
-                "tensor, of all ranks together; change the batch, the mesh or accumulation."
-            )
+        return tensors[0].shape[0]
+
+    def local_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of one forward of one rank, new tensors (without memory in a simulation)."""
+        samples, parts = self.samples, self.data_parallel * self.accumulation
         batch = self.batch
         if isinstance(batch, Mapping):
             return (), {name: _part(value, samples, parts) for name, value in batch.items()}
