@@ -52,6 +52,7 @@ from fsdp2.tools.estimating.estimate import estimate
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.estimating.result import Estimate
 from fsdp2.tools.estimating.suggest import Suggestions, suggest
+from fsdp2.tools.explaining import Explanation, explain
 
 know_former_names()
 
@@ -66,6 +67,7 @@ __all__ = [
     "DataParallelMeshInfo",
     "DivergenceReport",
     "Estimate",
+    "Explanation",
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -102,6 +104,7 @@ __all__ = [
     "disable_fsdp_module_new_init",
     "divergence_report",
     "estimate",
+    "explain",
     "flight_record",
     "full_parameters",
     "fully_shard",

@@ -328,9 +328,9 @@ class FSDPRoot:
         return self._forward_order.learned
 
     @property
-    def learned_orders(self) -> tuple[tuple[Unit, ...], tuple[Unit, ...]]:
-        """As `learned_order`, of forwards and of backwards."""
-        return self._forward_order.learned, self._backward_order.learned
+    def learned_backward_order(self) -> tuple[Unit, ...]:
+        """The same of its backward."""
+        return self._backward_order.learned
 
     def join(self) -> None:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""

@@ -198,7 +198,7 @@ class Rank:
 
     def _orders(self) -> list[Any]:
         """In which every root runs its groups."""
-        return [root.learned_orders for root in roots_of(states_below(self.model))]
+        return [(root.learned_order, root.learned_backward_order) for root in roots_of(states_below(self.model))]
 
     def _warm_up(self) -> dict[str, int]:
         """One step, in which nothing is computed if that can be left out. Returns what another checkpointing keeps."""

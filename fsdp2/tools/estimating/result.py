@@ -8,19 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp2.tools.estimating.hardware import Hardware
-
-KIB, GIB = 2**10, 2**30
-
-
-def shown_bytes(nbytes: float) -> str:
-    """In the unit that leaves one to three digits before the point."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < KIB:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= KIB
-    return f"{value:.2f} GiB"
-
+from fsdp2.tools.quantities import shown_bytes, shown_count
 
 def shown_seconds(seconds: float) -> str:
     """In seconds, or thousandths of them."""
@@ -162,7 +150,7 @@ class Estimate:
         usable = self.hardware.usable_bytes
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
-            f"{self.model}: {self.parameters / 1e9:.3g} billion parameters, {self.groups} groups, on {mesh}",
+            f"{self.model}: {shown_count(self.parameters)} parameters, {self.groups} groups, on {mesh}",
             f"  {said}",
             f"{verdict}: {shown_bytes(self.peak_bytes)} of {shown_bytes(usable)} on {self.hardware.name}"
             f" ({shown_bytes(self.hardware.memory_bytes)}, of which {shown_bytes(self.hardware.reserved_bytes)} are kept"

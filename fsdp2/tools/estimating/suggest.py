@@ -23,7 +23,8 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, most_microbatches, names_of
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
 from fsdp2.tools.estimating.request import MakeModel, MakeOptimizer, Request
-from fsdp2.tools.estimating.result import Estimate, shown_bytes, shown_seconds
+from fsdp2.tools.estimating.result import Estimate, shown_seconds
+from fsdp2.tools.quantities import shown_bytes
 
 _STRATEGIES = ("zero3", "zero2", "zero1")
 _LESS_MEMORY = ("none", "selective", "blocks")
