@@ -23,7 +23,7 @@ from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, F
 from tests.harness import fake_world
 from tests.harness.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness.llama import SIZES, Llama, next_token_loss
-from tests.harness.published import POLICY, RUNS, Published
+from tests.harness.published import POLICY
 
 MIB = 2**20
 
@@ -307,7 +307,7 @@ def test_forwards_that_depend_on_values() -> None:
 
 @fake_world(2)
 def test_a_process_group_that_exists() -> None:
-    with pytest.raises(FSDPRuntimeError, match="fsdp2.estimate simulates 8 ranks.*already rank 0 of 2"):
+    with pytest.raises(FSDPRuntimeError, match=r"fsdp2.estimate simulates 8 ranks.*already rank 0 of 2"):
         layers()
     assert dist.get_world_size() == 2
 
@@ -322,7 +322,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         FSDPValueError,
         "sharded already.*shard=",
     ),
-    "no module": (lambda: fsdp2.estimate(lambda: 3, 2, batch=torch.empty(2, 4)), FSDPTypeError, "an nn.Module, got int"),  # type: ignore[arg-type,return-value]
+    "no module": (
+        lambda: fsdp2.estimate(lambda: 3, 2, batch=torch.empty(2, 4)),
+        FSDPTypeError,
+        "an nn.Module, got int",
+    ),  # type: ignore[arg-type,return-value]
     "too large a mesh": (lambda: layers(mesh_shape=16), FSDPValueError, "the mesh has 16 ranks, and two nodes has 8"),
     "samples": (lambda: layers(batch=torch.empty(9, 512)), FSDPValueError, "9 samples, which 8 data-parallel ranks"),
     "microbatches": (lambda: layers(accumulation=2), FSDPValueError, "8 samples.*2 microbatches"),
@@ -387,7 +391,12 @@ def test_seventy_billion_on_a_thousand_ranks() -> None:
     began = time.process_time()
     batch = torch.empty(1024, 8192, dtype=torch.int64, device="meta")
     found = fsdp2.estimate(
-        lambda: Llama(SIZES["70B"], 8192), 1024, batch=batch, loss=next_token_loss, mp_policy=POLICY, checkpointing="blocks"
+        lambda: Llama(SIZES["70B"], 8192),
+        1024,
+        batch=batch,
+        loss=next_token_loss,
+        mp_policy=POLICY,
+        checkpointing="blocks",
     )
     seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{seconds:.1f} s, {peak / MIB:.0f} MiB\n{found}")

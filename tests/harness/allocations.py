@@ -1,4 +1,4 @@
-"""What the CPU's allocator did in a training run, as torch's profiler has it: the truth that estimates are held against.
+"""What the CPU's allocator did in a training run, as torch's profiler has it: the truth for estimates of memory.
 
 `allocator_peaks` runs real operators on real tensors, and reads the profiler's own record of every allocation and
 release; it shares nothing with the estimate (`estimated_peaks`) but the model and the call that shards it. One process,

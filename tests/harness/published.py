@@ -1,4 +1,4 @@
-"""Published training runs that estimates of time are held against: what was run, what was measured, where it is said."""
+"""Published training runs that estimates of time are held against: what was run and measured, and where it is said."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ RUNS = (
     Published("torchtitan 8B on 8", TORCHTITAN, 5762, "8B", 8192, 16, {"mesh_shape": 8, **_TITAN_8B}, 82.4),
     Published("torchtitan 8B on 8, compiled", TORCHTITAN, 6667, "8B", 8192, 16, {"mesh_shape": 8, **_COMPILED}, 77.0),
     Published("torchtitan 8B on 128", TORCHTITAN, 5605, "8B", 8192, 256, {"mesh_shape": 128, **_TITAN_8B}, 67.0),
-    Published("torchtitan 8B on 128, compiled", TORCHTITAN, 6514, "8B", 8192, 256, {"mesh_shape": 128, **_COMPILED}, 62.0),
+    Published(
+        "torchtitan 8B on 128, compiled", TORCHTITAN, 6514, "8B", 8192, 256, {"mesh_shape": 128, **_COMPILED}, 62.0
+    ),
     Published(
         "torchtitan 8B on 8, compiled, float8",
         TORCHTITAN,

@@ -139,7 +139,9 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
     seen = observe(request, caller)
     offloaded = _offloaded_uses(request)
     extra = request.activation_bytes or 0
-    peaks = {phase: _with(peak, extra, phase) for phase, peak in seen.log.peaks(lambda use: use not in offloaded).items()}
+    peaks = {
+        phase: _with(peak, extra, phase) for phase, peak in seen.log.peaks(lambda use: use not in offloaded).items()
+    }
     on_host = seen.log.peaks(lambda use: use in offloaded) if offloaded else {}
     host_bytes = max((peak.nbytes for peak in on_host.values()), default=0)
     last = list(peaks)[-1]
@@ -230,7 +232,9 @@ def _settings(request: Request) -> dict[str, str]:
     if policy.reduce_dtype is not None:
         said["reduces in"] = _dtype(policy.reduce_dtype)
     if isinstance(offload(request.offload_policy), CPUOffloadPolicy):
-        said["offload"] = "shards, gradients, optimizer" if request.offloads_parameters else repr(request.offload_policy)
+        said["offload"] = (
+            "shards, gradients, optimizer" if request.offloads_parameters else repr(request.offload_policy)
+        )
     said["checkpointing"] = request.checkpointing
     if request.accumulation > 1:
         said["microbatches"] = f"{request.accumulation} ({request.kept} gradients)"

@@ -48,14 +48,14 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the ranks of a process group lie on nodes: ``ranks`` of them on ``nodes``, ``per_node`` on each (the mean)."""
+    """How the ranks of a process group lie on nodes: ``ranks`` of them on ``nodes``."""
 
     ranks: int
     nodes: int
 
     @property
     def per_node(self) -> float:
-        """Ranks of the group on a node."""
+        """Ranks of the group on a node, the mean."""
         return self.ranks / self.nodes
 
 

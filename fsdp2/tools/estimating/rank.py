@@ -294,9 +294,9 @@ class Rank:
             return self._request.loss(output, *self._args, **self._kwargs)
         except _torch.unsupported_without_memory() as error:
             raise FSDPRuntimeError(
-                f"the forward of {type(self.model).__name__} depends on values, and an estimate runs it on tensors that "
-                f"have none: {_first_line(error)}. Where that is: see the first exception above. Either let that part "
-                "depend on shapes only, or measure the bytes that one forward keeps for backward, and pass them as "
+                f"the forward of {self._name} depends on values, and an estimate runs it on tensors that have none: "
+                f"{_first_line(error)} (where that is: see the exception before this one). Either let that part depend "
+                "on shapes only, or measure the bytes that one forward keeps for backward, and pass them as "
                 "activation_bytes=; the engine's memory is then estimated without running the model."
             ) from error
 

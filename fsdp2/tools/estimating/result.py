@@ -10,6 +10,7 @@ from typing import Any
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.quantities import shown_bytes, shown_count
 
+
 def shown_seconds(seconds: float) -> str:
     """In seconds, or thousandths of them."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
@@ -153,8 +154,8 @@ class Estimate:
             f"{self.model}: {shown_count(self.parameters)} parameters, {self.groups} groups, on {mesh}",
             f"  {said}",
             f"{verdict}: {shown_bytes(self.peak_bytes)} of {shown_bytes(usable)} on {self.hardware.name}"
-            f" ({shown_bytes(self.hardware.memory_bytes)}, of which {shown_bytes(self.hardware.reserved_bytes)} are kept"
-            " for the driver, NCCL and gaps)",
+            f" ({shown_bytes(self.hardware.memory_bytes)}, less {shown_bytes(self.hardware.reserved_bytes)} for the"
+            " driver, NCCL and gaps)",
         ]
         if self.host_bytes:
             room = shown_bytes(self.hardware.host_memory_bytes)
@@ -205,7 +206,9 @@ def _cell(nbytes: int) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
         for row in rows
     ]
 

@@ -161,7 +161,7 @@ class Observed(Native):
 
 @contextmanager
 def transports_observed(traffic: Traffic, *, moves: bool, offloads: bool) -> Iterator[None]:
-    """While inside, groups that are prepared exchange through `Observed`. ``moves``: over the engine's own transport."""
+    """While inside, groups that are prepared exchange by `Observed`; ``moves``: over the engine's own transport."""
     before = transport.OF_BACKENDS.get(_FAKE)
     inner: Callable[[dist.ProcessGroup], Native] = before or Native
 
