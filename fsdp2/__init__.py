@@ -50,6 +50,11 @@ from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
 from fsdp2.tools.environment import warn_of_unknown
+from fsdp2.tools.estimating.estimate import estimate
+from fsdp2.tools.estimating.hardware import Hardware
+from fsdp2.tools.estimating.result import Estimate
+from fsdp2.tools.estimating.suggest import Suggestions, suggest
+from fsdp2.tools.explaining import Explanation, explain
 
 know_former_names()
 warn_of_unknown()
@@ -64,6 +69,8 @@ __all__ = [
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
     "DivergenceReport",
+    "Estimate",
+    "Explanation",
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
@@ -73,6 +80,7 @@ __all__ = [
     "FSDPValueError",
     "GradientReductionHandle",
     "GroupChoice",
+    "Hardware",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "ModuleGroup",
@@ -86,6 +94,7 @@ __all__ = [
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardingConfig",
+    "Suggestions",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -98,6 +107,8 @@ __all__ = [
     "compile_report",
     "disable_fsdp_module_new_init",
     "divergence_report",
+    "estimate",
+    "explain",
     "flight_record",
     "full_parameters",
     "fully_shard",
@@ -112,6 +123,7 @@ __all__ = [
     "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
+    "suggest",
     "unwrap",
 ]
 __version__ = "0.1.0"

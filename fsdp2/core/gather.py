@@ -30,7 +30,7 @@ from fsdp2.core.buffers import (
     on_the_wire,
     view_as_wider_dtype,
 )
-from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, BufferLayout, Slot, align, direct_threshold_bytes, padded_row
+from fsdp2.core.layout import BufferLayout, Slot, direct_threshold_bytes, joined_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
@@ -137,13 +137,11 @@ class Gather:
 
     @staticmethod
     def _offsets(sources: Sequence[Source], *, tail: bool = False) -> tuple[list[int], int]:
-        offsets, offset = [], 0
-        for source in sources:
-            offset = align(offset, PACKED_ALIGNMENT_BYTES)
-            offsets.append(offset)
-            itemsize = source.unsharded.element_size()
-            offset += source.layout.shard_numel * itemsize - source.packed_bytes if tail else source.packed_bytes
-        return offsets, padded_row(offset, 1)
+        if not tail:
+            return joined_row([source.packed_bytes for source in sources])
+        itemsizes = [source.unsharded.element_size() for source in sources]
+        pairs = zip(sources, itemsizes, strict=True)
+        return joined_row([source.layout.shard_numel * itemsize - source.packed_bytes for source, itemsize in pairs])
 
     def _bind(self, staging: torch.Tensor, head: torch.Tensor) -> None:
         """Build every view, given the staging buffer (world_size * n,) and this rank's packed input (n,), in bytes."""
@@ -480,16 +478,27 @@ class GroupStorage:
         self._extended = self._find_extended()
         if any([param.local.is_meta for param in self._params]):
             return
+        if self.offloading.is_host:
+            for param in self._extended:
+                param.move(self.offloading.device)
+        self._buffers = tuple(
+            DtypeBuffers(params, self._plan(*dtypes, params), rank=self._mesh.shard_rank, offloading=self.offloading)
+            for dtypes, params in self._by_dtype().items()
+        )
+
+    def _by_dtype(self) -> dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]]:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[FSDPParam]] = {}
         for param in self._params:
             if param not in self._extended:
                 by_dtype.setdefault((param.dtype, param.param_dtype), []).append(param)
-            elif self.offloading.is_host:
-                param.move(self.offloading.device)
-        self._buffers = tuple(
-            DtypeBuffers(params, self._plan(*dtypes, params), rank=self._mesh.shard_rank, offloading=self.offloading)
-            for dtypes, params in by_dtype.items()
-        )
+        return by_dtype
+
+    @property
+    def plans(self) -> tuple[GatherPlan, ...]:
+        """How the parameters are laid out, one plan for each dtype: on meta too, where there are no buffers yet."""
+        if self._buffers:
+            return tuple(buffers.plan for buffers in self._buffers)
+        return tuple(self._plan(*dtypes, params) for dtypes, params in self._by_dtype().items())
 
     def _plan(self, dtype: torch.dtype, param_dtype: torch.dtype, params: Sequence[FSDPParam]) -> GatherPlan:
         layout = BufferLayout.build(

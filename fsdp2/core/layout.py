@@ -116,6 +116,20 @@ def padded_row(numel: int, itemsize: int) -> int:
     return align(numel, max(alignment_bytes // itemsize, 1))
 
 
+def joined_row(parts_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where the parts of one rank's row, packed for several dtypes and joined, start, and how long it is; in bytes.
+
+    >>> joined_row([24, 64])
+    ([0, 32], 96)
+    """
+    starts, end = [], 0
+    for nbytes in parts_bytes:
+        start = align(end, PACKED_ALIGNMENT_BYTES)
+        starts.append(start)
+        end = start + nbytes
+    return starts, padded_row(end, 1)
+
+
 def alignment_numel(*, direct: bool, itemsize: int) -> int:
     """How many elements of ``itemsize`` bytes an aligned slot's offset is a multiple of."""
     alignment_bytes = DIRECT_ALIGNMENT_BYTES if direct else PACKED_ALIGNMENT_BYTES

@@ -32,6 +32,7 @@ from fsdp2.core.options import (
 from fsdp2.core.param import refuse_share_memory
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import ABANDON, FSDPRoot, Unit
+from fsdp2.core.shown import on_one_line
 from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
@@ -876,6 +877,13 @@ class FSDPModule:
             module = super()._apply(fn, recurse)  # type: ignore[misc]
         state.adopt_replaced()
         return module
+
+    def extra_repr(self) -> str:
+        """What the module's own class shows, and how it is sharded: ``[blocks.3, Shard(0)/8, bf16]``."""
+        own: str = super().extra_repr()  # type: ignore[misc]
+        state = state_of(self)  # type: ignore[arg-type]
+        sharded = "" if state is None else on_one_line(state)
+        return ("\n" if "\n" in own else ", ").join(filter(None, (own, sharded)))
 
     def share_memory(self) -> NoReturn:
         """Refused: parameters lie in one buffer per group, which cannot be shared in parts."""

@@ -110,11 +110,8 @@ class GradientReducer:
         is_due = self.accumulated or self.awaits_all_reduce() or self.awaits_last()
         due = {param for bucket in self.buckets for param in bucket.params} if is_due else set()
         trainable = [param for param in params if param.requires_grad or param in due]
-        by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
-        for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
-            by_dtype.setdefault(dtype, []).append(param)
         before = {bucket.dtype: bucket for bucket in self.buckets if bucket.waits()}
-        buckets = tuple(self._bucket(params, dtype) for dtype, params in by_dtype.items())
+        buckets = tuple(self._bucket(params, dtype) for dtype, params in _by_reduce_dtype(trainable).items())
         kept = {bucket.dtype for bucket in buckets if bucket.dtype in before and bucket.continues(before[bucket.dtype])}
         lost = [bucket for dtype, bucket in before.items() if dtype not in kept]
         if lost:
@@ -154,7 +151,12 @@ class GradientReducer:
             over = self._transport.among_replicas = among(replicas, self._mesh.device)
             over.label = label(f"the all-reduce of '{self.name}'", detail)
 
-    def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
+    def plans_of(self, params: Sequence[FSDPParam]) -> tuple[ReducePlan, ...]:
+        """How gradients of the trainable ones of ``params``, all of the group, are laid out: also before `lay_out`."""
+        trainable = [param for param in params if param.sharded.requires_grad]
+        return tuple(self._plan(each, dtype, params) for dtype, each in _by_reduce_dtype(trainable).items())
+
+    def _plan(self, params: Sequence[FSDPParam], dtype: torch.dtype, of_group: Sequence[FSDPParam]) -> ReducePlan:
         mesh = self._mesh
         scaling, settings = self._scaling(dtype), self.settings
         all_packed = settings.custom_reduce_scatter is not None or settings.comm_hook is not None
@@ -179,9 +181,13 @@ class GradientReducer:
         divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
         # So that a division by the divisor does not make it vanish.
         presence = min(max(1.0, divisor), _LARGE_DIVISOR)
+        return ReducePlan(dtype, indices_of(of_group, params), layout, scaling.of_any_backend(), presence)
+
+    def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
+        mesh = self._mesh
         return GradientBucket(
             params,
-            ReducePlan(dtype, indices_of(self._params, params), layout, scaling.of_any_backend(), presence),
+            self._plan(params, dtype, self._params),
             world_size=mesh.shard_size,
             rank=mesh.shard_rank,
             device=mesh.device,
@@ -534,6 +540,13 @@ class GradientReducer:
                 if param.unsharded is not None:
                     param.unsharded.grad = None
         return lost
+
+
+def _by_reduce_dtype(trainable: Sequence[FSDPParam]) -> dict[torch.dtype, list[FSDPParam]]:
+    by_dtype: dict[torch.dtype, list[FSDPParam]] = {}
+    for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
+        by_dtype.setdefault(dtype, []).append(param)
+    return by_dtype
 
 
 def _large_ones(params: Sequence[FSDPParam]) -> tuple[FSDPParam, ...]:

@@ -327,6 +327,11 @@ class FSDPRoot:
         """In which order the last step that all ranks have run came to the units; empty before."""
         return self._forward_order.learned
 
+    @property
+    def learned_backward_order(self) -> tuple[Unit, ...]:
+        """The same of its backward."""
+        return self._backward_order.learned
+
     def join(self) -> None:
         """A grouped module is used outside the root's forward: its gathers must see what compute has written."""
         self.comm.refuse_unfinished_handle("a forward")

@@ -24,6 +24,35 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_NAMES = {"allgather_base": "all-gather", "reduce_scatter_base": "reduce-scatter", "allreduce": "all-reduce"}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes to process groups by kind, number of ranks (0 of an all-reduce), and bytes of one rank.
+
+    Attributes:
+        counts: by these three.
+        sent_bytes: in messages to single ranks, which exchanges on gloo are made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[tuple[str, int, int]] = collections.Counter()
+        self.sent_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2].strip("_") if func.namespace == "c10d" else ""
+        if name == "send":
+            self.sent_bytes += sum(tensor.numel() * tensor.element_size() for tensor in args[0])
+        elif name and name != "recv":
+            kind = _NAMES[name]
+            tensors = args[0] if kind == "all-reduce" else args[:2]
+            sizes = sorted(tensor.numel() * tensor.element_size() for tensor in tensors)
+            group = 0 if kind == "all-reduce" else sizes[1] // sizes[0]
+            self.counts[kind, group, sizes[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class Kernels(TorchDispatchMode):
     """Counts operators that read or write memory, by name: not those that make views, nor those that allocate only."""
 

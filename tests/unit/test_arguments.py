@@ -91,6 +91,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "compare_parameters": lambda model: {"module": nn.Linear(2, 2)},
     "divergence_report": lambda model: {"model": model},
     "compile_report": lambda model: {"model": model},
+    "explain": lambda model: {"model": model},
     "full_parameters": lambda model: {"module": model},
     "inference": lambda model: {"module": model},
     "offload_optimizer_state": lambda model: {"optimizer": optimizer(model)},
@@ -165,10 +166,10 @@ METHODS: dict[str, dict[str, Any]] = {
 UNCHECKED = {
     *("AllGather", "Comm", "ReduceScatter", "FSDPModule", "RaggedDTensor", "optim"),
     *("CompileReport", "CompiledGroup", "DivergenceReport", "GradientReductionHandle", "GroupChoice", "ModuleGroup"),
-    *("OptimizerStateOffload", "UnshardHandle"),
+    *("Explanation", "OptimizerStateOffload", "UnshardHandle"),
     *("disable_fsdp_module_new_init", "get_cls_to_fsdp_cls"),
 }
-MODULES_OWN = {"share_memory", "reshard", "reset_iter_state"}  # those of nn.Module, or of no arguments
+MODULES_OWN = {"share_memory", "reshard", "reset_iter_state", "extra_repr"}  # those of nn.Module, or of no arguments
 
 
 def test_the_lists_are_complete() -> None:

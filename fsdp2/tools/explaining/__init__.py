@@ -1,0 +1,6 @@
+"""`fsdp2.explain`: what is sharded how, what a step exchanges, what is slow about it, as text, JSON and a page."""
+
+from fsdp2.tools.explaining.advice import Advice
+from fsdp2.tools.explaining.explanation import Explanation, explain
+
+__all__ = ["Advice", "Explanation", "explain"]

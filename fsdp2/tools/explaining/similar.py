@@ -1,0 +1,79 @@
+"""Groups that differ in the numbers of their names only, as the blocks of a model do: they are shown once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fsdp2.tools.facts.data import GroupFacts, ModelFacts, ParamFacts
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarGroups:
+    """Groups of equal parameters, in the order of the model.
+
+    Attributes:
+        name: one for all of them, as ``blocks.0-11``.
+        groups: at least one.
+        sent_inside: bytes that a rank sends in a step inside its node, of all of them.
+        sent_between: the same, to other nodes.
+        collectives: how many in a step, of all of them.
+    """
+
+    name: str
+    groups: tuple[GroupFacts, ...]
+    sent_inside: int
+    sent_between: int
+    collectives: int
+
+    @property
+    def first(self) -> GroupFacts:
+        """One of them, for all."""
+        return self.groups[0]
+
+
+def similar_groups(facts: ModelFacts) -> tuple[SimilarGroups, ...]:
+    """All groups of ``facts``, those together that are alike."""
+    found: dict[object, list[GroupFacts]] = {}
+    for group in facts.groups:
+        found.setdefault(_key(facts, group), []).append(group)
+    return tuple(_together(facts, groups) for groups in found.values())
+
+
+def _together(facts: ModelFacts, groups: Sequence[GroupFacts]) -> SimilarGroups:
+    exchanges = [each for group in groups for each in facts.exchanges_of(group.index)]
+    return SimilarGroups(
+        common_name([group.name for group in groups]) or f"({groups[0].class_name})",
+        tuple(groups),
+        sum(each.inside_bytes for each in exchanges),
+        sum(each.between_bytes for each in exchanges),
+        sum(each.collectives for each in exchanges),
+    )
+
+
+def _key(facts: ModelFacts, group: GroupFacts) -> object:
+    pattern = re.sub(r"\b\d+\b", "*", group.name)
+    params = tuple(_without_name(param, group) for param in group.params)
+    exchanges = tuple(replace(each, group=0) for each in facts.exchanges_of(group.index))
+    blank = replace(group, index=0, name=pattern, modules=(), params=(), prefetches=None, prefetches_backward=None)
+    return blank, params, exchanges
+
+
+def _without_name(param: ParamFacts, group: GroupFacts) -> ParamFacts:
+    own = param.name.removeprefix(f"{group.name}.") if group.name else param.name
+    return replace(param, name=own, other_names=())
+
+
+def common_name(names: Sequence[str]) -> str:
+    """One name for several that differ in numbers: ``layers.0-31.mlp``, or ``*`` where that would not do."""
+    parts = []
+    for each in zip(*(name.split(".") for name in names), strict=True):
+        distinct = list(dict.fromkeys(each))
+        if len(distinct) == 1:
+            parts.append(distinct[0])
+            continue
+        numbers = sorted(int(part) for part in distinct if part.isdecimal())
+        is_range = len(numbers) == len(names) == numbers[-1] - numbers[0] + 1
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if is_range else "*")
+    return ".".join(parts)

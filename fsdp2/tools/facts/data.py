@@ -1,0 +1,423 @@
+"""What `facts_of` says, as data. Sizes are in bytes, of this rank unless said otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Way = Literal["direct", "packed", "by itself", "stays"]
+"""How a parameter or gradient travels.
+
+``direct``: by a collective of its own, straight into place. ``packed``: together with others, with a copy on the way.
+``by itself``: it is a tensor that gathers itself. ``stays``: nothing is exchanged.
+"""
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
+Pass = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxis:
+    """One axis of a mesh: its name ("" without) and how many ranks it has."""
+
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.size}" if self.name else str(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamFacts:
+    """One sharded parameter.
+
+    Attributes:
+        name: below the model.
+        other_names: under which it is registered too, as tied weights are.
+        shape: of the whole.
+        computed_shape: of what this rank computes with: the whole, or its part under tensor parallelism.
+        local_shape: of what this rank keeps at rest.
+        rests: the dtype in which it is kept.
+        computes: the dtype in which it is gathered, and in which modules compute.
+        reduces: the dtype in which its gradient is reduced; None of a frozen one.
+        delivers: the dtype of ``.grad``; None of a frozen one, or if that is as gradients arrive.
+        placements: of the sharded DTensor, one for each axis of ``mesh``.
+        mesh: of that DTensor.
+        dealt_out: what every rank keeps, in words: "2 rows per rank".
+        owner: the rank of the shard group that has all of it (`fsdp2.Owned`); None: it is dealt out.
+        is_trainable: it requires a gradient.
+        is_replicated: all ranks that parameters are sharded over keep the whole.
+        buffer: index into `GroupFacts.buffers` of the buffers that it lies in; None if it gathers itself.
+        local_bytes: that this rank keeps at rest, without padding.
+        shard_room_bytes: that every rank keeps room for at rest, padding included; of an owned one the whole.
+        shard_offset_bytes: where that starts in the shard buffer.
+        unsharded_bytes: of what this rank computes with.
+        unsharded_room_bytes: of its place in the unsharded buffer, padding included.
+        unsharded_offset_bytes: where that starts.
+        gather: how it is gathered.
+        gather_reason: why so, as a clause.
+        reduce: how its gradient is reduced; "stays" of a frozen one.
+        reduce_reason: why so.
+    """
+
+    name: str
+    other_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    computed_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    rests: torch.dtype
+    computes: torch.dtype
+    reduces: torch.dtype | None
+    delivers: torch.dtype | None
+    placements: tuple[str, ...]
+    mesh: tuple[MeshAxis, ...]
+    dealt_out: str
+    owner: int | None
+    is_trainable: bool
+    is_replicated: bool
+    buffer: int | None
+    local_bytes: int
+    shard_room_bytes: int
+    shard_offset_bytes: int
+    unsharded_bytes: int
+    unsharded_room_bytes: int
+    unsharded_offset_bytes: int
+    gather: Way
+    gather_reason: str
+    reduce: Way
+    reduce_reason: str
+
+    @property
+    def travels(self) -> torch.dtype:
+        """The dtype in which it is gathered: the one that it computes in. (A tensor that gathers itself may differ.)"""
+        return self.computes
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether it is registered under several names."""
+        return bool(self.other_names)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return _product(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, as it is kept at rest."""
+        return self.numel * self.rests.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PlainParamFacts:
+    """A parameter that belongs to no group: every rank keeps the whole, and nobody reduces its gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_trainable: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return _product(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFacts:
+    """The parameters of one dtype in a group, which lie together.
+
+    Attributes:
+        dtype: of the shards.
+        param_dtype: of the unsharded parameters.
+        shard_bytes: of the shard buffer, the same on every rank: at rest.
+        unsharded_bytes: of the unsharded buffer, while there is one.
+        packed_bytes: what this rank sends of it packed, in ``param_dtype``.
+        direct_bytes: what it sends directly.
+        is_copied_in: the shards are cast, or copied from the host, before they are sent.
+    """
+
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    shard_bytes: int
+    unsharded_bytes: int
+    packed_bytes: int
+    direct_bytes: int
+    is_copied_in: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFacts:
+    """The gradients of one group that are reduced in one dtype.
+
+    Attributes:
+        dtype: in which they are reduced.
+        delivered_dtype: of ``.grad``; None if it differs by parameter or is not known before gradients arrive.
+        params: indices into `GroupFacts.params`.
+        unsharded_bytes: of the gradients that autograd computes, before they are reduced.
+        input_bytes: of the packed input of the reduce-scatter, while it is under way.
+        output_bytes: of what arrives on every rank.
+        delivered_bytes: of the flat buffer that ``.grad`` lies on between backward and ``zero_grad()``.
+    """
+
+    dtype: torch.dtype
+    delivered_dtype: torch.dtype | None
+    params: tuple[int, ...]
+    unsharded_bytes: int
+    input_bytes: int
+    output_bytes: int
+    delivered_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestFacts:
+    """Where parameters rest between forward and backward, if that is on fewer ranks than at other times.
+
+    Attributes:
+        ranks: the neighbours, of the whole job.
+        nbytes: that this rank keeps for that time.
+        staging_bytes: of the staging buffer of their gather.
+    """
+
+    ranks: tuple[int, ...]
+    nbytes: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """The parameters of one `fully_shard` call on one mesh: they are gathered and reduced together.
+
+    Attributes:
+        index: in `ModelFacts.groups`.
+        name: of the module that `fully_shard` was called on, below the model; "" of the model itself.
+        modules: all modules of the call, if it was called on a list; else that one.
+        class_name: of the first of them.
+        shares_with: other sharded modules that use its parameters (tied weights, small ones that are replicated).
+        is_root: its module is outermost, so that its parameters stay unsharded from forward to backward by default.
+        params: in the order of the group.
+        mesh: the axes of the data-parallel mesh.
+        shard_ranks: ranks of the whole job that hold the shards of one copy; one rank if nothing is sharded.
+        replicate_ranks: ranks that hold the same shard; one if there is one copy.
+        device: where this rank computes.
+        backend: of the process groups: "nccl", "gloo", ...
+        reshard_after_forward: whether the end of forward frees the unsharded parameters; an int: to how many ranks.
+        reshard_after_backward: whether the end of backward does; None: if it reduces.
+        strategy: the stage by name that this amounts to: "replicate", "zero1", "zero2", "zero3"; "" if to none.
+        unshards_in_backward: whether backward needs the parameters.
+        offloads: what rests in host memory: of "parameters", "gradients", "optimizer_state", "gradient_sums".
+        pins_memory: whether that is pinned.
+        buffers: one for each pair of dtypes.
+        gradients: one for each dtype of reduction.
+        send_bytes: of the buffer that shards are cast or copied into before they are sent, while a gather is under way.
+        staging_bytes: of the buffer that packed parameters arrive in, while a gather is under way.
+        rests: where parameters rest between forward and backward, if on fewer ranks.
+        prefetches: the groups that are gathered after this one in forward, as the user has set; None: as learned.
+        prefetches_backward: the same in backward.
+        settings: what else was set on it, by the names of `GroupSettings`.
+        is_exact: False if some bytes are not known: tensors that gather themselves, communication hooks.
+    """
+
+    index: int
+    name: str
+    modules: tuple[str, ...]
+    class_name: str
+    shares_with: tuple[str, ...]
+    is_root: bool
+    params: tuple[ParamFacts, ...]
+    mesh: tuple[MeshAxis, ...]
+    shard_ranks: tuple[int, ...]
+    replicate_ranks: tuple[int, ...]
+    device: torch.device
+    backend: str
+    reshard_after_forward: bool | int
+    reshard_after_backward: bool | None
+    strategy: str
+    unshards_in_backward: bool
+    offloads: tuple[str, ...]
+    pins_memory: bool
+    buffers: tuple[BufferFacts, ...]
+    gradients: tuple[GradientFacts, ...]
+    send_bytes: int
+    staging_bytes: int
+    rests: RestFacts | None
+    prefetches: tuple[str, ...] | None
+    prefetches_backward: tuple[str, ...] | None
+    settings: tuple[tuple[str, str], ...]
+    is_exact: bool
+
+    @property
+    def title(self) -> str:
+        """Its name, or that of the model's class."""
+        return self.name or self.class_name
+
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks it is sharded."""
+        return len(self.shard_ranks)
+
+    @property
+    def replicate_size(self) -> int:
+        """How many copies there are."""
+        return len(self.replicate_ranks)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameters."""
+        return sum(param.numel for param in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameters, as they are kept at rest."""
+        return sum(param.nbytes for param in self.params)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of parameters that this rank keeps at rest, without padding."""
+        return sum(param.local_bytes for param in self.params)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes at rest, padding included."""
+        extended = sum(param.local_bytes for param in self.params if param.buffer is None)
+        return extended + sum(buffer.shard_bytes for buffer in self.buffers)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the unsharded parameters, while there are any."""
+        extended = sum(param.unsharded_bytes for param in self.params if param.buffer is None)
+        return extended + sum(buffer.unsharded_bytes for buffer in self.buffers)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the sharded gradients between backward and ``zero_grad()``."""
+        return sum(each.delivered_bytes for each in self.gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """What one group exchanges in one way in one step: one forward, one backward that reduces, one optimizer step.
+
+    Attributes:
+        group: index into `ModelFacts.groups`.
+        during: the pass.
+        kind: of the collective.
+        ranks: of the process group, of the whole job.
+        times: how often in a step.
+        members: bytes of each collective, of one rank: of an all-gather what it gives, of a reduce-scatter what it
+            gets, of an all-reduce all of it. Several members are one launch on devices, one collective each on a CPU.
+        inside_bytes: what one rank sends in a step to ranks of its node. In a ring that goes through one node after
+            the other (on the average of its ranks), or where ranks exchange in pairs, as on gloo, this rank's.
+        between_bytes: the same, to ranks of other nodes.
+        way: "ring" or "pairs".
+    """
+
+    group: int
+    during: Pass
+    kind: Kind
+    ranks: tuple[int, ...]
+    times: int
+    members: tuple[int, ...]
+    inside_bytes: int
+    between_bytes: int
+    way: Literal["ring", "pairs"]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of all members of one collective, of one rank."""
+        return sum(self.members)
+
+    @property
+    def collectives(self) -> int:
+        """In a step, one for each member."""
+        return self.times * len(self.members)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one rank sends in a step."""
+        return self.inside_bytes + self.between_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OrderFacts:
+    """In which order groups are gathered, by index.
+
+    Attributes:
+        is_learned: from the last step; else it is the order of the modules, which is a guess.
+        forward: of forward.
+        backward: of backward.
+        prefetch_bytes: how much is gathered ahead; None: one module's parameters.
+        backward_prefetch: when a module's backward gathers what comes next: "before", "after" or "never".
+    """
+
+    is_learned: bool
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    prefetch_bytes: int | None
+    backward_prefetch: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model, sharded or not.
+
+    Attributes:
+        class_name: of the model.
+        world_size: ranks of the whole job; 1 without a process group.
+        rank: of this process.
+        ranks_per_node: how many ranks share a node, as assumed for `ExchangeFacts`.
+        has_run: a first forward has made a root.
+        is_meta: some parameters have no memory yet.
+        roots: names of the outermost sharded modules.
+        groups: in the order of the modules.
+        ignored: parameters that `fully_shard` was told to ignore.
+        unsharded: other parameters that belong to no group.
+        module_buffers_bytes: of the buffers of modules, which every rank keeps whole.
+        order: of gathers.
+        exchanges: of one step.
+    """
+
+    class_name: str
+    world_size: int
+    rank: int
+    ranks_per_node: int
+    has_run: bool
+    is_meta: bool
+    roots: tuple[str, ...]
+    groups: tuple[GroupFacts, ...]
+    ignored: tuple[PlainParamFacts, ...]
+    unsharded: tuple[PlainParamFacts, ...]
+    module_buffers_bytes: int
+    order: OrderFacts
+    exchanges: tuple[ExchangeFacts, ...]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return -(-self.world_size // self.ranks_per_node)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters, whole, as they are kept at rest."""
+        plain = (*self.ignored, *self.unsharded)
+        return sum(group.nbytes for group in self.groups) + sum(each.nbytes for each in plain)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        plain = (*self.ignored, *self.unsharded)
+        return sum(group.numel for group in self.groups) + sum(_product(each.shape) for each in plain)
+
+    def exchanges_of(self, group: int) -> tuple[ExchangeFacts, ...]:
+        """Those of the group of this index."""
+        return tuple(each for each in self.exchanges if each.group == group)
+
+
+def _product(sizes: Iterable[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
