@@ -3,7 +3,8 @@
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
-import fsdp2.optim.zeroing  # noqa: F401  these fill ports of the core
+import fsdp2.optim.zeroing
+import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
 from fsdp2.compiled.entry import prepare_compile
@@ -48,6 +49,8 @@ from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
+from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
+from fsdp2.tools.timeline import Timeline, timeline
 
 know_former_names()
 
@@ -71,6 +74,7 @@ __all__ = [
     "GradientReductionHandle",
     "GroupChoice",
     "HSDPMeshInfo",
+    "Metrics",
     "MixedPrecisionPolicy",
     "ModuleGroup",
     "OffloadPolicy",
@@ -82,6 +86,8 @@ __all__ = [
     "RowBlocks",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "StepMetrics",
+    "Timeline",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -100,6 +106,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "inference",
+    "metrics",
     "offload_optimizer_state",
     "prepare_compile",
     "optim",
@@ -108,6 +115,7 @@ __all__ = [
     "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
+    "timeline",
     "unwrap",
 ]
 __version__ = "0.1.0"
