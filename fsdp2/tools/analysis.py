@@ -12,6 +12,7 @@ not exposed itself: the others are, which wait for it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ def segments(record: RankRecord) -> list[Segment]:
     changes.sort()
     found: list[Segment] = []
     active: list[int] = []
-    since = record.begin
+    since = min([record.begin, *(time for time, _, _ in changes[:1])])  # (a device's clock may be a little behind)
     for time, begins, index in changes:
         _extend(found, [spans[each] for each in active], since, time)
         since = max(since, time)
@@ -98,7 +99,7 @@ def steps_of(record: RankRecord) -> list[tuple[float, float]]:
     for forward in sorted(record.forwards):
         if not starts or not ends or any(starts[-1] < end <= forward for end in ends):
             starts.append(forward)
-    return list(zip(starts, [*starts[1:], record.end], strict=True))
+    return list(itertools.pairwise([*starts, record.end]))
 
 
 @dataclass(slots=True)

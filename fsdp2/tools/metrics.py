@@ -298,6 +298,8 @@ class _Options:
 def _read(name: str, value: Any) -> float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
     if not is_number(value):
         raise FSDPValueError(
             f"Metrics.step() takes numbers, or tensors of one, got a {type(value).__name__} as '{name}'."
@@ -388,6 +390,6 @@ def metrics(
     meter = observation = None
     if observe:
         meter = _Meter()
-        observation = meter.observation = Observation([model], meter, "metrics()")
+        observation = meter.observation = Observation([model], meter, "metrics()", only_exchanges=True)
         observation.begin()
     return Metrics(model, options, meter, observation)

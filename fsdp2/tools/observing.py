@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp2.core.gather import Transfer
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.root import FSDPRoot
-from fsdp2.core.state import FSDPState, states_below
+from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.streams import Device, FSDPCommContext
 from fsdp2.core.transport import Transport
 from fsdp2.errors import FSDPValueError
@@ -132,8 +132,10 @@ class Observation:
         groups: of the models, in the order of their modules, by name.
     """
 
-    def __init__(self, models: Sequence[nn.Module], listener: Listener, function: str) -> None:
-        """``function``: that the user has called, for messages.
+    def __init__(
+        self, models: Sequence[nn.Module], listener: Listener, function: str, *, only_exchanges: bool = False
+    ) -> None:
+        """``function``: that the user has called, for messages. ``only_exchanges``: tell of these and of waits alone.
 
         Raises:
             FSDPValueError: nothing in one of ``models`` is sharded.
@@ -142,9 +144,10 @@ class Observation:
         for model in self.models:
             if not states_below(model):
                 raise FSDPValueError(
-                    f"fully_shard was called on no module of {type(model).__name__}: call it before {function}."
+                    f"fully_shard was called on no module of {class_name(model)}: call it before {function}."
                 )
         self.listener = listener
+        self._only_exchanges = only_exchanges
         self._taps = Taps()
         self._handles: list[RemovableHandle] = []
         self._prefixes = _prefixes(self.models)
@@ -206,13 +209,18 @@ class Observation:
 
     def name_of(self, one: FSDPParamGroup | FSDPState) -> str:
         """Of a group or state, with the model's before it if there are several."""
-        if id(one) not in self._names:
+        known = self._names.get(id(one))
+        if known is None:
             self.refresh()
-        return self._names.get(id(one), one.name)
+            known = self._names.setdefault(id(one), one.name)
+        return known
 
     # -- what is tapped
 
     def _observe_state(self, state: FSDPState) -> None:
+        if self._only_exchanges and state.root is not None:
+            self._taps.forget(state)  # which was to tell when the root forms
+            return
         self._taps.place(state, "_on_real_parameters", functools.partial(_around_action, self, state))
         self._taps.place(state, "forward_failed", functools.partial(_around_failure, self, state))
         for group in state.unit:
@@ -222,8 +230,9 @@ class Observation:
         """A root has formed, or is about to run: listen to it, and to all that is new below it."""
         place = self._taps.place
         place(root, "begin_forward", functools.partial(_around_forward, self, root))
-        place(root, "_gather_ahead", functools.partial(_around_ahead, self))
-        place(root, "_end_iteration", functools.partial(_around_end, self, root))
+        if not self._only_exchanges:
+            place(root, "_gather_ahead", functools.partial(_around_ahead, self))
+            place(root, "_end_iteration", functools.partial(_around_end, self, root))
         place(root.comm, "_wait_for", functools.partial(_around_wait, self, root.comm))
         place(root.comm, "add_pending", functools.partial(_around_pending, self))
         for group in root.groups:
@@ -236,13 +245,15 @@ class Observation:
     def _observe_group(self, group: FSDPParamGroup) -> None:
         place = self._taps.place
         place(group, "_issue_all_gather", functools.partial(_around_gather, self, group))
-        place(group, "_copy_out", functools.partial(_around_copy_out, self, group))
-        place(group, "_free_unsharded", functools.partial(_around_free, self, group))
+        if not self._only_exchanges:
+            place(group, "_copy_out", functools.partial(_around_copy_out, self, group))
+            place(group, "_free_unsharded", functools.partial(_around_free, self, group))
         place(group.reducer, "reduce", functools.partial(_around_reduce, self, group))
 
     def _observe_transport(self, transport: Transport, group: FSDPParamGroup) -> None:
-        for name, kind in _KINDS.items():
-            self._taps.place(transport, name, functools.partial(_around_exchange, self, group, kind))
+        if not self._taps.has(transport):
+            for name, kind in _KINDS.items():
+                self._taps.place(transport, name, functools.partial(_around_exchange, self, group, kind))
 
     # -- optimizers
 
@@ -305,22 +316,28 @@ _KINDS = {"all_gather": Kind.GATHER, "reduce_scatter": Kind.REDUCE_SCATTER, "all
 def _prefixes(models: Sequence[nn.Module]) -> list[str]:
     if len(models) == 1:
         return [""]
-    names = [type(model).__name__ for model in models]
+    names = list(map(class_name, models))
     return [f"{name}/" if names.count(name) == 1 else f"{name}#{index}/" for index, name in enumerate(names)]
+
+
+def class_name(model: nn.Module) -> str:
+    """Of ``model``, uncompiled, as its user calls it."""
+    model = getattr(model, "_orig_mod", model)
+    state = state_of(model)
+    return type(model).__name__ if state is None else state.class_name
 
 
 def _bytes_of(kind: Kind, members: Sequence[Any], ranks: int) -> tuple[int, int]:
     """Of the whole, and what each rank sends at the least."""
     if kind is Kind.ALL_REDUCE:
-        nbytes = sum(_nbytes(each) for each in members)
+        nbytes = sum(each.nbytes for each in members)
         return nbytes, 2 * nbytes * (ranks - 1) // ranks
+    outputs = inputs = 0
     pairs: Sequence[Transfer] = members
-    outputs, inputs = sum(_nbytes(output) for output, _ in pairs), sum(_nbytes(input) for _, input in pairs)
-    return max(outputs, inputs), abs(outputs - inputs)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    for output, input in pairs:  # (generators would cost a call for each)
+        outputs += output.nbytes
+        inputs += input.nbytes
+    return (outputs, outputs - inputs) if outputs > inputs else (inputs, inputs - outputs)
 
 
 def bytes_held(group: FSDPParamGroup) -> tuple[int, int]:
@@ -401,16 +418,18 @@ def _around_gather(
     for transport in (group._transport, group._transport_among_neighbours):
         seen._observe_transport(transport, group)
     issuing = seen._issuing = _Issuing(for_backward, seen._ahead, [])
-    if not device.has_streams:
+    shows = not (device.has_streams or seen._only_exchanges)
+    if shows:
         seen.listener.open(Activity.ENGINE, name, device)
     try:
         call(unsharding, for_backward)
     finally:
         seen._issuing = None
-        if not device.has_streams:
+        if shows:
             seen.listener.close(Activity.ENGINE, name, device)
     seen._in_flight[id(unsharding)] = _InFlight(group, Kind.GATHER, issuing.exchanges)
-    seen.listener.hold(name, *bytes_held(group), device)
+    if not seen._only_exchanges:
+        seen.listener.hold(name, *bytes_held(group), device)
 
 
 def _around_exchange(
@@ -440,9 +459,9 @@ def _around_exchange(
 
 def _ranks_of(members: Sequence[Transfer]) -> int:
     for output, input in members:
-        small, large = sorted((output.numel(), input.numel()))
-        if small:
-            return large // small
+        one, other = output.numel(), input.numel()
+        if one and other:
+            return one // other if one > other else other // one
     return 1
 
 
@@ -468,13 +487,14 @@ def _around_free(seen: Observation, group: FSDPParamGroup, call: Callable[[], No
 def _around_reduce(seen: Observation, group: FSDPParamGroup, call: Callable[..., None], comm: FSDPCommContext) -> None:
     before, seen._reducing = seen._reducing, group
     name = seen.name_of(group)
-    if not comm.device.has_streams:
+    shows = not (comm.device.has_streams or seen._only_exchanges)
+    if shows:
         seen.listener.open(Activity.ENGINE, name, comm.device)
     try:
         call(comm)
     finally:
         seen._reducing = before
-        if not comm.device.has_streams:
+        if shows:
             seen.listener.close(Activity.ENGINE, name, comm.device)
 
 

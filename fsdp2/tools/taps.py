@@ -59,6 +59,7 @@ class Taps:
     def __init__(self) -> None:
         self._placed: list[tuple[Any, str, Tap, Around]] = []
         self._known: set[tuple[int, str]] = set()
+        self._owners: set[int] = set()
 
     def place(self, owner: Any, name: str, around: Around) -> None:
         """Run ``around`` each time that the method ``name`` of ``owner`` is called. Once, however often it is asked."""
@@ -71,13 +72,28 @@ class Taps:
             tap = owner.__dict__[name] = Tap(getattr(owner, name), before)
         tap.arounds.append(around)
         self._known.add((id(owner), name))
+        self._owners.add(id(owner))
         self._placed.append((owner, name, tap, around))
+
+    def has(self, owner: Any) -> bool:
+        """Whether something runs around methods of ``owner``."""
+        return id(owner) in self._owners
+
+    def forget(self, owner: Any) -> None:
+        """Take those of ``owner`` away."""
+        if id(owner) in self._owners:
+            self._remove([each for each in self._placed if each[0] is owner])
 
     def remove(self) -> None:
         """Take all of them away."""
-        while self._placed:
-            owner, name, tap, around = self._placed.pop()
+        self._remove(self._placed)
+
+    def _remove(self, placed: list[tuple[Any, str, Tap, Around]]) -> None:
+        gone = {id(owner) for owner, _, _, _ in placed}
+        for owner, name, tap, around in placed:
             tap.arounds[:] = [each for each in tap.arounds if each is not around]
             if not tap.arounds:
                 tap.leave(owner, name)
-        self._known.clear()
+        self._placed = [each for each in self._placed if id(each[0]) not in gone]
+        self._known = {each for each in self._known if each[0] not in gone}
+        self._owners -= gone

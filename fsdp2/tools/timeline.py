@@ -17,7 +17,7 @@ from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 from fsdp2.tools.analysis import RankSummary, Slowest
 from fsdp2.tools.chrome_trace import trace
 from fsdp2.tools.collecting import Meeting
-from fsdp2.tools.observing import Observation
+from fsdp2.tools.observing import Observation, class_name
 from fsdp2.tools.recorder import Recorder
 from fsdp2.tools.report import GroupSummary, TimelineReport
 
@@ -67,7 +67,7 @@ class Timeline:
         assert self._meeting is not None, "it was entered"
         self._observation.end()
         failure = "" if kind is None else f"{kind.__name__}: {error}"
-        names = ", ".join(type(model).__name__ for model in self._models)
+        names = ", ".join(map(class_name, self._models))
         mine = self._recorder.record(rank=self._meeting.rank, failure=failure, model=names, in_graphs=self._in_graphs())
         self._report = TimelineReport.of([mine])
         if kind is not None:

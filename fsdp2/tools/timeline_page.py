@@ -10,7 +10,7 @@ from fsdp2.tools.records import Span
 from fsdp2.tools.report import MIB, GroupSummary, TimelineReport
 from fsdp2.tools.view import COLOURS, WORDS, RankView, View, view_of
 
-WIDTH, LEFT, RIGHT = 1100, 64, 16
+WIDTH, LEFT, RIGHT = 1100, 78, 16
 LANE, THIN, MEMORY, GAP = 30, 12, 34, 18
 
 STYLE = """
@@ -27,7 +27,7 @@ p { margin: 4px 0; max-width: 80ch; } .faint { color: var(--faint); }
 .scroll { overflow-x: auto; border: 1px solid var(--line); border-radius: 8px; }
 .scroll svg { display: block; min-width: 820px; width: 100%; height: auto; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink); } svg .faint { fill: var(--faint); }
-svg .in { fill: #fff; font-size: 10px; pointer-events: none; }
+svg .in { fill: var(--ground); font-size: 10px; pointer-events: none; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 10px 0; padding: 0; list-style: none;
   font-size: 13px; }
 .legend i { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
@@ -58,6 +58,7 @@ def page(report: TimelineReport) -> str:
         _legend(view),
         f'<div class="scroll">{_drawing(view)}</div>',
         "<h2>Ranks, in a step</h2>",
+        '<p class="faint">Busy: all time but waits. Memory: the most at a time.</p>',
         _rank_table(report),
         "<h2>Groups, in a step</h2>",
         '<p class="faint">On average over ranks. Hidden: in flight while the rank computes. Exposed: the rank stands '
@@ -210,8 +211,8 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _rank_table(report: TimelineReport) -> str:
-    head = ["rank", "step ms", "busy ms", "waits: gathers ms", "waits: reductions ms", "", "sent MiB"]
-    head += ["unsharded MiB at most", "process MiB at most"]
+    head = ["rank", "step ms", "busy ms", "waits for gathers ms", "for reductions ms", "", "sent MiB"]
+    head += ["unsharded MiB", "process MiB"]
     rows = []
     for each in report.ranks:
         name = f"{each.rank} (slowest)" if report.slowest and report.slowest.rank == each.rank else str(each.rank)

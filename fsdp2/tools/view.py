@@ -17,15 +17,15 @@ MOST_MARKS = 6000
 """Of what is drawn, so that a page stays a page."""
 
 COLOURS = {
-    "forward": ("#2f6fde", "#6ea0ff"),
-    "recompute": ("#7a5cc9", "#a98cf0"),
-    "backward": ("#128a7a", "#3cc0ad"),
-    "optimizer": ("#6b7280", "#9aa3b2"),
-    "pack and launch": ("#b08a1e", "#d9b64a"),
-    "wait": ("#d6336c", "#ff6b9a"),
-    "all-gather": ("#4c8fd0", "#7db8ee"),
-    "reduce-scatter": ("#2a9d6f", "#54c796"),
-    "all-reduce": ("#8a6d3b", "#c9a765"),
+    "forward": ("#2f6fde", "#7aa8ff"),
+    "recompute": ("#7a5cc9", "#b49bf5"),
+    "backward": ("#c8690c", "#f2a65a"),
+    "optimizer": ("#6d5a4a", "#bba592"),
+    "pack and launch": ("#7d8ba0", "#93a1b5"),
+    "wait": ("#d6336c", "#ff7aa5"),
+    "all-gather": ("#0e9aa7", "#4fd0da"),
+    "reduce-scatter": ("#4b8f2a", "#8fd06b"),
+    "all-reduce": ("#8f7a12", "#dcc65a"),
     "memory": ("#8b93a1", "#7c8594"),
 }
 """By what is drawn: on a light ground, and on a dark one."""
