@@ -275,8 +275,8 @@ def test_metrics_beside_a_timeline_count_what_it_counts(tmp_path: Path) -> None:
     with fsdp2.metrics(model, write=lines.append, file=tmp_path / "metrics.jsonl") as metrics:
         with fsdp2.timeline(model) as timeline:
             step()
+            began = time.perf_counter()
             found = metrics.step(tokens=8, loss=torch.tensor(0.5), gradient_norm=torch.tensor(2.0))
-        began = time.perf_counter()
         with metrics.paused(), torch.no_grad():
             model(torch.ones(2, WIDTH))
             time.sleep(DELAY)
