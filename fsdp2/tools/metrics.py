@@ -23,7 +23,7 @@ from fsdp2.core.state import states_below
 from fsdp2.core.streams import Device
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 from fsdp2.tools.clocks import Clock, clock_for
-from fsdp2.tools.observing import Exchange, Kind, Listener, Observation
+from fsdp2.tools.observing import Exchange, Kind, Listener, Observation, refuse_unsharded
 from fsdp2.tools.recorder import peak_bytes
 
 MIB = 2**20
@@ -367,16 +367,13 @@ def metrics(
         FSDPTypeError, FSDPValueError: nothing in ``model`` is sharded, or not what an argument takes.
         FSDPRuntimeError: ``tensorboard``, which is not installed.
     """
-    if not states_below(getattr(model, "_orig_mod", model)):
-        raise FSDPValueError(
-            f"fully_shard was called on no module of {type(model).__name__}: call it before metrics()."
-        )
+    model = getattr(model, "_orig_mod", model)
+    refuse_unsharded(model, "metrics()")
     if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
         raise FSDPRuntimeError(
             "metrics(tensorboard=...) needs tensorboard, which is not installed: pip install 'fsdp2[tools]', or give "
             "file=, whose lines of JSON need nothing."
         )
-    model = getattr(model, "_orig_mod", model)
     count = sum(parameter.numel() for parameter in model.parameters())
     options = _Options(
         6.0 * count if flops_per_token is None else float(flops_per_token),

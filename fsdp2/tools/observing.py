@@ -142,10 +142,7 @@ class Observation:
         """
         self.models = [getattr(model, "_orig_mod", model) for model in models]
         for model in self.models:
-            if not states_below(model):
-                raise FSDPValueError(
-                    f"fully_shard was called on no module of {class_name(model)}: call it before {function}."
-                )
+            refuse_unsharded(model, function)
         self.listener = listener
         self._only_exchanges = only_exchanges
         self._taps = Taps()
@@ -318,6 +315,19 @@ def _prefixes(models: Sequence[nn.Module]) -> list[str]:
         return [""]
     names = list(map(class_name, models))
     return [f"{name}/" if names.count(name) == 1 else f"{name}#{index}/" for index, name in enumerate(names)]
+
+
+def refuse_unsharded(model: nn.Module, function: str) -> None:
+    """Refuse a model that there is nothing to observe of.
+
+    Raises:
+        FSDPValueError: nothing in it is sharded.
+    """
+    if not states_below(model):
+        raise FSDPValueError(
+            f"{function} observes what sharded modules do, and nothing in {class_name(model)} is sharded: call "
+            "fully_shard() first."
+        )
 
 
 def class_name(model: nn.Module) -> str:

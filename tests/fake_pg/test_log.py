@@ -89,7 +89,7 @@ def test_only_what_is_asked_for(
 def test_another_word_is_refused_at_once(simulate: FakeWorlds, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(4)
     monkeypatch.setenv(VARIABLE, "plan,all")
-    with pytest.raises(FSDPValueError, match="FSDP2_LOG takes words out of plan, order, comm, memory, .* got 'all'"):
+    with pytest.raises(FSDPValueError, match=r"FSDP2_LOG takes words out of plan, order, comm, memory, .* got 'all'"):
         fully_shard(nn.Linear(2, 2))
 
 

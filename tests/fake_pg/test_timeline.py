@@ -366,7 +366,7 @@ def test_what_cannot_be_saved(simulate: FakeWorlds, tmp_path: Path, monkeypatch:
 def test_what_is_not_sharded_is_refused(simulate: FakeWorlds) -> None:
     simulate(WORLD_SIZE)
     for call in (fsdp2.timeline, fsdp2.metrics):
-        with pytest.raises(FSDPValueError, match="fully_shard was called on no module of Linear: call it before"):
+        with pytest.raises(FSDPValueError, match="nothing in Linear is sharded: call fully_shard"):
             call(nn.Linear(2, 2))
     with pytest.raises(FSDPValueError, match="empty list"):
         fsdp2.timeline([])
