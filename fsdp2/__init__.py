@@ -3,7 +3,8 @@
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
-import fsdp2.optim.zeroing  # noqa: F401  these fill ports of the core
+import fsdp2.optim.zeroing
+import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
 from fsdp2.compiled.entry import prepare_compile
@@ -55,6 +56,8 @@ from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.estimating.result import Estimate
 from fsdp2.tools.estimating.suggest import Suggestions, suggest
 from fsdp2.tools.explaining import Explanation, explain
+from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
+from fsdp2.tools.timeline import Timeline, timeline
 
 know_former_names()
 warn_of_unknown()
@@ -82,6 +85,7 @@ __all__ = [
     "GroupChoice",
     "Hardware",
     "HSDPMeshInfo",
+    "Metrics",
     "MixedPrecisionPolicy",
     "ModuleGroup",
     "OffloadPolicy",
@@ -95,6 +99,8 @@ __all__ = [
     "ShardedGradScaler",
     "ShardingConfig",
     "Suggestions",
+    "StepMetrics",
+    "Timeline",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -115,6 +121,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "inference",
+    "metrics",
     "offload_optimizer_state",
     "prepare_compile",
     "optim",
@@ -124,6 +131,7 @@ __all__ = [
     "share_comm_ctx",
     "step_on_owners",
     "suggest",
+    "timeline",
     "unwrap",
 ]
 __version__ = "0.1.0"

@@ -93,6 +93,8 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "compile_report": lambda model: {"model": model},
     "explain": lambda model: {"model": model},
     "full_parameters": lambda model: {"module": model},
+    "metrics": lambda model: {"model": model, "write": None},
+    "timeline": lambda model: {"model": model},
     "inference": lambda model: {"module": model},
     "offload_optimizer_state": lambda model: {"optimizer": optimizer(model)},
     "prepare_compile": lambda model: {"model": model},
@@ -166,7 +168,7 @@ METHODS: dict[str, dict[str, Any]] = {
 UNCHECKED = {
     *("AllGather", "Comm", "ReduceScatter", "FSDPModule", "RaggedDTensor", "optim"),
     *("CompileReport", "CompiledGroup", "DivergenceReport", "GradientReductionHandle", "GroupChoice", "ModuleGroup"),
-    *("Explanation", "OptimizerStateOffload", "UnshardHandle"),
+    *("Explanation", "Metrics", "OptimizerStateOffload", "StepMetrics", "Timeline", "UnshardHandle"),
     *("disable_fsdp_module_new_init", "get_cls_to_fsdp_cls"),
 }
 MODULES_OWN = {"share_memory", "reshard", "reset_iter_state", "extra_repr"}  # those of nn.Module, or of no arguments
