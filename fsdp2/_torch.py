@@ -487,7 +487,8 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """``mesh`` as one dim called ``name``. Makes a process group: all ranks must call it."""
-    return mesh._flatten(name)
+    with unobserved():  # the ranks are real numbers, also while tensors are fake
+        return mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -2,8 +2,8 @@
 
 [Note: what a DDP program keeps, and what it does not]
     It keeps: training as under DDP. Rank 0's parameters and buffers are broadcast first, gradients are the mean over
-    ranks, ``no_sync()`` accumulates, buffers are broadcast before each training forward, ``.module`` is the model, names
-    in state dicts begin with "module.", and load_state_dict takes whole tensors, as a DDP program has saved them.
+    ranks, ``no_sync()`` accumulates, buffers are broadcast before each training forward, ``.module`` is the model,
+    names in state dicts begin with "module.", and load_state_dict takes whole tensors, as a DDP program saves them.
     Other: parameters are DTensors, a rank's shard. ``.grad`` is None until gradients are reduced. What only rank 0 does
     with a model (saving it, most often) has only rank 0's shards: ``torch.save`` refuses these, with what to write.
     Refused: what has no counterpart (communication hooks of buckets, ``join()``, DDP's own mixed precision, a process
@@ -129,7 +129,7 @@ class ShardedDataParallel(nn.Module):
         return None, config
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the model, after rank 0's buffers were given to all ranks if a training forward may have changed them."""
+        """Call the model, with rank 0's buffers on all ranks if a training forward may have changed them."""
         if self._buffers_may_differ and self._broadcast_names:
             self._broadcast_buffers()
         self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -194,8 +194,8 @@ def refuse_shards(value: Any, seen: set[int]) -> None:
         cut = [not placement.is_replicate() for placement in value.placements]
         if any(is_cut and size > 1 for is_cut, size in zip(cut, value.device_mesh.shape, strict=True)):
             raise fsdp2.FSDPRuntimeError(
-                "torch.save was called with a sharded tensor: under --auto-shard a rank has only its part of the model, "
-                "and the file would hold no more. Save on all ranks with fsdp2.checkpoint, or let all ranks enter "
+                "torch.save was called with a sharded tensor: under --auto-shard a rank has only its part of the "
+                "model, and the file would hold no more. Save on all ranks with fsdp2.checkpoint, or let all ranks enter "
                 "`with fsdp2.full_parameters(model.module):`, inside of which rank 0 may save a state dict of whole "
                 "tensors, or write 'strategy: replicate' in the config."
             )

@@ -1,4 +1,4 @@
-"""The ``FSDP2_*`` variables of the environment: which there are, what they take and mean. What reads them lies elsewhere.
+"""The ``FSDP2_*`` variables of the environment: which there are, what they take and mean. Others read them.
 
 Importing `fsdp2` warns of variables of that beginning that nothing reads: they are misspelled.
 """
@@ -56,8 +56,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "FSDP2_AUTO_SHARD",
         "1, the path of a ShardingConfig, or 0",
-        "A program's DistributedDataParallel shards its model by fsdp2.auto_shard. `fsdp2 run --auto-shard` sets it for "
-        "the processes that a program starts.",
+        "A program's DistributedDataParallel shards its model by fsdp2.auto_shard. `fsdp2 run --auto-shard` sets it "
+        "for the processes that a program starts.",
         "0",
         lambda value: value in ("", "0", "1") or Path(value).is_file(),
     ),
