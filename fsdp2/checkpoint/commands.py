@@ -78,7 +78,7 @@ def list_run(options: argparse.Namespace) -> int:
         raise CheckpointIncomplete(f"{run} is a checkpoint itself, no run: show {run}.")
     if not run.is_dir():
         raise CheckpointIncomplete(f"there is no run {run}: no such folder.")
-    found = []
+    found: list[dict[str, Any]] = []
     for step in steps:
         with Opened(run / name_of(step)) as opened:
             manifest = opened.source.manifest
@@ -225,9 +225,7 @@ def _say_already(options: argparse.Namespace, line: str) -> None:
 
 def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _size(nbytes: int) -> str:

@@ -82,7 +82,7 @@ class ShardedDataParallel(nn.Module):
             fsdp2.broadcast_parameters(module, 0, ignored_params=ignored)
         mesh, config = self._mesh(module, device_mesh)
         more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
-        self.module = fsdp2.auto_shard(module, mesh, config=config, **more)
+        self.module: Any = fsdp2.auto_shard(module, mesh, config=config, **more)
         self.require_backward_grad_sync = True
         self._buffers_may_differ = True
         self._broadcast_names = [
@@ -195,9 +195,9 @@ def refuse_shards(value: Any, seen: set[int]) -> None:
         if any(is_cut and size > 1 for is_cut, size in zip(cut, value.device_mesh.shape, strict=True)):
             raise fsdp2.FSDPRuntimeError(
                 "torch.save was called with a sharded tensor: under --auto-shard a rank has only its part of the "
-                "model, and the file would hold no more. Save on all ranks with fsdp2.checkpoint, or let all ranks enter "
-                "`with fsdp2.full_parameters(model.module):`, inside of which rank 0 may save a state dict of whole "
-                "tensors, or write 'strategy: replicate' in the config."
+                "model, and the file would hold no more. Save on all ranks with fsdp2.checkpoint, or let all ranks "
+                "enter `with fsdp2.full_parameters(model.module):`, inside of which rank 0 may save a state dict of "
+                "whole tensors, or write 'strategy: replicate' in the config."
             )
     elif isinstance(value, Mapping):
         for each in value.values():

@@ -71,13 +71,13 @@ def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
     return _calling(found)
 
 
-def _calling(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+def _calling(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """A function that makes one, of the same name."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         return kind(parameters)
 
-    make.__name__ = make.__qualname__ = kind.__name__
+    make.__name__ = make.__qualname__ = getattr(kind, "__name__", "optimizer")
     return make
 
 

@@ -85,6 +85,7 @@ def make_model(name: str) -> nn.Module:
     return model
 
 
+_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _SHAPE = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -106,8 +107,7 @@ def make_batch(text: str, device: str) -> Any:
 def _tensor(shape: str, dtype: str, device: str) -> torch.Tensor:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        known = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
-        raise FSDPValueError(f"there is no dtype '{dtype}'.{nearest(dtype, known)}")
+        raise FSDPValueError(f"there is no dtype '{dtype}'.{nearest(dtype, _DTYPES)}")
     return torch.zeros([int(size) for size in shape.split("x")], dtype=found, device=device)
 
 

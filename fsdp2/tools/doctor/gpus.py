@@ -55,7 +55,9 @@ def printed(*command: str) -> str | None:
 def findings() -> Iterator[Finding]:
     """Look at all of it."""
     if not torch.cuda.is_available():
-        yield Finding("gpu", "note", "torch sees no CUDA device: clocks, topology and pinned memory were not looked at.")
+        yield Finding(
+            "gpu", "note", "torch sees no CUDA device: clocks, topology and pinned memory were not looked at."
+        )
         return
     table = printed("nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
     if table is None:
@@ -87,11 +89,14 @@ def _faults(name: str, values: dict[str, str]) -> Iterator[Finding]:
     if errors:
         what = f"{name} has had {errors:.0f} memory errors that could not be corrected."
         yield Finding("gpu", "problem", what, "Restart it, or take it out of use.", values)
-    reasons = int(values["clocks_throttle_reasons.active"], 16) if "0x" in values["clocks_throttle_reasons.active"] else 0
+    text = values["clocks_throttle_reasons.active"]
+    reasons = int(text, 16) if text.startswith("0x") else 0
     said = [text for bit, text in THROTTLED.items() if reasons & bit]
     if said:
         what = f"{name} runs at {values['clocks.sm']} of {values['clocks.max.sm']} MHz: {'; '.join(said)}."
-        yield Finding("clocks", "warning", what, "Look at its cooling and power: all ranks wait for the slowest.", values)
+        yield Finding(
+            "clocks", "warning", what, "Look at its cooling and power: all ranks wait for the slowest.", values
+        )
     used, total = _number(values["memory.used"]), _number(values["memory.total"])
     if used > 0.05 * total + 1024:
         what = f"{shown_bytes(used * MIB)} of {name}'s {shown_bytes(total * MIB)} are in use already."
@@ -114,12 +119,11 @@ def links(matrix: str) -> dict[tuple[int, int], str]:
     """How each pair of GPUs is linked, of what ``nvidia-smi topo -m`` prints: NV18, PIX, PXB, PHB, NODE, SYS."""
     found: dict[tuple[int, int], str] = {}
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
-    for line in plain.splitlines():
-        cells = line.split()
-        if not cells or not re.fullmatch(r"GPU\d+", cells[0]):
-            continue
+    rows = [cells for line in plain.splitlines() if (cells := line.split()) and re.fullmatch(r"GPU\d+", cells[0])]
+    rows = [cells for cells in rows if len(cells) > 1 and not cells[1].startswith("GPU")]  # without the header
+    for cells in rows:
         mine = int(cells[0][3:])
-        for other, cell in enumerate(cells[1:]):
+        for other, cell in enumerate(cells[1 : len(rows) + 1]):  # beyond are network cards
             if other > mine and re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell):
                 found[mine, other] = cell
     return found

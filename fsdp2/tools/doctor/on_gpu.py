@@ -147,7 +147,7 @@ def trains(way: str, device: torch.device, width: int) -> Finding:
     _train(sharded, _stepper(sharded, device, width))
     with full_parameters(sharded):
         ours = {name: each.detach().clone() for name, each in sharded.named_parameters()}
-    theirs = dict(plain.named_parameters())
+    theirs = {name: each.detach() for name, each in plain.named_parameters()}
     gap = max(float((ours[name].to(device) - theirs[name]).abs().max()) for name in theirs)
     moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
     values = {"way": way, "steps": STEPS, "largest_difference": gap, "largest_change": moved}

@@ -48,7 +48,9 @@ def about_torch(version: str) -> Finding:
     tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     values = {"torch": version, "cuda": torch.version.cuda, "hip": torch.version.hip}
     if release < OLDEST:
-        return Finding("torch", "problem", f"torch {version} is too old: fsdp2 needs {tested}.", "Update torch.", values)
+        return Finding(
+            "torch", "problem", f"torch {version} is too old: fsdp2 needs {tested}.", "Update torch.", values
+        )
     if release > NEWEST:
         what = f"torch {version} is newer than what fsdp2 is tested on ({tested})."
         return Finding("torch", "warning", what, "Update fsdp2, or use a torch of this range.", values)
