@@ -46,6 +46,11 @@ group       class  parameters         at rest  unsharded  dtypes              ov
 (LM)        LM     25,600              14 KiB     56 KiB  fp32 > bf16 > fp32  8     kept                147.9 KiB
 blocks.0-2  Block  3 x 525,824  3 x 256.8 KiB  3 x 1 MiB  fp32 > bf16 > fp32  8     freed                10.5 MiB
 
+collective      among ranks  in forward  in backward  sent inside node  to other nodes
+--------------  -----------  ----------  -----------  ----------------  --------------
+all-gather      0-7                   4            3           5.3 MiB             0 B
+reduce-scatter  0-7                   0            4           5.4 MiB             0 B
+
 More on one group: explain(model).details("blocks.0")""")
     step(model)
     summary = str(fsdp2.explain(model, ranks_per_node=4)).partition("\n\n")[0]
@@ -67,7 +72,7 @@ def test_details(simulate: FakeWorlds) -> None:
 blocks.1 (Block), sharded over 4 ranks in 2 copies, as strategy="zero3"
 
   mesh            (replicate=2 x shard=4) on cpu, fake
-  shard ranks     0, 1, 2, 3
+  shard ranks     0-3
   copies on       3, 7
   at rest         513.5 KiB
   unsharded       1 MiB, of which 1 MiB arrive packed
@@ -102,7 +107,7 @@ backward   all-reduce          2      1        1        513.1 KiB               
 LM (LM), sharded over 4 ranks in 2 copies, a root, as strategy="zero3"
 
   mesh            (replicate=2 x shard=4) on cpu, fake
-  shard ranks     0, 1, 2, 3
+  shard ranks     0-3
   copies on       3, 7
   at rest         13 KiB, of which 2 KiB are padding
   unsharded       26 KiB, of which 25 KiB arrive packed
@@ -195,6 +200,7 @@ ADVICE: dict[str, Callable[[], nn.Module]] = {
     "tiny-groups": lambda: norms_apart(large(blocks=4)),
     "unequal-groups": lambda: one_is_larger(),
     "padding": lambda: fully_shard(nn.Linear(65_536, 9, bias=False)),
+    "uneven-rows": lambda: sharded(large(words=50_001)),
     "small-parameters": lambda: sharded(large(width=128, blocks=100)),
     "embedding": lambda: embedding_apart(large(words=40_000)),
 }

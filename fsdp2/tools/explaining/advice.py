@@ -271,6 +271,32 @@ def _padding(facts: ModelFacts) -> Iterator[Advice]:
         )
 
 
+def _uneven_rows(facts: ModelFacts) -> Iterator[Advice]:
+    """Large gradients that would travel directly if their rows divided by the ranks: each is copied once more."""
+    for alike in similar_groups(facts):
+        group = alike.first
+        held_up = [
+            param
+            for param in group.params
+            if param.gather == "direct" and param.reduce == "packed" and _padding_bytes(group, param)
+            if group.device.type == "cpu" or param.reduces == param.computes
+        ]
+        nbytes = sum(param.unsharded_bytes for param in held_up)
+        if nbytes < WORTH_MENTIONING_BYTES:
+            continue
+        first, size = held_up[0], group.shard_size
+        rows = -(-first.computed_shape[0] // size) * size
+        yield Advice(
+            "uneven-rows",
+            "slow",
+            tuple(param.name for param in held_up),
+            f"The ranks do not divide the rows of {shown_names([param.name for param in held_up])} evenly "
+            f"({first.dealt_out} of {list(first.shape)}): {shown_bytes(nbytes)} of gradients are copied to be padded "
+            "before they are reduced.",
+            f"# make the first dim of '{first.name}' {rows}, a multiple of {size} (as a padded vocabulary)",
+        )
+
+
 def _small_parameters(facts: ModelFacts) -> Iterator[Advice]:
     """Parameters too small to travel by themselves, where they are most of what is gathered."""
     groups = [group for group in facts.groups if group.shard_size > 1]
@@ -387,6 +413,7 @@ _CHECKS: tuple[Callable[[ModelFacts], Iterator[Advice]], ...] = (
     _tiny_groups,
     _unequal_groups,
     _padding,
+    _uneven_rows,
     _small_parameters,
     _full_precision,
     _narrow_sums,

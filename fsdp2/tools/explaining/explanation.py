@@ -156,7 +156,7 @@ def _show_in_colours(explanation: Explanation, file: TextIO) -> bool:
     if facts.groups:
         table = Table(header_style="bold")
         for index, header in enumerate(group_headers(facts)):
-            table.add_column(header, justify="right" if index in GROUP_RIGHT else "left")
+            table.add_column(header, justify="right" if index in GROUP_RIGHT else "left", no_wrap=index == 0)
         for alike in similar_groups(facts):
             table.add_row(*row_of(alike, facts))
         console.print(table)

@@ -13,6 +13,8 @@ from fsdp2.tools.explaining.text import (
     EXCHANGE_RIGHT,
     GROUP_RIGHT,
     PARAM_HEADERS,
+    TRAFFIC_HEADERS,
+    TRAFFIC_RIGHT,
     exchange_row,
     group_headers,
     param_row,
@@ -21,6 +23,7 @@ from fsdp2.tools.explaining.text import (
     reasons,
     row_of,
     summary,
+    traffic_rows,
 )
 from fsdp2.tools.facts.data import ModelFacts
 from fsdp2.tools.quantities import shown_bytes
@@ -116,10 +119,16 @@ def _groups(facts: ModelFacts, alike: Sequence[SimilarGroups]) -> str:
         return ""
     return (
         f"<h2>Groups</h2>{_table(group_headers(facts), (row_of(each, facts) for each in alike), GROUP_RIGHT)}"
-        f"<h2>Sizes of the groups</h2><p>Each bar is a group's unsharded parameters; the dark part is what one rank "
-        f"keeps at rest.</p>{_sizes(alike)}"
+        f"{_traffic(facts)}<h2>Sizes of the groups</h2><p>Each bar is a group's unsharded parameters; the dark part is "
+        f"what one rank keeps at rest.</p>{_sizes(alike)}"
         f"<h2>Memory, to scale</h2>{''.join(_group(facts, each, number == 0) for number, each in enumerate(alike))}"
     )
+
+
+def _traffic(facts: ModelFacts) -> str:
+    if not facts.exchanges:
+        return ""
+    return f"<h2>What one rank sends in a step</h2>{_table(TRAFFIC_HEADERS, traffic_rows(facts), TRAFFIC_RIGHT)}"
 
 
 def _sizes(alike: Sequence[SimilarGroups]) -> str:

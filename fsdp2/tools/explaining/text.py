@@ -184,6 +184,26 @@ def resharding_of(group: GroupFacts) -> str:
     return "freed" if group.reshard_after_forward else "kept"
 
 
+# -- what a step exchanges, by process group
+
+
+TRAFFIC_HEADERS = ("collective", "among ranks", "in forward", "in backward", "sent inside node", "to other nodes")
+TRAFFIC_RIGHT = (2, 3, 4, 5)
+
+
+def traffic_rows(facts: ModelFacts) -> list[list[str]]:
+    """One line for each kind of collective and each process group: how often in a step, and what one rank sends."""
+    found: dict[tuple[str, tuple[int, ...]], list[ExchangeFacts]] = {}
+    for each in facts.exchanges:
+        found.setdefault((each.kind, each.ranks), []).append(each)
+    rows = []
+    for (kind, ranks), exchanges in found.items():
+        times = [sum(each.times for each in exchanges if each.during == during) for during in ("forward", "backward")]
+        sent = [sum(each.inside_bytes for each in exchanges), sum(each.between_bytes for each in exchanges)]
+        rows.append([kind, _ranks(ranks), *map(str, times), *map(shown_bytes, sent)])
+    return rows
+
+
 # -- advice
 
 
@@ -212,6 +232,8 @@ def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
     parts = ["\n".join(wrapped(summary(facts)))]
     if facts.groups:
         parts.append("\n".join(groups_table(facts)))
+    if facts.exchanges:
+        parts.append("\n".join(table(TRAFFIC_HEADERS, traffic_rows(facts), right=TRAFFIC_RIGHT)))
     if plain := plain_lines(facts):
         parts.append("\n".join(plain))
     if advice:
@@ -270,6 +292,8 @@ def properties_of(facts: ModelFacts, group: GroupFacts) -> list[tuple[str, str]]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"
