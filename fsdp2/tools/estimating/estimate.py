@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload
 from fsdp2.core.state import Strategy
+from fsdp2.errors import FSDPTypeError
 from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
 from fsdp2.tools.estimating.memory import RESTS, Peak, Phase, Use
@@ -102,6 +103,8 @@ def estimate(
             sharded already, arguments that contradict each other.
         FSDPRuntimeError: a process group exists; the forward depends on values.
     """
+    if not isinstance(mesh_shape, (int, tuple)):
+        raise FSDPTypeError(f"estimate takes an int, or a tuple of ints, as 'mesh_shape', got {mesh_shape!r}.")
     shape = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
     request = Request(
         make_model=make_model,
@@ -255,13 +258,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 def _tried(request: Request) -> Iterator[Remedy]:
     """What else could be done, each on top of those before; until something fits."""
-    said: list[str] = []
+    said: dict[str, str] = {}
     for change, words in _changes(request):
         request = replace(request, **change)
-        said.append(words)
+        said[next(iter(change))] = words
         found = answer(request)
         seconds = None if found.time is None else found.time.seconds
-        yield Remedy(" and ".join(said), found.peak_bytes, found.fits, seconds)
+        yield Remedy(", ".join(said.values()), found.peak_bytes, found.fits, seconds)
         if found.fits:
             return
 
@@ -275,14 +278,13 @@ def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
     if request.shard is None and len(request.mesh_shape) == 2 and request.mesh_shape[0] > 1:
         yield {"mesh_shape": (request.ranks,), "mesh_dim_names": ("shard",)}, f"mesh_shape={request.ranks}"
     if request.accumulation == 1 and request.activation_bytes is None:
-        microbatches = most_microbatches(request)
-        if microbatches > 1:
-            words = f"accumulation={microbatches} with kept='sharded'"
-            yield {"accumulation": microbatches, "kept": "sharded"}, words
+        for count in microbatches_of(request):
+            yield {"accumulation": count, "kept": "sharded"}, f"accumulation={count}, kept='sharded'"
     if not isinstance(offload(request.offload_policy), CPUOffloadPolicy) and request.shard is None:
         yield {"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy()"
 
 
-def most_microbatches(request: Request) -> int:
-    """As many as there are samples for each rank."""
-    return request.samples // request.data_parallel
+def microbatches_of(request: Request) -> list[int]:
+    """Numbers of microbatches that are worth a try: 2, 4, 8 and 16, of those that divide a rank's samples."""
+    samples = request.samples // request.data_parallel
+    return [count for count in (2, 4, 8, 16) if samples % count == 0]

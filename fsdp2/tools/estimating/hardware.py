@@ -14,11 +14,38 @@ from typing import Any
 
 import torch
 
+from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 GIB = 2**30
 
 
+_FIELDS = (
+    "name",
+    "ranks_per_node",
+    "memory_bytes",
+    "peak_flops",
+    "memory_bandwidth",
+    "bandwidth_inside",
+    "bandwidth_between",
+    "nodes",
+    "reserved_bytes",
+    "achieved_flops",
+    "achieved_attention",
+    "achieved_memory",
+    "achieved_links",
+    "kernel_seconds",
+    "latency_inside",
+    "latency_between",
+    "launch_seconds",
+    "host_memory_bytes",
+    "host_bandwidth",
+    "host_memory_bandwidth",
+    "has_streams",
+)
+
+
+@checked_class(**dict.fromkeys(_FIELDS, ANYTHING))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """The numbers of nodes that are all alike. Bandwidths are those of one rank, in one direction.
@@ -70,7 +97,7 @@ class Hardware:
     nodes: int | None = None
     reserved_bytes: int = 0
     achieved_flops: float = 0.7
-    achieved_attention: float = 0.4
+    achieved_attention: float = 0.35
     achieved_memory: float = 0.85
     achieved_links: float = 0.8
     kernel_seconds: float = 2e-6
@@ -114,6 +141,7 @@ class Hardware:
 
 
 _FRACTIONS = ("achieved_flops", "achieved_attention", "achieved_memory", "achieved_links")
+_WHOLE = ("ranks_per_node", "memory_bytes", "nodes", "reserved_bytes", "host_memory_bytes")
 _POSITIVE = ("ranks_per_node", "memory_bytes", "memory_bandwidth", "bandwidth_inside", "bandwidth_between", "nodes")
 
 
@@ -129,6 +157,8 @@ def _check(name: str, value: Any) -> None:
         for dtype, flops in value.items():
             _check_number(f"peak_flops['{dtype}']", flops, positive=True)
     elif value is not None or name != "nodes":
+        if name in _WHOLE and not isinstance(value, int):
+            raise FSDPTypeError(f"Hardware takes an int as '{name}', got {value!r}.")
         _check_number(name, value, positive=name in _POSITIVE)
         if name in _FRACTIONS and not 0 < value <= 1:
             raise FSDPValueError(f"Hardware takes a fraction, above 0 and at most 1, as '{name}', got {value!r}.")

@@ -20,7 +20,7 @@ from torch import nn
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, most_microbatches, names_of
+from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, microbatches_of, names_of
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
 from fsdp2.tools.estimating.request import MakeModel, MakeOptimizer, Request
 from fsdp2.tools.estimating.result import Estimate, shown_seconds
@@ -172,9 +172,10 @@ class _Search:
         bases = list(self._bases())
         fits = [self._first_that_fits(each) for each in bases]
         if not any(fits) and self._base.activation_bytes is None:
-            microbatches = most_microbatches(self._base)
-            if microbatches > 1:
-                fits = [self._first_that_fits(replace(each, accumulation=microbatches)) for each in bases]
+            for count in microbatches_of(self._base):
+                fits = [self._first_that_fits(replace(each, accumulation=count)) for each in bases]
+                if any(fits):
+                    break
         if not any(fits):
             offloaded = replace(self._base, offload_policy=CPUOffloadPolicy())
             self._first_that_fits(offloaded)
