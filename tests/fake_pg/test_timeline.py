@@ -419,6 +419,22 @@ def test_what_is_no_number_is_refused(simulate: FakeWorlds) -> None:
             metrics.step(gradient_norm=torch.ones(2))
 
 
+def test_tensorboard_reads_what_is_written(simulate: FakeWorlds, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="of the extra fsdp2[tools]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    simulate(WORLD_SIZE)
+    model = sharded()
+    with fsdp2.metrics(model, tensorboard=tmp_path, write=None) as metrics:
+        for loss in (2.0, 1.0):
+            step(model)
+            metrics.step(tokens=4, loss=loss)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert "tokens_per_second" in found.Tags()["scalars"]
+
+
 def test_tensorboard_is_named(simulate: FakeWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(WORLD_SIZE)
     model = sharded()

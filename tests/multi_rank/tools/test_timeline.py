@@ -170,6 +170,18 @@ def test_bytes_over_shards_and_replicas() -> None:
                 assert scatter.end <= reduced.begin
 
 
+@multi_rank(4)
+def test_ranks_of_a_group_are_observed_together() -> None:
+    """Two pairs, each with a model of its own; the first rank of each pair gets what both have seen."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "shard"))
+    model = sharded(mesh=mesh["shard"])
+    step = stepping(model)
+    with fsdp2.timeline(model, group=mesh.get_group("shard")) as timeline:
+        step()
+    rank = dist.get_rank()
+    assert [each.rank for each in timeline.ranks] == ([rank, rank + 1] if rank % 2 == 0 else [rank])
+
+
 @multi_rank(2)
 def test_a_rank_that_does_not_enter_is_named_within_seconds() -> None:
     model = sharded()
