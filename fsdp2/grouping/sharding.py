@@ -97,6 +97,10 @@ def auto_shard(
         raise FSDPTypeError(f"groups are chosen in an nn.Module, got {type(model).__name__}.")
     _shard(model, config, {**arguments_of(config, model), **given})
     apply_settings(config, model)
+    state = state_of(model)
+    if state is not None:
+        grouping = tuple(each for each in state.arguments.grouping if each[0] != "config")
+        state.arguments = replace(state.arguments, grouping=(*grouping, ("config", str(config))))
     return model
 
 

@@ -59,7 +59,7 @@ class Meeting:
             return
         over = world if group is None else group
         self.ranks = tuple(sorted(dist.get_process_group_ranks(over)))
-        if self.rank in self.ranks and len(self.ranks) > 1:
+        if len(self.ranks) > 1:
             if over not in _MEETINGS:
                 _MEETINGS[over] = _Met(_torch.shared_store(_PREFIX)[0])
             self._met = _MEETINGS[over]

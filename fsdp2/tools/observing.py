@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2 import _torch_compiler
 from fsdp2.core.gather import Transfer
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.root import FSDPRoot
@@ -259,11 +260,13 @@ class Observation:
         own.update(id(each) for group in self.groups.values() for each in group.sharded)
         return any(id(each) in own for part in optimizer.param_groups for each in part["params"])
 
+    @_torch_compiler.stays_outside("fsdp2 observes optimizers around each step, outside of graphs")
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_ours(optimizer):
             for device, _device in self.devices.values():
                 self.listener.open(Activity.OPTIMIZER, type(optimizer).__name__, device)
 
+    @_torch_compiler.stays_outside("fsdp2 observes optimizers around each step, outside of graphs")
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for device, _device in self.devices.values():
             self.listener.close(Activity.OPTIMIZER, type(optimizer).__name__, device)

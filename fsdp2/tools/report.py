@@ -15,7 +15,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class GroupSummary:
-    """The communication of one group in a step, on average over steps and ranks.
+    """The communication of one group in a step, on average over steps and the ranks that have it.
 
     Attributes:
         name: of its module, below the root.
@@ -152,13 +152,21 @@ class TimelineReport:
 
 
 def _groups(records: Sequence[RankRecord]) -> list[GroupSummary]:
-    found: dict[str, tuple[Traffic, Traffic]] = {}
+    """On average over the ranks that have the group: those of a pipeline have different ones."""
+    found: dict[str, dict[int, tuple[Traffic, Traffic]]] = {}
     for record in records:
-        weight = 1.0 / (max(1, len(steps_of(record))) * len(records))
+        steps = max(1, len(steps_of(record)))
         for (name, kind), traffic in traffic_of(record).items():
-            sides = found.setdefault(name, (Traffic(), Traffic()))
-            sides[kind != "all-gather"].add(scaled(traffic, weight))
-    return [GroupSummary(name, *sides) for name, sides in found.items()]
+            sides = found.setdefault(name, {}).setdefault(record.rank, (Traffic(), Traffic()))
+            sides[kind != "all-gather"].add(scaled(traffic, 1.0 / steps))
+    summaries = []
+    for name, by_rank in found.items():
+        sums = Traffic(), Traffic()
+        for sides in by_rank.values():
+            for total, side in zip(sums, sides, strict=True):
+                total.add(scaled(side, 1.0 / len(by_rank)))
+        summaries.append(GroupSummary(name, *sums))
+    return summaries
 
 
 def scaled(traffic: Traffic, weight: float) -> Traffic:

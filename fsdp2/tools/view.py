@@ -36,7 +36,7 @@ WORDS = {
     "all-gather": "all-gather in flight",
     "reduce-scatter": "reduce-scatter in flight",
     "all-reduce": "all-reduce in flight",
-    "memory": "unsharded and staged",
+    "memory": "memory: unsharded and staged",
 }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -417,6 +419,22 @@ def test_what_is_no_number_is_refused(simulate: FakeWorlds) -> None:
             metrics.step(gradient_norm=torch.ones(2))
 
 
+def test_tensorboard_reads_what_is_written(simulate: FakeWorlds, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="of the extra fsdp2[tools]")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    simulate(WORLD_SIZE)
+    model = sharded()
+    with fsdp2.metrics(model, tensorboard=tmp_path, write=None) as metrics:
+        for loss in (2.0, 1.0):
+            step(model)
+            metrics.step(tokens=4, loss=loss)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert "tokens_per_second" in found.Tags()["scalars"]
+
+
 def test_tensorboard_is_named(simulate: FakeWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(WORLD_SIZE)
     model = sharded()
@@ -424,3 +442,62 @@ def test_tensorboard_is_named(simulate: FakeWorlds, tmp_path: Path, monkeypatch:
     with pytest.raises(FSDPRuntimeError, match=r"needs tensorboard, .*pip install 'fsdp2\[tools\]'"):
         fsdp2.metrics(model, tensorboard=tmp_path)
     assert not [name for each in states_below(model) for name, value in vars(each).items() if isinstance(value, Tap)]
+
+
+# ---- programs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # what tracing an optimizer imports
+def test_a_compiled_optimizer_step_is_seen_and_not_compiled_again(simulate: FakeWorlds) -> None:
+    simulate(WORLD_SIZE)
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(optimizer.step, backend="aot_eager")
+
+    def train() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        compiled()
+        optimizer.zero_grad()
+
+    train()
+    train()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        with fsdp2.timeline(model) as timeline:
+            train()
+        train()
+    assert len(timeline.report.records[0].updates) == 1
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("page", ["timeline.md", "metrics.md"])
+def test_the_programs_of_the_pages_run(
+    page: str, simulate: FakeWorlds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="a picture is drawn")
+    text = (Path(fsdp2.__file__).parents[1] / "docs" / page).read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    simulate(WORLD_SIZE)
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "world_size": WORLD_SIZE,
+        "batches": [torch.ones(2, 8)] * 4,
+        "train": lambda batch: step(model),
+    }
+    exec(compile(program, page, "exec"), names)
+    assert sorted(each.suffix for each in tmp_path.iterdir()) == (
+        [".html", ".json", ".png"] if page == "timeline.md" else [".jsonl"]
+    )
+
+
+def test_what_tools_show_more_with_is_imported_when_it_is_used() -> None:
+    """`import fsdp2` imports the tools, and must not import these, or fail without them."""
+    extras = {"matplotlib", "tensorboard", "rich", "yaml", "tqdm"}
+    for path in (Path(fsdp2.__file__).parent / "tools").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not extras.intersection(name.partition(".")[0] for name in names), path.name

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.tools.analysis import segments
+from fsdp2.tools.analysis import EXCHANGES, segments
+from fsdp2.tools.clocks import CLOCKS
 from fsdp2.tools.records import Span
 from tests.harness import fake_world
+from tests.harness.happens_before import Operation, TraceEvent, find_violations
 from tests.harness.recording.clocked import COMPUTE, ClockedDevice, TimedBlock, clocked
+from tests.harness.recording.recorder import Recorder, RecordingDevice, recording
+from tests.harness.recording.training import Training
 
 GATHER, SCATTER, ALL_REDUCE, FORWARD, BACKWARD = 5e-3, 4e-3, 2e-3, 2e-3, 3e-3
 
@@ -172,3 +178,53 @@ def test_recomputed_blocks_are_shown_as_that() -> None:
     assert by_activity["forward"] == exact(2 * 2)
     assert by_activity["recompute"] == exact(2), "of the first block"
     assert by_activity["backward"] == exact(2 * 3 + 2), "in which the second block is computed again"
+
+
+class Places:
+    """A clock that tells places in a recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._trace = recorder.trace
+
+    def mark(self, stream: object) -> int:
+        return len(self._trace)
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, mark: int) -> float:
+        return float(mark)
+
+
+def issued(trace: Sequence[TraceEvent]) -> list[tuple[Any, ...]]:
+    """What was issued to which stream, and what waits for what; without the numbers of events and blocks."""
+    names = ("stream", "name", "why", "nbytes")
+    return [(type(each).__name__, *(getattr(each, name, None) for name in names)) for each in trace]
+
+
+@fake_world(4)
+def test_what_streams_are_given_is_the_same_with_a_timeline() -> None:
+    with recording() as recorder:
+        clock = {RecordingDevice: lambda through, device: Places(recorder)}
+        training = Training.of_stack(recorder)
+        training.steps(3)
+        begin = len(recorder.trace)
+        training.steps(1)
+        middle = len(recorder.trace)
+        with mock.patch.dict(CLOCKS, clock), fsdp2.timeline(training.model) as timeline:
+            begin_inside = len(recorder.trace)
+            training.steps(1)
+    assert issued(recorder.trace[begin_inside:]) == issued(recorder.trace[begin:middle])
+    assert not list(find_violations(recorder.trace))
+    # Each exchange of the recording lies in the span that stands for it.
+    record = timeline.report.records[0].moved(timeline._recorder._began)  # places again
+    collectives = [
+        index
+        for index, event in enumerate(recorder.trace)
+        if index >= begin_inside and isinstance(event, Operation) and event.name.startswith("c10d.")
+    ]
+    spans = [each for each in record.spans if each.what in EXCHANGES]
+    assert [any(round(each.begin) <= index < round(each.end) for each in spans) for index in collectives] == [
+        True
+    ] * len(collectives)
+    assert len(collectives) == len(spans) == 4 + 3 + 4, "gathers of four groups and of three again, four reductions"

@@ -103,6 +103,13 @@ def test_ranks_of_one_machine_share_a_clock_and_others_the_time_of_day() -> None
     assert "by the time of day" in "\n".join(TimelineReport.of([first, far]).headlines())
 
 
+def test_a_group_is_averaged_over_the_ranks_that_have_it() -> None:
+    both = [Span("all-gather", "a", 1, 3, nbytes=8), Span("all-gather", "a", 4, 5, nbytes=8)]
+    records = [record(0, spans=tuple(both)), record(1, spans=(both[0],)), record(2)]
+    (group,) = TimelineReport.of(records).groups
+    assert (group.gathers.count, group.gathers.nbytes, group.gathers.in_flight_seconds) == (1.5, 12, 2.5)
+
+
 def test_lanes_do_not_overlap() -> None:
     spans = [Span("all-gather", name, *place) for name, place in {"a": (0, 3), "b": (1, 2), "c": (3, 4)}.items()]
     assert [[each.name for each in lane] for lane in lanes(spans)] == [["a", "c"], ["b"]]
