@@ -75,11 +75,12 @@ def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     page = tmp_path / "page.html"
     arguments = ("explain", f"{models}:build", "--mesh", "2x4", "--config", str(config))
     found = json.loads(said(capsys, *arguments, "--json", "--html", str(page)))
-    sizes = {group["name"]: group["unsharded_bytes"] for group in found["groups"]}
+    sizes = {each["name"]: sum(buffer["unsharded_bytes"] for buffer in each["buffers"]) for each in found["groups"]}
     assert sizes == {"": REST_BYTES, "1": BLOCK_BYTES, "2": BLOCK_BYTES, "3": BLOCK_BYTES}
     assert page.read_text().startswith("<!") and not torch.distributed.is_initialized()
     text = said(capsys, *arguments)
     assert "sharded over 4 ranks in 2 copies" in text and "kept" in text
+    assert "The settings of its ShardingConfig:\n  strategy: zero2\n  blocks: ['Block']\n  min_bytes: 0" in text
     assert "up.weight" in said(capsys, *arguments, "--group", "2")
     assert "There are: " in said(capsys, *arguments, "--group", "9", status=1)
 
