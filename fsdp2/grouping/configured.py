@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp2.arguments import nearest
 from fsdp2.core.module import FSDPModule
@@ -130,11 +131,17 @@ class PlacementByName:
 
     Attributes:
         table: patterns and placements.
-        of_parameters: what they mean.
+        of_parameters: what they mean. Weak: whole parameters must not outlive their sharding here.
     """
 
     table: tuple[tuple[str, Any], ...]
-    of_parameters: Mapping[nn.Parameter, Any] = field(compare=False, repr=False)
+    of_parameters: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary, compare=False, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacementByName:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlacementByName, (self.table,)
 
     def __call__(self, parameter: nn.Parameter) -> Any:
         """The placement of a parameter; None if no pattern means it."""
@@ -196,8 +203,10 @@ def arguments_of(config: ShardingConfig, model: nn.Module) -> dict[str, Any]:
         ]
     if config.shard_placement:
         table = tuple(config.shard_placement.items())
-        found = {each: first_fit(table, name) for name, each in reversed(names.parameters.items())}
-        made["shard_placement_fn"] = PlacementByName(table, found)
+        placement = PlacementByName(table)
+        for name, each in reversed(names.parameters.items()):  # of tied ones the first name counts
+            placement.of_parameters[each] = first_fit(table, name)
+        made["shard_placement_fn"] = placement
     return made
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,18 @@ def test_placements_and_ignored_parameters() -> None:
     assert isinstance(head, DTensor) and head.to_local().shape == (8, 8)
     assert not isinstance(norm, DTensor)
     assert auto_shard(model, config) is model, "a second call changes nothing"
+
+
+def test_whole_parameters_do_not_outlive_their_sharding() -> None:
+    model = Model()
+    before = weakref.ref(model.head.weight)
+    auto_shard(model, ShardingConfig(**_said(shard_placement={"head.weight": Shard(1)}, mp_policy_of={"head": FP32})))
+    gc.collect()
+    assert before() is None
+    function = state(model).arguments.shard_placement_fn
+    assert copy.deepcopy(function) == function == pickle.loads(pickle.dumps(function))
+    policy = state(model).arguments.mp_policy
+    assert copy.deepcopy(policy) == policy == pickle.loads(pickle.dumps(policy))
 
 
 def test_a_second_call_makes_no_groups() -> None:

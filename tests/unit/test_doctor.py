@@ -158,7 +158,7 @@ def test_an_all_gather_is_judged() -> None:
     assert "16 MiB by gloo at 1.00 GB/s each, 25 % of what copies in memory should give (4.0 GB/s)" in only(
         [list(exchange.judge(MEASURED))[1]], "ok"
     )
-    assert levels(exchange.judge({**MEASURED, "bytes_per_second": 1e8}))[1] == ("warning", "exchange")
+    assert levels(exchange.judge({**MEASURED, "bytes_per_second": 1e8}))[1] == ("note", "exchange")
     assert levels(exchange.judge({**MEASURED, "gathered_is_right": False})) == [("problem", "exchange")]
     assert levels(exchange.judge({**MEASURED, "ranks": 1}))[1] == ("note", "exchange")
     nccl = {**MEASURED, "backend": "nccl", "bytes_per_second": 100e9}

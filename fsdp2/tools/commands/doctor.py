@@ -11,7 +11,7 @@ from dataclasses import asdict
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.doctor.finding import Diagnosis, Finding
 from fsdp2.tools.environment import VARIABLES
-from fsdp2.tools.progress import working
+from fsdp2.tools.progress import progress
 
 DESCRIPTION = """\
 Look for what is wrong, or slow, about this machine: torch, its backends, variables of NCCL and fsdp2, limits, GPUs with
@@ -41,20 +41,19 @@ def main(arguments: Sequence[str]) -> int:
     from fsdp2.tools.doctor import exchange, gpus, machine, on_gpu, software
     from fsdp2.tools.doctor import variables as of_environment
 
-    parts: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
-        ("software", software.findings),
-        ("variables", of_environment.findings),
-        ("machine", machine.findings),
-        ("GPUs", gpus.findings),
+    parts: list[Callable[[], Iterable[Finding]]] = [
+        software.findings,
+        of_environment.findings,
+        machine.findings,
+        gpus.findings,
     ]
     if options.gpu:
-        parts.append(("training on a GPU", on_gpu.findings))
+        parts.append(on_gpu.findings)
     if not options.no_exchange:
-        parts.append(("an all-gather", lambda: exchange.findings(options.ranks)))
+        parts.append(lambda: exchange.findings(options.ranks))
     found: list[Finding] = []
-    for name, look in parts:
-        with working(f"looking at {name}"):
-            found += look()
+    for look in progress(parts, len(parts), "looking"):
+        found += look()
     diagnosis = Diagnosis(found)
     if os.environ.get("RANK", "0") == "0":
         print(diagnosis.to_json() if options.json else diagnosis)
