@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+import fsdp2.core.options
 from fsdp2 import FSDPModule, FSDPTypeError, FSDPValueError, MixedPrecisionPolicy, ShardingConfig, auto_shard
 from fsdp2.core.state import FSDPState, state_of
 from tests.harness.fake import FakeWorlds
@@ -96,6 +97,37 @@ def test_setters() -> None:
         assert settings.unshards_in_backward is (name != "layers.1")
         assert state(model, name).reshard_after_backward is False
     model(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "where"),
+    [
+        ("separate_reduce_scatter_group", True, "has_scatter_group"),
+        ("communication_memory_pool", True, "pools_memory"),
+        ("check_replica_parameters", False, "compares_parameters"),
+        ("gradient_reduction", 8, "denominator"),
+        ("reduce_scatter_max_input_buffers", 2, "max_pending"),
+    ],
+)
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the pool needs torch 2.13")
+def test_each_setting_alone(setting: str, value: Any, where: str) -> None:
+    model = sharded(**{setting: value})
+    root, (group,) = state(model).root_settings, state(model, "layers.0").unit
+    assert getattr(root if hasattr(root, where) else group.settings, where) == value
+    before = fsdp2.core.options.RootSettings() if hasattr(root, where) else fsdp2.core.options.GroupSettings()
+    assert getattr(before, where) != value
+
+
+def test_offloading_and_strategies() -> None:
+    model = sharded(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False), strategy="zero1")
+    assert state(model).arguments.offload_policy == fsdp2.CPUOffloadPolicy(pin_memory=False)
+    assert state(model, "layers.0").reshard_after_backward is None
+    for strategy in ("replicate", "zero3"):
+        assert state(sharded(strategy=strategy)).arguments.strategy == strategy
+    small = sharded(replicate_below=100)
+    assert small.layers[0].norm.weight.placements[0].is_replicate()
+    kept = sharded(reshard_after_forward=2)
+    assert state(kept, "layers.0").arguments.reshard_after_forward == (True, 2)
 
 
 def test_policies_by_pattern_and_how_groups_cast() -> None:

@@ -63,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
 def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     ranks = options.ranks or torch.accelerator.device_count() or 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run([*command, "-m", "fsdp2", "timeline", *arguments]).returncode
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # which torchrun would warn of
+    return subprocess.run([*command, "-m", "fsdp2", "timeline", *arguments], env={**os.environ, **threads}).returncode
 
 
 def _run(options: argparse.Namespace, device: str) -> Timeline:

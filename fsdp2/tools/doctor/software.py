@@ -13,6 +13,7 @@ import torch.distributed as dist
 import fsdp2
 from fsdp2 import _torch
 from fsdp2.tools.doctor.finding import Finding
+from fsdp2_switch import reaches_children
 
 OLDEST, NEWEST = (2, 11), (2, 15)
 """The releases of torch that the test suite is run on."""
@@ -37,6 +38,9 @@ def findings() -> Iterator[Finding]:
         values={"fsdp2": fsdp2.__version__, "python": platform.python_version()},
     )
     yield about_torch(str(torch.__version__))
+    if not reaches_children():
+        what = "Processes that a program starts do not see FSDP2_COMPAT and FSDP2_AUTO_SHARD."
+        yield Finding("fsdp2", "note", what, "pip install fsdp2, and leave TORCH_DEVICE_BACKEND_AUTOLOAD alone.")
     yield from _backends()
     yield _extras()
 
