@@ -214,17 +214,24 @@ class AutoSharding:
     """What `install` replaced; `uninstall` puts it back."""
 
     def __init__(self, config: fsdp2.ShardingConfig | None) -> None:
-        self._torchs, self._save = parallel.DistributedDataParallel, torch.save
-        self._save_of_serialization = torch.serialization.save
+        self._torchs = torchs = parallel.DistributedDataParallel
+        save = torch.save
         ShardedDataParallel.config, ShardedDataParallel.made = config, 0
-        known = [name for name, module in list(sys.modules.items()) if _is_others(name, module, self._torchs)]
+        modules = list(sys.modules.items())
+        known = sorted(name for name, module in modules if not _is_torchs(name) and _bindings(module, torchs))
         if known:
             warnings.warn(
-                f"--auto-shard comes too late for {', '.join(sorted(known))}: torch's DistributedDataParallel was "
-                "imported there before, and stays in use.",
+                f"--auto-shard comes too late for {', '.join(known)}: torch's DistributedDataParallel was imported "
+                "there before, and stays in use.",
                 stacklevel=3,
             )
-        self._put(ShardedDataParallel, self._guarded(self._save))
+        self._bound: list[tuple[Any, str, Any]] = [(torch, "save", save), (torch.serialization, "save", save)]
+        for name, module in modules:
+            if name.startswith(("torch.nn.parallel", "torch.distributed")):
+                self._bound += [(module, each, torchs) for each in _bindings(module, torchs)]
+        guarded = self._guarded(save)
+        for module, name, value in self._bound:
+            setattr(module, name, guarded if value is save else ShardedDataParallel)
 
     def _guarded(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
@@ -234,29 +241,32 @@ class AutoSharding:
 
         return guarded
 
-    @staticmethod
-    def _put(wrapper: Any, save: Any) -> None:
-        torch.nn.parallel.DistributedDataParallel = wrapper  # type: ignore[misc]
-        torch.nn.parallel.distributed.DistributedDataParallel = wrapper  # type: ignore[misc]
-        torch.save = save
-        torch.serialization.save = save
-
     @property
     def was_used(self) -> bool:
         """Whether the program has made a ``DistributedDataParallel`` since."""
         return ShardedDataParallel.made > 0
 
     def uninstall(self) -> None:
-        """Put torch's names back. Models that were sharded meanwhile stay what they are."""
-        self._put(self._torchs, self._save)
+        """Put torch's names back, also in modules of torch that were imported since.
+
+        Models that were sharded meanwhile stay what they are.
+        """
+        for module, name, value in self._bound:
+            setattr(module, name, value)
+        for place, module in list(sys.modules.items()):
+            if place.startswith("torch."):
+                for name in _bindings(module, ShardedDataParallel):
+                    setattr(module, name, self._torchs)
         ShardedDataParallel.config = None
 
 
-def _is_others(name: str, module: Any, kind: type) -> bool:
-    """Whether a module that is not torch's has DDP by name."""
-    if name.partition(".")[0] in ("torch", "fsdp2") or module is None:
-        return False
-    return any(value is kind for value in list(getattr(module, "__dict__", {}).values()))
+def _is_torchs(name: str) -> bool:
+    return name.partition(".")[0] in ("torch", "fsdp2")
+
+
+def _bindings(module: Any, kind: type) -> list[str]:
+    """The names that ``kind`` has in ``module``."""
+    return [name for name, value in list(getattr(module, "__dict__", {}).items()) if value is kind]
 
 
 def install(config: fsdp2.ShardingConfig | None = None) -> AutoSharding:

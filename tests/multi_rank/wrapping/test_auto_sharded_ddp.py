@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -108,6 +109,16 @@ def test_files_of_ddp_are_loaded_and_shards_are_not_saved_by_one_rank() -> None:
         assert all(torch.equal(each, expected[name]) for name, each in torch.load(kept).items())
         torch.save({"step": 3, "loss": torch.ones(2)}, io.BytesIO())
     assert torch.save is save
+
+
+@multi_rank(2)
+def test_torchs_state_dict_functions_know_the_wrapper() -> None:
+    torchs = torch.nn.parallel.DistributedDataParallel
+    with sharded(SMALL):
+        model = torch.nn.parallel.DistributedDataParallel(Net())
+        names = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+        assert list(names) == list(Net().state_dict())
+    assert vars(torch.distributed.checkpoint.state_dict)["DDP"] is torchs
 
 
 @multi_rank(2)
