@@ -131,14 +131,14 @@ def test_doctor_asked_for_a_gpu_where_there_is_none(capsys: pytest.CaptureFixtur
 # ---- what takes longer ------------------------------------------------------------------------------
 
 
-@pytest.mark.full  # 10 s
+@pytest.mark.full  # 15 s
 def test_doctor_measures_an_all_gather(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "doctor", "--ranks", "2", "--json"))
     (values,) = [each["values"] for each in found["findings"] if each["topic"] == "exchange"]
     assert values["ranks"] == 2 and values["bytes_per_second"] > 0 and values["gathered_bytes"] == 2**24
 
 
-@pytest.mark.full  # 10 s
+@pytest.mark.full  # 3 s
 def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("estimate", f"{models}:build", "--batch", "64x64", "--mesh", "8", "--hardware", "h100-8x", "--json")
     found = json.loads(said(capsys, *arguments, "--blocks", "Block"))
@@ -147,7 +147,7 @@ def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert json.loads(said(capsys, *arguments, "--config", str(config)))["fits"] is True
 
 
-@pytest.mark.full  # 15 s
+@pytest.mark.full  # 5 s
 def test_suggest(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "suggest", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--json")
     assert json.loads(text)["best"][0]["arguments"].startswith("mesh_shape=4")
@@ -161,7 +161,7 @@ def started(*arguments: str, folder: Path, **environment: str) -> subprocess.Com
     )
 
 
-@pytest.mark.full  # 15 s
+@pytest.mark.full  # 35 s
 def test_timeline(models: str, tmp_path: Path) -> None:
     arguments = ("-m", "fsdp2", "timeline", f"{models}:build", "--batch", "8x64", "--ranks", "2", "--json")
     done = started(*arguments, "--out", "a.html", "--out", "a.json", folder=tmp_path)
@@ -204,7 +204,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.full  # 15 s
+@pytest.mark.full  # 40 s
 def test_a_ddp_program_is_sharded_by_a_config(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DDP)
     (tmp_path / "sharding.yaml").write_text("strategy: zero2\nmin_bytes: 0\n")
@@ -217,7 +217,7 @@ def test_a_ddp_program_is_sharded_by_a_config(tmp_path: Path) -> None:
     assert not (tmp_path / "model.pt").exists()
 
 
-@pytest.mark.full  # 15 s
+@pytest.mark.full  # 35 s
 def test_processes_that_a_ddp_program_spawns(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DDP)
     metadata = tmp_path / "installed" / "fsdp2-0.dist-info"
@@ -239,7 +239,7 @@ def free_port() -> int:
         return int(each.getsockname()[1])
 
 
-@pytest.mark.full  # 5 s
+@pytest.mark.full  # 11 s
 def test_a_program_without_ddp_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     done = started("-m", "fsdp2", "run", "--auto-shard", "train.py", folder=tmp_path)
