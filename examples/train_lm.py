@@ -19,7 +19,7 @@ from lm.evaluation import spread_windows
 from lm.generation import generate
 from lm.interruption import StopRequest
 from lm.options import LAUNCH, Options, parse_options
-from lm.plotting import plot_loss
+from lm.plotting import plot_loss, plot_metrics
 from lm.reporting import Reporter
 from lm.run_directory import RunDirectory
 from lm.trainer import Trainer
@@ -66,11 +66,12 @@ def run(options: Options, corpus: Corpus, ranks: Ranks, stop: StopRequest) -> No
             bigram_bits = compare_with_bigram(trainer, options, corpus, ranks, reporter)
         if ranks.is_main:
             plot_loss(directory.picture, directory.read_metrics(), bigram_bits=bigram_bits)
+            plot_metrics(directory.costs, directory.read_metrics())
         if options.sample_bytes:
             show_sample(trainer, options, ranks, reporter)
         reporter.say(
             f"{trainer.step - first_step} steps and all else in {time.perf_counter() - started:.0f} s. "
-            f"Metrics, {directory.picture.name} and checkpoints: {directory.path}"
+            f"Metrics, {directory.picture.name}, {directory.costs.name} and checkpoints: {directory.path}"
         )
 
 

@@ -3,7 +3,8 @@
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
-import fsdp2.optim.zeroing  # noqa: F401  these fill ports of the core
+import fsdp2.optim.zeroing
+import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
 from fsdp2.compiled.entry import prepare_compile
@@ -40,6 +41,7 @@ from fsdp2.features.replica_check import compare_parameters
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
 from fsdp2.features.watchdog import flight_record, set_watchdog
+from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
@@ -48,9 +50,17 @@ from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
+from fsdp2.tools.environment import warn_of_unknown
+from fsdp2.tools.estimating.estimate import estimate
+from fsdp2.tools.estimating.hardware import Hardware
+from fsdp2.tools.estimating.result import Estimate
+from fsdp2.tools.estimating.suggest import Suggestions, suggest
 from fsdp2.tools.explaining import Explanation, explain
+from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
+from fsdp2.tools.timeline import Timeline, timeline
 
 know_former_names()
+warn_of_unknown()
 
 __all__ = [
     "AllGather",
@@ -62,6 +72,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DataParallelMeshInfo",
     "DivergenceReport",
+    "Estimate",
     "Explanation",
     "FSDPError",
     "FSDPMeshInfo",
@@ -72,7 +83,9 @@ __all__ = [
     "FSDPValueError",
     "GradientReductionHandle",
     "GroupChoice",
+    "Hardware",
     "HSDPMeshInfo",
+    "Metrics",
     "MixedPrecisionPolicy",
     "ModuleGroup",
     "OffloadPolicy",
@@ -84,6 +97,10 @@ __all__ = [
     "RowBlocks",
     "ShardPlacementResult",
     "ShardedGradScaler",
+    "ShardingConfig",
+    "Suggestions",
+    "StepMetrics",
+    "Timeline",
     "UnshardHandle",
     "accumulate",
     "auto_shard",
@@ -96,6 +113,7 @@ __all__ = [
     "compile_report",
     "disable_fsdp_module_new_init",
     "divergence_report",
+    "estimate",
     "explain",
     "flight_record",
     "full_parameters",
@@ -103,6 +121,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "inference",
+    "metrics",
     "offload_optimizer_state",
     "prepare_compile",
     "optim",
@@ -111,6 +130,8 @@ __all__ = [
     "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
+    "suggest",
+    "timeline",
     "unwrap",
 ]
 __version__ = "0.1.0"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad as forward_ad  # read by the hot path, at no call
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -487,7 +487,8 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """``mesh`` as one dim called ``name``. Makes a process group: all ranks must call it."""
-    return mesh._flatten(name)
+    with unobserved():  # the ranks are real numbers, also while tensors are fake
+        return mesh._flatten(name)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -687,3 +688,71 @@ def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.devic
 def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
     symmetric_memory.rendezvous(tensor, group=group.group_name)
+
+
+# What a simulation of one rank needs: tensors without memory, and a process group without peers.
+
+
+def fake_tensors() -> FakeTensorMode:
+    """A mode in which every new tensor is of no memory; tensors that have some may be used too."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_without_memory(tensor: object) -> bool:
+    """Whether ``tensor`` was made in `fake_tensors`, or is one of another mode like it (there is no public type)."""
+    return isinstance(tensor, FakeTensor)
+
+
+def is_made_in(tensor: object, mode: Any) -> bool:
+    """Whether ``tensor`` was made in ``mode``, of `fake_tensors`."""
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
+
+
+def property_without_memory(func: Any, args: Sequence[Any]) -> Any:
+    """What ``prim`` operators say of a tensor: mostly its device, which C++ asks for several times in an operator."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return func(*args)
+
+
+def only_plain_or_fake(types: Sequence[type]) -> bool:
+    """Whether no operand of an operator, of these ``types``, is a tensor that runs operators itself."""
+    return all(issubclass(each, FakeTensor) or each in (torch.Tensor, nn.Parameter) for each in types)
+
+
+def begin_simulated_world(rank: int, world_size: int) -> None:
+    """Make this process ``rank`` of ``world_size``, of which no other is there (the store is not public)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    sys.excepthook = hook  # torch puts one around it for every group
+
+
+def forget_meshes() -> None:
+    """Let DTensor decide anew: what it remembers is found by a mesh's shape, and is of process groups that are gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives call ``name``."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[no-any-return]
+
+
+def unsupported_without_memory() -> tuple[type[Exception], ...]:
+    """What operators raise whose result depends on values, on tensors of `fake_tensors`."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )

@@ -7,12 +7,13 @@ changes nothing before all of its arguments have passed. What arguments mean tog
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import numbers
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, TypeVar, Union
 
@@ -246,3 +247,9 @@ def shown(value: Any) -> str:
         text = repr(value)
         return text if len(text) <= 80 else f"{text[:80]}..."
     return f"a {kind}" if not isinstance(value, type) else f"the class {value.__name__}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Of ``known`` the one that ``word`` may have been meant to be, as a question with a space before it; else ""."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{found[0]}'?" if found else ""

@@ -17,5 +17,5 @@ checkpoints.py      saving and loading with torch.distributed.checkpoint
 run_directory.py    what a run leaves on disk, and where
 interruption.py     Ctrl-C
 reporting.py        progress bar, metrics file
-plotting.py         the picture of the loss
+plotting.py         the pictures of the loss, and of what steps cost
 """

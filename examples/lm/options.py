@@ -296,7 +296,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/lm"),
         metavar="DIR",
-        help="where checkpoints, metrics.jsonl and loss.png go; without --resume, a former run there is kept, "
+        help="where checkpoints, metrics.jsonl and pictures go; without --resume, a former run there is kept, "
         "moved to DIR.1 or the next free number. With several machines, on a file system they share "
         "(default: %(default)s)",
     )

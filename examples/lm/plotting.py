@@ -1,4 +1,4 @@
-"""The picture of the loss."""
+"""The pictures of the loss, and of what the steps have cost."""
 
 from __future__ import annotations
 
@@ -32,6 +32,28 @@ def plot_loss(path: Path, metrics: Sequence[dict[str, float]], *, bigram_bits: f
     axes.set_ylim(0, 8)
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+PANELS = (
+    ("tokens_per_second", 1.0, "tokens per second"),
+    ("exposed_share", 100.0, "% of the time waits for communication"),
+    ("peak_memory_bytes", 2.0**-20, "peak memory, MiB"),
+    ("gradient_norm", 1.0, "norm of the gradients"),
+)
+"""What is drawn of the metrics: the name, by what it is multiplied, the label."""
+
+
+def plot_metrics(path: Path, metrics: Sequence[dict[str, float]]) -> None:
+    """Draw what the logged steps have cost on rank 0, as `fsdp2.metrics` has measured it."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (name, factor, label) in enumerate(PANELS):
+        axes = figure.add_subplot(2, 2, index + 1, xlabel="step", title=label)
+        lines = [line for line in metrics if name in line]
+        axes.plot([line["step"] for line in lines], [factor * line[name] for line in lines], linewidth=0.8)
+        axes.grid(alpha=0.3)
+        axes.set_ylim(0, 1.1 * max([1e-9, *(factor * line[name] for line in lines)]))
     figure.savefig(path, dpi=120)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from tqdm import tqdm
+
+from fsdp2 import StepMetrics
 
 
 class Reporter:
@@ -28,9 +27,6 @@ class Reporter:
             dynamic_ncols=True,
             disable=None if enabled else True,
         )
-        self._tokens = 0
-        # Of the last reading of the clock; evaluations and checkpoints move it on, so the rate leaves them out.
-        self._since = time.perf_counter()
         self._recent_losses: list[float] = []
 
     def __enter__(self) -> Reporter:
@@ -49,31 +45,19 @@ class Reporter:
             self._bar.write(text, file=sys.stdout)
             sys.stdout.flush()
 
-    def count(self, tokens: int) -> None:
-        """Count `tokens` as trained on, for the rate."""
-        self._tokens += tokens
-
-    def training(
-        self, step: int, *, loss: float, learning_rate: float, gradient_norm: float, memory_bytes: int
-    ) -> None:
+    def training(self, step: int, *, loss: float, learning_rate: float, measured: StepMetrics) -> None:
         """Record what is known after update `step` (counted from 1), and move the bar there."""
-        now = time.perf_counter()
-        tokens_per_second = self._tokens / (now - self._since)
-        self._tokens, self._since = 0, now
         self._recent_losses.append(loss)
-        self._write(
-            step,
-            loss=loss,
-            learning_rate=learning_rate,
-            gradient_norm=gradient_norm,
-            tokens_per_second=tokens_per_second,
-            memory_bytes=memory_bytes,
-        )
-        self._bar.set_postfix_str(
-            f"loss {loss:.3f}, lr {learning_rate:.1e}, {tokens_per_second:,.0f} tokens/s, "
-            f"{memory_bytes / 2**20:,.0f} MiB",
-            refresh=False,
-        )
+        self._write(step, loss=loss, learning_rate=learning_rate, **without_step(measured))
+        parts = [f"loss {loss:.3f}", f"lr {learning_rate:.1e}"]
+        if measured.tokens_per_second is not None:
+            parts.append(f"{measured.tokens_per_second:,.0f} tokens/s")
+        parts.append(f"{measured.peak_memory_bytes / 2**20:,.0f} MiB")
+        if measured.mfu is not None:
+            parts.append(f"MFU {measured.mfu:.1%}")
+        if measured.exposed_share is not None:
+            parts.append(f"{measured.exposed_share:.0%} exposed")
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
         self._bar.update(step - self._bar.n)
 
     def held_out(self, step: int, loss: float) -> None:
@@ -88,12 +72,10 @@ class Reporter:
             f"step {step:>6}  training {training_loss / math.log(2):.3f}  "
             f"held out {loss / math.log(2):.3f} bits per byte"
         )
-        self._since = time.perf_counter()
 
     def saved(self, step: int, path: Path) -> None:
         """Print where the checkpoint after update `step` lies."""
         self.say(f"step {step:>6}  saved {path}")
-        self._since = time.perf_counter()
 
     def _write(self, step: int, **metrics: float) -> None:
         if self._file is not None:
@@ -101,9 +83,6 @@ class Reporter:
             self._file.flush()
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has had: on its GPU, or of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def without_step(measured: StepMetrics) -> dict[str, float]:
+    """Return what was measured, by name."""
+    return {name: value for name, value in measured.to_dict().items() if name != "step"}

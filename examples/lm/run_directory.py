@@ -2,7 +2,7 @@
 
 runs/lm/options.json              the options it was started with
         metrics.jsonl             one line a logged step, one a held-out loss
-        loss.png
+        loss.png, metrics.png
         checkpoints/step-00000200 one folder each, of fsdp2.checkpoint
 """
 
@@ -23,6 +23,7 @@ class RunDirectory:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
+        self.costs = path / "metrics.png"
         self._options = path / "options.json"
         self.checkpoints = path / "checkpoints"
 

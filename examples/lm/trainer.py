@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from fsdp2 import FSDPModule
+import fsdp2
+from fsdp2 import FSDPModule, StepMetrics
 from lm.batches import BatchLayout, ShuffledWindows
 from lm.build import Precision, build_sharded
 from lm.checkpoints import RunCheckpoints
@@ -20,7 +21,7 @@ from lm.model import Transformer, next_byte_loss
 from lm.optimization import CosineSchedule, clip_gradients, make_optimizer, set_learning_rate
 from lm.options import Options
 from lm.parallelism import Arrangement, make_meshes
-from lm.reporting import Reporter, peak_memory_bytes
+from lm.reporting import Reporter
 from lm.run_directory import RunDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -74,29 +75,35 @@ class Trainer:
         )
         if options.resume:
             self.step = self._saved_step = self._checkpoints.restore()
+        # What a step costs. Evaluations and checkpoints are left out of it.
+        self._metrics = fsdp2.metrics(self.model, first_step=self.step, write=None)
 
     def train(self, stop: StopRequest, reporter: Reporter) -> bool:
         """Train to the last step and save; return False where a signal stopped and saved the run before.
 
         A collective. `reporter` counts on every rank; `stop` may be requested on any.
         """
+        with self._metrics:
+            stopped = self._train(stop, reporter)
+        self._save(reporter)
+        self._checkpoints.close()
+        return not stopped
+
+    def _train(self, stop: StopRequest, reporter: Reporter) -> bool:
+        """Train to the last step; return whether a signal has stopped it before."""
         options = self._options
         while self.step < options.steps:
             loss, gradient_norm = self._update()
-            reporter.count(options.batch * options.context)
-            if self._due(options.log_every) or self.step == options.steps:
-                stop_requests = self._log(loss, gradient_norm, stop, reporter)
-                if stop_requests:
+            is_due = self._due(options.log_every) or self.step == options.steps
+            measured = self._metrics.step(options.batch * options.context, gradient_norm=gradient_norm, reports=is_due)
+            if measured is not None and self._log(loss, measured, stop, reporter):
+                return True
+            with self._metrics.paused():
+                if self._due(options.evaluate_every) and self.step < options.steps:
+                    reporter.held_out(self.step, self.held_out_loss(HELD_OUT_WINDOWS))
+                if self._due(options.checkpoint_every):
                     self._save(reporter)
-                    self._checkpoints.close()
-                    return False
-            if self._due(options.evaluate_every) and self.step < options.steps:
-                reporter.held_out(self.step, self.held_out_loss(HELD_OUT_WINDOWS))
-            if self._due(options.checkpoint_every):
-                self._save(reporter)
-        self._save(reporter)
-        self._checkpoints.close()
-        return True
+        return False
 
     def held_out_loss(self, window_count: int) -> float:
         """Return the loss in nats per byte on `window_count` windows of the held-out text. A collective."""
@@ -134,7 +141,7 @@ class Trainer:
         self.step += 1
         return total, gradient_norm
 
-    def _log(self, loss: Tensor, gradient_norm: Tensor, stop: StopRequest, reporter: Reporter) -> bool:
+    def _log(self, loss: Tensor, measured: StepMetrics, stop: StopRequest, reporter: Reporter) -> bool:
         """Report the last update; return whether any rank was asked to stop. A collective.
 
         Raises:
@@ -148,13 +155,7 @@ class Trainer:
                 f"the loss is {mean_loss} at step {self.step}: go back with --resume and a lower "
                 "--learning-rate or --clip"
             )
-        reporter.training(
-            self.step,
-            loss=mean_loss,
-            learning_rate=self._schedule(self.step - 1),
-            gradient_norm=gradient_norm.item(),
-            memory_bytes=peak_memory_bytes(self._ranks.device),
-        )
+        reporter.training(self.step, loss=mean_loss, learning_rate=self._schedule(self.step - 1), measured=measured)
         return stop_requests > 0
 
     def _due(self, every: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,26 @@ from fsdp2.checkpoint.contents import STATE
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointIncomplete
 from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
 from fsdp2.checkpoint.folders import leftovers, name_of, remove, steps_in, too_old
-from fsdp2.checkpoint.inspection import Opened, differences
+from fsdp2.checkpoint.inspection import Opened, Tensor, differences
 from fsdp2.checkpoint.ranks import Alone
 from fsdp2.checkpoint.source import METADATA
 from fsdp2.errors import FSDPError
 
+DESCRIPTION = "Look at checkpoints, and take care of them, without a model."
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 where something is wrong with a checkpoint, 2 with the command line."""
-    options = _parser().parse_args(arguments)
+    options = add_commands(argparse.ArgumentParser("python -m fsdp2.checkpoint", description=DESCRIPTION)).parse_args(
+        arguments
+    )
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command that `add_commands` has understood."""
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -34,16 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp2.checkpoint", description="Look at checkpoints, and take care of them, without a model."
-    )
+def add_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Let ``parser`` understand the commands; returns it."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], says: str, *paths: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=says, description=says)
         for path in paths:
             found.add_argument(path.lower(), metavar=path, type=Path)
+        found.add_argument("--json", action="store_true", help="print one JSON object instead of text")
         found.set_defaults(command=command)
         return found
 
@@ -70,19 +78,26 @@ def list_run(options: argparse.Namespace) -> int:
         raise CheckpointIncomplete(f"{run} is a checkpoint itself, no run: show {run}.")
     if not run.is_dir():
         raise CheckpointIncomplete(f"there is no run {run}: no such folder.")
-    if not steps:
-        print(f"no checkpoints in {run}")
-    lines = [["checkpoint", "time", "ranks", "size"]]
+    found: list[dict[str, Any]] = []
     for step in steps:
         with Opened(run / name_of(step)) as opened:
             manifest = opened.source.manifest
-            size = _size(sum(opened.source.files().values()))
-            of_manifest = ["", ""] if manifest is None else [manifest.time, str(manifest.ranks)]
-            lines.append([name_of(step), *of_manifest, size])
+            found.append(
+                {
+                    "name": name_of(step),
+                    "step": step,
+                    "time": None if manifest is None else manifest.time,
+                    "ranks": None if manifest is None else manifest.ranks,
+                    "bytes": sum(opened.source.files().values()),
+                }
+            )
+    left = [str(each) for each in leftovers(run)]
+    lines = [] if steps else [f"no checkpoints in {run}"]
     if steps:
-        _print(lines)
-    for left in leftovers(run):
-        print(f"{left}: left by a process that did not come to its end; the next save or restore removes it")
+        rows = [[each["name"], each["time"] or "", str(each["ranks"] or ""), _size(each["bytes"])] for each in found]
+        lines += _table([["checkpoint", "time", "ranks", "size"], *rows])
+    says = "left by a process that did not come to its end; the next save or restore removes it"
+    _say(options, {"checkpoints": found, "left": left}, [*lines, *(f"{each}: {says}" for each in left)])
     return 0
 
 
@@ -90,57 +105,80 @@ def show(options: argparse.Namespace) -> int:
     """What is in a checkpoint."""
     with Opened(options.path) as opened:
         manifest, tensors = opened.source.manifest, opened.tensors()
-        print(options.path)
-        if opened.step is not None:
-            print(f"step {opened.step}")
+        states = [each for name, each in tensors.items() if name.startswith(f"{STATE}.")]
+        shown = {name: each for name, each in tensors.items() if options.all or not name.startswith(f"{STATE}.")}
+        values = {name: opened.value(name) for name in opened.values()} if options.all else {}
+        lines = [f"{options.path}"] if opened.step is None else [f"{options.path}", f"step {opened.step}"]
         if manifest is not None:
             versions = ", ".join(f"{name} {each}" for name, each in manifest.versions.items())
-            print(f"saved {manifest.time} by {manifest.ranks} ranks, mesh {manifest.mesh or 'none'}, {versions}")
+            lines.append(f"saved {manifest.time} by {manifest.ranks} ranks, mesh {manifest.mesh or 'none'}, {versions}")
         else:
-            print("saved by torch.distributed.checkpoint")
-        shown = {name: each for name, each in tensors.items() if options.all or not name.startswith(f"{STATE}.")}
-        lines = [["tensor", "shape", "dtype", "sharded", "size"]]
-        for each in shown.values():
-            dtype = str(each.dtype).removeprefix("torch.")
-            place = f"tied to {each.same_as}" if each.same_as else each.placement
-            lines.append([each.name, "x".join(map(str, each.shape)) or "()", dtype, place, _size(each.nbytes)])
-        _print(lines)
-        states = [each for name, each in tensors.items() if name.startswith(f"{STATE}.")]
+            lines.append("saved by torch.distributed.checkpoint")
+        lines += _table([["tensor", "shape", "dtype", "sharded", "size"], *map(_row, shown.values())])
         if states and not options.all:
-            print(f"and {len(states)} tensors of optimizer state, {_size(sum(each.nbytes for each in states))}")
-        for name, value in opened.hyperparameters().items():
-            print(f"{name} = {_shortened(value)}")
-        if options.all:
-            for name in opened.values():
-                print(f"{name} = {_shortened(opened.value(name))}")
+            lines.append(f"and {len(states)} tensors of optimizer state, {_size(sum(each.nbytes for each in states))}")
+        hyperparameters = opened.hyperparameters()
+        lines += [f"{name} = {_shortened(value)}" for name, value in {**hyperparameters, **values}.items()]
+        data = {
+            "path": str(options.path),
+            "step": opened.step,
+            "time": None if manifest is None else manifest.time,
+            "ranks": None if manifest is None else manifest.ranks,
+            "mesh": None if manifest is None else manifest.mesh,
+            "versions": {} if manifest is None else dict(manifest.versions),
+            "tensors": [_tensor(each) for each in shown.values()],
+            "optimizer_state": {"tensors": len(states), "bytes": sum(each.nbytes for each in states)},
+            "hyperparameters": hyperparameters,
+            "values": values,
+        }
+    _say(options, data, lines)
     return 0
+
+
+def _row(each: Tensor) -> list[str]:
+    dtype = str(each.dtype).removeprefix("torch.")
+    place = f"tied to {each.same_as}" if each.same_as else each.placement
+    return [each.name, "x".join(map(str, each.shape)) or "()", dtype, place, _size(each.nbytes)]
+
+
+def _tensor(each: Tensor) -> dict[str, Any]:
+    return {
+        "name": each.name,
+        "shape": list(each.shape),
+        "dtype": str(each.dtype).removeprefix("torch."),
+        "sharded": each.placement,
+        "tied_to": each.same_as or None,
+        "bytes": each.nbytes,
+    }
 
 
 def verify(options: argparse.Namespace) -> int:
     """Whether a checkpoint is what was written."""
-    count = 0
+    found = []
     with Opened(options.path) as opened:
         for line in opened.damages():
-            count += 1
-            print(line)
+            found.append(line)
+            _say_already(options, line)
         items = len(opened.source.metadata.storage_data)
-        if opened.source.manifest is None:
-            print("it has no manifest: each file was compared with its own checksums alone")
+        has_manifest = opened.source.manifest is not None
+    count = len(found)
     said = f"{count} of {items} items differ" if count else f"all {items} items are as they were written"
-    print(f"{options.path}: {said}")
+    lines = [] if has_manifest else ["it has no manifest: each file was compared with its own checksums alone"]
+    data = {"path": str(options.path), "items": items, "differ": count, "damages": found, "manifest": has_manifest}
+    _say(options, data, [*lines, f"{options.path}: {said}"])
     return 1 if count else 0
 
 
 def diff(options: argparse.Namespace) -> int:
     """How two checkpoints differ."""
+    found = []
     with Opened(options.path) as one, Opened(options.other) as other:
-        count = 0
         for line in differences(one, other, values=options.values):
-            count += 1
-            print(line)
-    if not count:
-        print("no difference" if options.values else "no difference in names, shapes, dtypes and hyperparameters")
-    return 1 if count else 0
+            found.append(line)
+            _say_already(options, line)
+    none = "no difference" if options.values else "no difference in names, shapes, dtypes and hyperparameters"
+    _say(options, {"differences": found}, [] if found else [none])
+    return 1 if found else 0
 
 
 def export_folder(options: argparse.Namespace) -> int:
@@ -149,7 +187,7 @@ def export_folder(options: argparse.Namespace) -> int:
     if options.max_file_bytes < 1:
         raise CheckpointError(f"--max-file-bytes takes a number >= 1, got {options.max_file_bytes}.")
     count = export(options.path, options.folder, Alone(), dtype, options.max_file_bytes)
-    print(f"{count} tensors in {options.folder}")
+    _say(options, {"tensors": count, "folder": str(options.folder)}, [f"{count} tensors in {options.folder}"])
     return 0
 
 
@@ -162,17 +200,32 @@ def prune(options: argparse.Namespace) -> int:
     if not steps:
         raise CheckpointIncomplete(f"there is no checkpoint in {run}.")
     gone = too_old(steps, options.keep_last, options.keep_every)
-    failed = remove(run, gone)
+    failed = [str(each) for each in remove(run, gone)]
     for line in failed:
         print(line, file=sys.stderr)
-    print(f"removed {len(gone) - len(failed)} of {len(steps)} checkpoints")
+    count = len(gone) - len(failed)
+    data = {"removed": count, "of": len(steps), "failed": failed}
+    _say(options, data, [f"removed {count} of {len(steps)} checkpoints"])
     return 1 if failed else 0
 
 
-def _print(lines: Sequence[Sequence[str]]) -> None:
+def _say(options: argparse.Namespace, data: dict[str, Any], lines: Iterable[str]) -> None:
+    """Print the one or the other. What JSON does not know is shown as Python shows it."""
+    if options.json:
+        print(json.dumps(data, indent=2, default=repr))
+    else:
+        print(*lines, sep="\n", end="\n" if lines else "")
+
+
+def _say_already(options: argparse.Namespace, line: str) -> None:
+    """Print a line of many as soon as it is known."""
+    if not options.json:
+        print(line)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _size(nbytes: int) -> str:

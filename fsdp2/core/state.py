@@ -405,6 +405,10 @@ class FSDPState:
             self.shared_comm = SharedComm()
         return self.shared_comm
 
+    def compute_through(self, comm: FSDPCommContext) -> None:
+        """Let the root that this may become reach its device through ``comm``, in the place of what it would make."""
+        self._comm_ctx.comm = comm
+
     @property
     def root_settings(self) -> RootSettings:
         """What was set here that counts if this is the root."""

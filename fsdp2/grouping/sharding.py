@@ -27,6 +27,8 @@ from fsdp2.core.state import state_of
 from fsdp2.core.structure import refuse_container
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.grouping.blocks import Blocks, names_of
+from fsdp2.grouping.config import MAX_BYTES, MIN_BYTES, ShardingConfig
+from fsdp2.grouping.configured import apply_settings, arguments_of, policy_for, refuse_twice
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.module_tree import ItemSize, ModuleTree, Node
 
@@ -34,17 +36,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 _BLOCKS = Rule("classes of modules, their names, or None", lambda value: not isinstance(value, torch.Tensor))
 
-MAX_BYTES = 2**30
-MIN_BYTES = 2**20
-
 _LOGGER = logging.getLogger("fsdp2")
 
 
 @checked(model=ANYTHING, blocks=_BLOCKS, mesh=ANYTHING, max_bytes=ANYTHING, min_bytes=ANYTHING)
 def auto_shard(
     model: Module,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | ShardingConfig | None = None,
     *,
+    config: ShardingConfig | None = None,
     blocks: Any = None,
     max_bytes: int = MAX_BYTES,
     min_bytes: int = MIN_BYTES,
@@ -53,6 +53,7 @@ def auto_shard(
     """Call `fully_shard` on the groups that `choose_groups` finds in ``model``, bottom-up, and on ``model`` itself.
 
         >>> model = fsdp2.auto_shard(model, mesh, mp_policy=policy)
+        >>> model = fsdp2.auto_shard(model, fsdp2.ShardingConfig.from_file("sharding.yaml"))
 
     The choice is logged at INFO by the logger ``"fsdp2"``. Submodules that are sharded already stay as they are. If
     ``model`` itself is, no groups are chosen: a second call with the same arguments changes nothing, one with others
@@ -63,7 +64,9 @@ def auto_shard(
 
     Args:
         model: to be sharded, in place.
-        mesh: as in `fully_shard`.
+        mesh: as in `fully_shard`; or a config.
+        config: what to shard how, as a value. Then the other arguments say what it does not: a mesh that the program
+            has, or what cannot be written down.
         blocks: as in `choose_groups`.
         max_bytes: the same.
         min_bytes: the same.
@@ -74,27 +77,50 @@ def auto_shard(
 
     Raises:
         FSDPTypeError: what `choose_groups` and `fully_shard` raise.
-        FSDPValueError: the same.
+        FSDPValueError: the same; a config beside arguments that it says already; a pattern of it that fits nothing in
+            the model.
         FSDPNotImplementedError: what `fully_shard` raises.
         FSDPRuntimeError: the same.
     """
-    ignored = validated_ignored(fully_shard_arguments.pop("ignored_params", None))
-    mp_policy = fully_shard_arguments.get("mp_policy")
-    choice = choose_groups(
-        model,
-        blocks=blocks,
-        max_bytes=max_bytes,
-        min_bytes=min_bytes,
-        ignored_params=ignored,
-        mp_policy=MixedPrecisionPolicy() if mp_policy is None else mp_policy,
-    )
+    if isinstance(mesh, ShardingConfig):
+        if config is not None:
+            raise FSDPTypeError("auto_shard got a config twice; pass auto_shard(model, mesh, config=config).")
+        mesh, config = None, mesh
+    given = {**fully_shard_arguments, "mesh": mesh}
+    given.update(blocks=blocks, max_bytes=max_bytes, min_bytes=min_bytes)
+    if config is None:
+        return _shard(model, None, given)
+    defaults = {"mesh": None, "blocks": None, "max_bytes": MAX_BYTES, "min_bytes": MIN_BYTES}
+    given = {name: value for name, value in given.items() if name not in defaults or value is not defaults[name]}
+    refuse_twice(config, given)
+    if not isinstance(model, nn.Module):
+        raise FSDPTypeError(f"groups are chosen in an nn.Module, got {type(model).__name__}.")
+    _shard(model, config, {**arguments_of(config, model), **given})
+    apply_settings(config, model)
+    state = state_of(model)
+    if state is not None:
+        grouping = tuple(each for each in state.arguments.grouping if each[0] != "config")
+        state.arguments = replace(state.arguments, grouping=(*grouping, ("config", str(config))))
+    return model
+
+
+def _shard(model: Module, config: ShardingConfig | None, arguments: dict[str, Any]) -> Module:
+    """`auto_shard`, of arguments alone; of the config, policies by name."""
+    how = {name: arguments.pop(name) for name in ("blocks", "max_bytes", "min_bytes") if name in arguments}
+    ignored = validated_ignored(arguments.pop("ignored_params", None))
+    mp_policy = arguments.get("mp_policy")
+    policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
+    choice = choose_groups(model, ignored_params=ignored, mp_policy=policy, **how)
+    blocks, max_bytes, min_bytes = how.get("blocks"), choice.max_bytes, choice.min_bytes
     grouping = (("blocks", names_of(blocks)), ("max_bytes", max_bytes), ("min_bytes", min_bytes))
     _refuse_another_grouping(model, grouping)
     _LOGGER.info("%s", choice)
     names = [group.name for group in choice.groups] or [""]  # the model is sharded: compare arguments
     for number, name in enumerate(names):
+        if config is not None:
+            arguments["mp_policy"] = policy_for(config, name, policy)
         try:
-            fully_shard(model.get_submodule(name), mesh=mesh, ignored_params=ignored, **fully_shard_arguments)
+            fully_shard(model.get_submodule(name), ignored_params=ignored, **arguments)
         except BaseException:
             if number:
                 _LOGGER.warning(

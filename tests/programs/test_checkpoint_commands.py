@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +101,28 @@ def test_prune(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsy
     assert "removed 1 of 3" in said(capsys, "prune", run, "--keep-last", 1, "--keep-every", 20)
     assert {each.name for each in run.iterdir()} == {"step-00000020", "step-00000030"}
     assert "the newest always stays" in said(capsys, "prune", run, "--keep-last", 0, status=1)
+
+
+def test_the_same_as_json(
+    made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, state = made
+
+    def found(*arguments: object, status: int = 0) -> dict[str, Any]:
+        return json.loads(said(capsys, *arguments, "--json", status=status))
+
+    assert [each["step"] for each in found("list", run)["checkpoints"]] == [10, 20, 30]
+    assert {each["ranks"] for each in found("list", run)["checkpoints"]} == {2}
+    shown = found("show", run / "step-00000030")
+    tensors = {each["name"].removeprefix("model."): each for each in shown["tensors"]}
+    for name in ("scale", "counts", "embed.weight"):
+        assert tensors[name]["shape"] == list(state[name].shape) and tensors[name]["bytes"] == state[name].nbytes
+    assert shown["hyperparameters"]["optimizer.param_groups.0.lr"] == 0.02 and shown["values"] == {}
+    assert found("show", run / "step-00000030", "--all")["values"]["shared.epoch"] == [7]
+    assert found("verify", run / "step-00000030")["differ"] == 0
+    assert found("diff", run / "step-00000030", run / "step-00000030", "--values") == {"differences": []}
+    assert found("diff", run / "step-00000010", run / "step-00000030", "--values", status=1)["differences"]
+    assert found("export", run / "step-00000030", tmp_path / "out")["tensors"] == 15
 
 
 def test_mistakes(

@@ -76,6 +76,8 @@ SHARDING: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "auto_shard": lambda model: {"model": model, "min_bytes": 0},
     "choose_groups": lambda model: {"model": model, "min_bytes": 0},
     "balanced_owners": lambda model: {"module": model, "mesh": mesh()},
+    "estimate": lambda model: {"make_model": model, "mesh_shape": 2, "batch": torch.ones(2, 5)},
+    "suggest": lambda model: {"make_model": model, "ranks": 2, "batch": torch.ones(2, 5)},
     "register_fsdp_forward_method": lambda model: {"module": model, "method_name": "extra_repr"},
 }
 FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
@@ -93,6 +95,8 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "compile_report": lambda model: {"model": model},
     "explain": lambda model: {"model": model},
     "full_parameters": lambda model: {"module": model},
+    "metrics": lambda model: {"model": model, "write": None},
+    "timeline": lambda model: {"model": model},
     "inference": lambda model: {"module": model},
     "offload_optimizer_state": lambda model: {"optimizer": optimizer(model)},
     "prepare_compile": lambda model: {"model": model},
@@ -104,12 +108,15 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "unwrap": lambda model: {"module": nn.Linear(2, 2)},
     "optim.local": lambda model: {"optimizer_class": torch.optim.SGD, "params": model.parameters(), "lr": 0.1},
 }
+MACHINE = ["name", "ranks_per_node", "memory_bytes", "peak_flops"]
+MACHINE += ["memory_bandwidth", "bandwidth_inside", "bandwidth_between"]
 CLASSES: dict[str, Callable[[], dict[str, Any]]] = {
     "CPUOffloadPolicy": dict,
     "DDPMeshInfo": lambda: {"mesh": mesh(), "replicate_mesh_dim": 0},
     "DataParallelMeshDims": lambda: {"shard": "dp"},
     "DataParallelMeshInfo": lambda: {"mesh": mesh(), "shard_mesh_dim": 0},
     "FSDPMeshInfo": lambda: {"mesh": mesh(), "shard_mesh_dim": 0},
+    "Hardware": lambda: dict(zip(MACHINE, ("m", 8, 2**30, {}, 1e9, 1e9, 1e9), strict=True)),
     "HSDPMeshInfo": lambda: {
         "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
         "shard_mesh_dim": 1,
@@ -121,6 +128,7 @@ CLASSES: dict[str, Callable[[], dict[str, Any]]] = {
     "RaggedShard": lambda: {"rows": (1, 2)},
     "RowBlocks": lambda: {"rows": 2},
     "ShardedGradScaler": lambda: {"device": "cpu"},
+    "ShardingConfig": dict,
     "ShardPlacementResult": lambda: {"placement": Shard(0), "mesh_info": None},
 }
 METHODS: dict[str, dict[str, Any]] = {
@@ -165,7 +173,8 @@ METHODS: dict[str, dict[str, Any]] = {
 UNCHECKED = {
     *("AllGather", "Comm", "ReduceScatter", "FSDPModule", "RaggedDTensor", "optim"),
     *("CompileReport", "CompiledGroup", "DivergenceReport", "GradientReductionHandle", "GroupChoice", "ModuleGroup"),
-    *("Explanation", "OptimizerStateOffload", "UnshardHandle"),
+    *("Estimate", "Explanation", "Metrics", "OptimizerStateOffload", "StepMetrics", "Suggestions", "Timeline"),
+    "UnshardHandle",
     *("disable_fsdp_module_new_init", "get_cls_to_fsdp_cls"),
 }
 MODULES_OWN = {"share_memory", "reshard", "reset_iter_state", "extra_repr"}  # those of nn.Module, or of no arguments

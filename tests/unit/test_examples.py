@@ -27,7 +27,7 @@ from lm.model import DEFAULT_SIZE, SIZES, ModelSize, next_byte_loss
 from lm.optimization import CosineSchedule
 from lm.options import parse_options
 from lm.parallelism import Arrangement
-from lm.plotting import plot_loss
+from lm.plotting import plot_loss, plot_metrics
 from lm.run_directory import RunDirectory
 from lm.tensor_parallel import check_divides, tensor_parallel_plan
 from lm.trainer import choose_precision
@@ -219,6 +219,12 @@ def test_the_loss_is_drawn(tmp_path: Path) -> None:
     metrics = [{"step": step, "loss": 3.0 / step} for step in range(1, 9)] + [{"step": 8, "held_out_loss": 2.0}]
     plot_loss(tmp_path / "loss.png", metrics, bigram_bits=3.5)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_costs_are_drawn_though_some_are_not_known(tmp_path: Path) -> None:
+    metrics = [{"step": step, "tokens_per_second": 10.0, "gradient_norm": 1.0} for step in range(1, 4)]
+    plot_metrics(tmp_path / "metrics.png", [*metrics, {"step": 3, "held_out_loss": 2.0}])
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
 
 # Model

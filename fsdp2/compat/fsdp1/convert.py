@@ -494,6 +494,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_options(made)
+    return made
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Let ``made`` understand them."""
     add = made.add_argument
     add("sources", nargs="+", type=Path, metavar="IN", help="the files of all ranks, or their folder")
     add("out", type=Path, metavar="OUT", help="what is written; must not exist")
@@ -523,25 +529,32 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--skip", action="append", default=[], metavar="KEY", help="leave this out; may be repeated")
     add("--trust", action="store_true", help="let files execute code: they hold more than tensors")
-    return made
+
+
+def run(given: argparse.Namespace) -> None:
+    """Convert as the options say.
+
+    Raises:
+        FSDPValueError: The files do not fit, or arguments do not; nothing is left at ``out`` then.
+    """
+    convert(
+        given.sources,
+        given.out,
+        given.to,
+        wrapping_from(given),
+        use_orig_params=given.use_orig_params,
+        is_whole=given.source == "full",
+        target_use_orig_params=given.target_use_orig_params,
+        world_size=given.world_size,
+        skip=given.skip,
+        trust=given.trust,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    given = parser().parse_args(arguments)
     try:
-        convert(
-            given.sources,
-            given.out,
-            given.to,
-            wrapping_from(given),
-            use_orig_params=given.use_orig_params,
-            is_whole=given.source == "full",
-            target_use_orig_params=given.target_use_orig_params,
-            world_size=given.world_size,
-            skip=given.skip,
-            trust=given.trust,
-        )
+        run(parser().parse_args(arguments))
     except fsdp2.FSDPError as error:
         sys.exit(f"fsdp2.compat.fsdp1.convert: {error}")
 

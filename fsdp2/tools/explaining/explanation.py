@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fsdp2.arguments import ANYTHING, checked
+from fsdp2.core.state import state_of
 from fsdp2.errors import FSDPValueError
 from fsdp2.tools.explaining.advice import Advice, advice_for
 from fsdp2.tools.explaining.page import page
@@ -49,7 +50,9 @@ def explain(model: nn.Module, *, ranks_per_node: int | None = None) -> Explanati
         FSDPRuntimeError: the process groups that the model was sharded over have been destroyed.
     """
     facts = facts_of(model, ranks_per_node=ranks_per_node)
-    return Explanation(facts, advice_for(facts))
+    state = state_of(model)
+    config = "" if state is None else str(dict(state.arguments.grouping).get("config", ""))
+    return Explanation(facts, advice_for(facts), config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,12 @@ class Explanation:
     Attributes:
         facts: all that is known, as data.
         advice: what is wrong, slow or wasteful, and what to call.
+        config: the `ShardingConfig` that `auto_shard` was called with, as text; "" if there was none.
     """
 
     facts: ModelFacts
     advice: tuple[Advice, ...]
+    config: str = ""
 
     @property
     def summary(self) -> str:
@@ -70,7 +75,13 @@ class Explanation:
         return summary(self.facts)
 
     def __str__(self) -> str:
-        return overview(self.facts, self.advice)
+        return overview(self.facts, self.advice) + self._said
+
+    @property
+    def _said(self) -> str:
+        """The config, to be put after a text."""
+        lines = [f"  {line}" for line in self.config.splitlines()]
+        return "\n".join(["\n\nThe settings of its ShardingConfig:", *lines]) if lines else ""
 
     def details(self, name: str) -> str:
         """All that is known of one group, as text.
@@ -100,7 +111,7 @@ class Explanation:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The facts and the advice as JSON; sizes in bytes, dtypes and devices by name."""
-        made = {"summary": self.summary, **_plain(self.facts), "advice": _plain(self.advice)}
+        made = {"summary": self.summary, **_plain(self.facts), "advice": _plain(self.advice), "config": self.config}
         return json.dumps(made, indent=indent)
 
     def to_html(self, path: str | Path) -> Path:
@@ -166,4 +177,6 @@ def _show_in_colours(explanation: Explanation, file: TextIO) -> bool:
         console.print(each.what, markup=False)
         if each.change:
             console.print(f"   {each.change}", style="green", markup=False, highlight=False)
+    if explanation.config:
+        console.print(explanation._said.strip("\n"), markup=False)
     return True

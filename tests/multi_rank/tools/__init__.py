@@ -1,0 +1,1 @@
+"""What users watch training with, on several ranks."""

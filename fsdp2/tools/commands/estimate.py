@@ -1,0 +1,119 @@
+"""``fsdp2 estimate``: `fsdp2.estimate` of a model that a function makes, with what a command line can say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp2.arguments import nearest
+from fsdp2.errors import FSDPValueError
+from fsdp2.grouping.config import ShardingConfig, default_of
+from fsdp2.tools.commands.models import BATCH_HELP, look_up, make_batch
+from fsdp2.tools.commands.parsing import Parser, add_json
+from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, config_of, mesh_of, shard
+from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, estimate
+from fsdp2.tools.estimating.request import CHECKPOINTING
+from fsdp2.tools.progress import working
+
+DESCRIPTION = """\
+Foretell what one rank of a training run needs: memory by phase, bytes per link, time of a step; and whether it fits,
+and what would make it fit. Two steps of one rank are run on tensors without memory; no device is needed."""
+
+EXAMPLE = "fsdp2 estimate my_package.models:llama --mesh 128 --batch 256x8192:int64 --hardware h100-8x --dtype bfloat16"
+
+_BY_ITSELF = ("strategy", "blocks", "mp_policy", "offload_policy", "mesh_shape", "mesh_dim_names", "device_type")
+"""Settings that `estimate` has arguments for, so that it can try others."""
+
+
+def parser() -> Parser:
+    """What it understands."""
+    made = Parser("fsdp2 estimate", DESCRIPTION, EXAMPLE)
+    add_target(made)
+    add_mesh(made, None)
+    add_workload(made)
+    add_sharding(made)
+    made.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="of activations (default: none)")
+    made.add_argument("--accumulation", type=int, default=1, metavar="N", help="microbatches of a step (default: 1)")
+    add_json(made)
+    return made
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """The batch, the optimizer and the machine."""
+    parser.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
+    parser.add_argument(
+        "--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, MODULE:CLASS, or none (AdamW)"
+    )
+    parser.add_argument(
+        "--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="h100-8x, a100-8x, h200-8x, ... (default: h100-8x)"
+    )
+    parser.add_argument("--compiled", action="store_true", help="as if torch.compile fused what lies between products")
+
+
+def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
+    """The class of an optimizer; None if there is to be none.
+
+    Raises:
+        FSDPValueError: there is none of this name.
+    """
+    if name == "none":
+        return None
+    if ":" in name:
+        return look_up(name)
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        known = [each for each, value in vars(torch.optim).items() if isinstance(value, type)]
+        raise FSDPValueError(f"torch.optim has no optimizer '{name}'.{nearest(name, known)}")
+    return _calling(found)
+
+
+def _calling(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """A function that makes one, of the same name."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return kind(parameters)
+
+    make.__name__ = make.__qualname__ = getattr(kind, "__name__", "optimizer")
+    return make
+
+
+def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:
+    """How the config is told to `estimate`: by its own arguments if these say all of it, else as a function."""
+    made: dict[str, Any] = {"mp_policy": config.mp_policy, "offload_policy": config.offload_policy}
+    names = config.to_dict()
+    if all(name in _BY_ITSELF for name in names):
+        return {**made, "strategy": config.strategy, "blocks": config.blocks}
+    return {**made, "shard": lambda model, mesh: shard(model, mesh, config)}
+
+
+def target(name: str) -> Callable[[], nn.Module]:
+    """The function that makes the model, which is called inside of the simulation."""
+    return look_up(name)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print it; the exit status: 1 if it does not fit."""
+    options = parser().parse_all(arguments)
+    config = config_of(options)
+    shape, names = mesh_of(options, config, "8")
+    if config.dp_mesh_dims != default_of("dp_mesh_dims") and names is None:
+        raise FSDPValueError("the config names dims in 'dp_mesh_dims' that --mesh has not: write 'mesh_shape' there.")
+    with working("estimating"):
+        found = estimate(
+            target(options.model),
+            shape,
+            batch=make_batch(options.batch, "meta"),
+            optimizer=optimizer_named(options.optimizer),
+            hardware=options.hardware,
+            mesh_dim_names=names,
+            checkpointing=options.checkpointing,
+            accumulation=options.accumulation,
+            compiled=options.compiled,
+            **sharding_arguments(config),
+        )
+    print(found.to_json() if options.json else found)
+    return 0 if found.fits else 1

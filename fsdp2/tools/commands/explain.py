@@ -1,0 +1,57 @@
+"""``fsdp2 explain``: `fsdp2.explain` of a model that a function makes, on the meta device and any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2.tools.commands.models import make_model, ranks_of
+from fsdp2.tools.commands.parsing import Parser, add_json
+from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, config_of, mesh_of, shard
+from fsdp2.tools.estimating.simulation import simulated_world
+from fsdp2.tools.explaining import explain
+from fsdp2.tools.progress import working
+
+DESCRIPTION = """\
+Say how a model is sharded, what a step exchanges, and what is slow about it. The model is made on the meta device, and
+the ranks are simulated in this process: no device, no memory and no launcher are needed.
+
+A function that calls fully_shard itself is taken at its word; other models are sharded by fsdp2.auto_shard."""
+
+
+def parser() -> Parser:
+    """What it understands."""
+    made = Parser("fsdp2 explain", DESCRIPTION, "fsdp2 explain my_package.models:build --mesh 64 --strategy zero2")
+    add_target(made)
+    add_mesh(made, None)
+    add_sharding(made)
+    made.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    made.add_argument("--group", metavar="NAME", help="all that is known of one group, by its name or a parameter's")
+    made.add_argument("--html", metavar="FILE", help="write one page with the memory drawn to scale, too")
+    add_json(made)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print it."""
+    options = parser().parse_all(arguments)
+    config = config_of(options)
+    shape, names = mesh_of(options, config, "8")
+    with simulated_world(ranks_of(shape), "fsdp2 explain"):
+        with working("making and sharding the model"):
+            with torch.device("meta"):
+                model = make_model(options.model)
+            names = names or (("shard",) if len(shape) == 1 else ("replicate", "shard"))
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            explanation = explain(shard(model, mesh, config), ranks_per_node=options.ranks_per_node)
+        if options.html:
+            explanation.to_html(options.html)
+        if options.json:
+            print(explanation.to_json(indent=2))
+        elif options.group is not None:
+            print(explanation.details(options.group))
+        else:
+            explanation.show()
+    return 0

@@ -1,0 +1,91 @@
+"""`Parser`: argparse with errors in sentences, which name the nearest option, and the exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from fsdp2.arguments import nearest
+
+WRONG_USE = 2
+"""The exit status of a command line that cannot be understood."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command, or of the commands of one.
+
+    Args:
+        example: a command line that works, for the end of the help.
+    """
+
+    def __init__(self, prog: str, description: str, example: str = "", **more: Any) -> None:
+        epilog = f"example:\n  {example}" if example else None
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **more,
+        )
+
+    def options(self) -> list[str]:
+        """All options, in their order: ``--json``, ..."""
+        return [option for action in self._actions for option in action.option_strings]
+
+    def subcommands(self) -> dict[str, Parser]:
+        """The commands of this one, by name."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Understand ``arguments``; leave the process with a sentence if that cannot be done."""
+        given, rest = self.parse_known_args(list(arguments))
+        if rest:
+            self._inner(arguments).error(f"unrecognized arguments: {' '.join(rest)}")
+        return given
+
+    def _inner(self, arguments: Sequence[str]) -> Parser:
+        """The parser of the subcommand that is called, if one is."""
+        inner = self.subcommands()
+        return next((inner[each] for each in arguments if each in inner), self)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and what was meant, and leave with status 2."""
+        said = _plainer(message)
+        meant = "".join(self._meant(message))
+        print(f"{self.prog}: {said}{meant}\n{self.format_usage().strip()}", file=sys.stderr)
+        print(f"{self.prog} --help says more.", file=sys.stderr)
+        sys.exit(WRONG_USE)
+
+    def _meant(self, message: str) -> Iterator[str]:
+        found = re.match(r"unrecognized arguments: (\S+)", message)
+        if found and found[1].startswith("-"):
+            yield nearest(found[1].partition("=")[0], self.options())
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            yield nearest(found[1], re.findall(r"[\w./+-]+", found[2]))
+
+
+def _plainer(message: str) -> str:
+    """argparse's sentences, as sentences."""
+    found = re.match(r"unrecognized arguments: (.*)", message)
+    if found:
+        return f"there is no {'option' if found[1].startswith('-') else 'such argument'} {found[1]}."
+    found = re.match(r"the following arguments are required: (.*)", message)
+    if found:
+        return f"this is missing: {found[1]}."
+    found = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+    if found:
+        return f"there is no {found[1]} '{found[2]}'; there are {found[3]}."
+    return f"{message}."
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that all commands have."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -1,0 +1,85 @@
+"""What ``explain``, ``estimate`` and ``timeline`` have in common: options that say what to shard how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.core.module import FSDPModule
+from fsdp2.core.options import MixedPrecisionPolicy
+from fsdp2.core.state import Strategy
+from fsdp2.errors import FSDPValueError
+from fsdp2.grouping.config import ShardingConfig
+from fsdp2.grouping.sharding import auto_shard
+from fsdp2.tools.commands.models import TARGET, TARGET_HELP, mesh_shape_of
+
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The model."""
+    parser.add_argument("model", metavar=TARGET, help=TARGET_HELP)
+
+
+def add_mesh(parser: argparse.ArgumentParser, default: str | None) -> None:
+    """How many ranks there are."""
+    said = "" if default is None else f" (default: {default})"
+    parser.add_argument(
+        "--mesh", metavar="RANKS", default=default, help=f"how many ranks, 8, or replicas and shards, 4x8{said}"
+    )
+
+
+def add_sharding(parser: argparse.ArgumentParser) -> None:
+    """What to shard how."""
+    parser.add_argument("--config", metavar="FILE", help="a ShardingConfig (.yaml or .json); the rest changes it")
+    parser.add_argument("--strategy", choices=get_args(Strategy), help="a ZeRO stage; as the config says, or zero3")
+    parser.add_argument("--blocks", metavar="CLASSES", help="names of the classes that are groups, with commas")
+    parser.add_argument("--dtype", choices=_DTYPES, help="compute and gather in it; gradients are reduced in float32")
+
+
+def config_of(options: argparse.Namespace) -> ShardingConfig:
+    """What the options say.
+
+    Raises:
+        FSDPValueError: the file is no config, or does not go with the options.
+    """
+    config = ShardingConfig() if options.config is None else ShardingConfig.from_file(options.config)
+    changes: dict[str, Any] = {}
+    if options.strategy is not None:
+        changes["strategy"] = options.strategy
+    if options.blocks is not None:
+        changes["blocks"] = tuple(name.strip() for name in options.blocks.split(",") if name.strip())
+    if options.dtype is not None:
+        changes["mp_policy"] = MixedPrecisionPolicy(getattr(torch, options.dtype), torch.float32)
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def mesh_of(options: argparse.Namespace, config: ShardingConfig, default: str) -> tuple[tuple[int, ...], Any]:
+    """The sizes of the mesh, and the names of its dims, if the config has some."""
+    if options.mesh is not None:
+        shape = mesh_shape_of(options.mesh)
+        return shape, config.mesh_dim_names if config.mesh_shape and len(config.mesh_shape) == len(shape) else None
+    if config.mesh_shape is None:
+        return mesh_shape_of(default), None
+    if -1 in config.mesh_shape:
+        raise FSDPValueError(
+            f"mesh_shape={config.mesh_shape} of the config depends on the number of ranks: say it, --mesh 4x8."
+        )
+    return config.mesh_shape, config.mesh_dim_names
+
+
+def without_mesh(config: ShardingConfig) -> ShardingConfig:
+    """The config, to be used on a mesh that is there."""
+    return dataclasses.replace(config, mesh_shape=None, mesh_dim_names=None, device_type=None)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh | None, config: ShardingConfig) -> nn.Module:
+    """Shard the model, unless the function that made it has done so."""
+    if not any(isinstance(each, FSDPModule) for each in model.modules()):
+        auto_shard(model, mesh, config=config if mesh is None else without_mesh(config))
+    return model

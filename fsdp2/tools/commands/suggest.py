@@ -1,0 +1,60 @@
+"""``fsdp2 suggest``: `fsdp2.suggest` of a model that a function makes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.options import MixedPrecisionPolicy
+from fsdp2.tools.commands.estimate import add_workload, optimizer_named, target
+from fsdp2.tools.commands.models import make_batch
+from fsdp2.tools.commands.parsing import Parser, add_json
+from fsdp2.tools.commands.sharding import add_target
+from fsdp2.tools.estimating.suggest import suggest
+
+DESCRIPTION = """\
+Search for settings to train a model with: strategies, meshes, checkpointing, microbatches, offloading. Each is
+estimated, as by fsdp2 estimate; a dozen or two are. On a terminal it says which one is being estimated."""
+
+
+def parser() -> Parser:
+    """What it understands."""
+    made = Parser(
+        "fsdp2 suggest", DESCRIPTION, "fsdp2 suggest my_package.models:llama --ranks 64 --batch 128x8192:int64"
+    )
+    add_target(made)
+    made.add_argument("--ranks", type=int, default=8, metavar="N", help="of all (default: 8)")
+    add_workload(made)
+    made.add_argument("--blocks", metavar="CLASSES", help="names of the classes that are groups, with commas")
+    made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="compute and gather in it")
+    made.add_argument("--best", type=int, default=3, metavar="N", help="how many are shown in full (default: 3)")
+    add_json(made)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print them; the exit status: 1 if nothing fits."""
+    options = parser().parse_all(arguments)
+    policy = MixedPrecisionPolicy()
+    if options.dtype is not None:
+        policy = MixedPrecisionPolicy(getattr(torch, options.dtype), torch.float32)
+    found = suggest(
+        target(options.model),
+        options.ranks,
+        batch=make_batch(options.batch, "meta"),
+        hardware=options.hardware,
+        optimizer=optimizer_named(options.optimizer),
+        mp_policy=policy,
+        blocks=None if options.blocks is None else [name.strip() for name in options.blocks.split(",")],
+        compiled=options.compiled,
+        best=options.best,
+        progress=_say if sys.stderr.isatty() else None,
+    )
+    print(found.to_json() if options.json else found)
+    return 0 if found.best else 1
+
+
+def _say(arguments: str) -> None:
+    print(f"\r\033[Kestimating {arguments}"[:100], end="\r", flush=True, file=sys.stderr)

@@ -1,0 +1,112 @@
+"""``fsdp2 timeline``: `fsdp2.timeline` of some steps of a model that a function makes, on ranks that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2.errors import FSDPValueError
+from fsdp2.tools.commands.estimate import optimizer_named
+from fsdp2.tools.commands.models import BATCH_HELP, make_batch, make_model
+from fsdp2.tools.commands.parsing import Parser, add_json
+from fsdp2.tools.commands.sharding import add_sharding, add_target, config_of, shard
+from fsdp2.tools.timeline import Timeline, timeline
+
+DESCRIPTION = """\
+Train some steps of a model on zeros, and show what each rank computes, gathers, reduces and waits for. It starts the
+ranks itself, one for each GPU, or two on a CPU; under torchrun it is one of its ranks.
+
+In a program of your own: with fsdp2.timeline(model) as timeline: ..."""
+
+
+def parser() -> Parser:
+    """What it understands."""
+    made = Parser("fsdp2 timeline", DESCRIPTION, "fsdp2 timeline models.py:build --batch 8x512:int64 --out steps.html")
+    add_target(made)
+    made.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
+    made.add_argument("--ranks", type=int, metavar="N", help="to start on this machine (default: GPUs, or 2)")
+    add_sharding(made)
+    made.add_argument("--optimizer", default="AdamW", metavar="NAME", help="as in fsdp2 estimate (default: AdamW)")
+    made.add_argument("--steps", type=int, default=3, metavar="N", help="that are shown (default: 3)")
+    made.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
+    made.add_argument("--out", action="append", default=[], metavar="FILE", help="a trace .json, a page .html, a .png")
+    add_json(made)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the ranks, or be one; the exit status is theirs."""
+    options = parser().parse_all(arguments)
+    if "RANK" not in os.environ:
+        return _launch(options, arguments)
+    with_gpu = torch.accelerator.is_available()
+    if with_gpu:
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group()
+    try:
+        found = _run(options, "cpu" if not with_gpu else str(torch.accelerator.current_accelerator()))
+    finally:
+        dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        print(found.to_json() if options.json else found)
+    return 0
+
+
+def _launch(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    ranks = options.ranks or torch.accelerator.device_count() or 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # which torchrun would warn of
+    return subprocess.run([*command, "-m", "fsdp2", "timeline", *arguments], env={**os.environ, **threads}).returncode
+
+
+def _run(options: argparse.Namespace, device: str) -> Timeline:
+    model = make_model(options.model).to(device)
+    model = shard(model, None, config_of(options))
+    make_optimizer = optimizer_named(options.optimizer)
+    optimizer = None if make_optimizer is None else make_optimizer(list(model.parameters()))
+    batch = _part_of(make_batch(options.batch, device))
+    for _ in range(options.warmup):
+        step(model, optimizer, batch)
+    with timeline(model) as found:
+        for _ in range(options.steps):
+            step(model, optimizer, batch)
+    for path in options.out:
+        found.save(path)
+    return found
+
+
+def _part_of(batch: Any) -> Any:
+    """This rank's part of each tensor."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if isinstance(batch, torch.Tensor):
+        if not batch.dim() or batch.shape[0] % ranks:
+            raise FSDPValueError(
+                f"the batch has {batch.shape[0] if batch.dim() else 'no'} samples in dim 0, which {ranks} ranks do not "
+                "divide."
+            )
+        return batch.chunk(ranks)[rank]
+    if isinstance(batch, dict):
+        return {name: _part_of(value) for name, value in batch.items()}
+    return tuple(_part_of(each) for each in batch) if isinstance(batch, (tuple, list)) else batch
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> None:
+    """One step: of the loss that the output has, or the sum of the output."""
+    if isinstance(batch, dict):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = getattr(output, "loss", None)
+    output = output[0] if isinstance(output, (tuple, list)) else output
+    (output.float().sum() if loss is None else loss).backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()

@@ -1,0 +1,150 @@
+"""What operators cost: operations, bytes, seconds. A roofline for each, and chains of them that a compiler fuses.
+
+    seconds of a matrix product  = max(operations / (peak * achieved), bytes / (bandwidth * achieved), kernel)
+    seconds of anything else     = max(bytes / (bandwidth * achieved), kernel)
+
+``bytes`` are those of the tensors that are read, and of those that are written. Formulas for operations are those of
+``torch.utils.flop_counter``. Of causal attention half is computed (`Cost.flops`), and all of it counted for the
+utilization (`Cost.model_flops`), as torchtitan, Megatron and the PaLM paper do.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdp2.tools.estimating.hardware import Hardware
+
+_ATTENTION = "_scaled_dot_product"
+_ROWS_ONLY = frozenset({"embedding", "gather", "index", "index_select", "slice", "select"})
+"""Operators that read of their first input no more than they write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one operator.
+
+    Attributes:
+        flops: operations that are computed, of matrix products and attention.
+        model_flops: operations that count for the utilization.
+        nbytes: read and written.
+        dtype: in which matrices are multiplied; None: no matrix product.
+        is_attention: fused attention.
+    """
+
+    flops: float
+    model_flops: float
+    nbytes: int
+    dtype: torch.dtype | None = None
+    is_attention: bool = False
+
+
+def cost_of(func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Cost:
+    """The cost of one call of ``func``, given its tensors: all ``inputs``, and what was ``new`` in its result."""
+    name = func._schema.name.removeprefix("aten::")
+    written = list(new)
+    if func._schema.is_mutable:
+        written += _mutated(func, args, kwargs)
+    if not written:
+        return Cost(0.0, 0.0, 0)  # a view
+    read = written if name in _ROWS_ONLY else inputs
+    nbytes = sum(_nbytes(tensor) for tensor in (*read, *written))
+    if name.startswith(_ATTENTION):
+        flops = _attention_flops(args, is_backward="backward" in name)
+        causal = any(arg is True for arg in (*args, *kwargs.values()))
+        return Cost(flops / 2 if causal else flops, flops, nbytes, args[0].dtype, True)
+    formula = _formulas().get(func._overloadpacket)
+    if formula is None:
+        return Cost(0.0, 0.0, nbytes)
+    flops = float(formula(*args, **kwargs, out_val=out))
+    matrix = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    return Cost(flops, flops, nbytes, matrix.dtype)
+
+
+@functools.cache
+def _formulas() -> dict[Any, Any]:
+    """By operator. (Imported late, as it takes a while, and only estimates need it.)"""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Of its elements; an expanded one is read from where it lies."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride or size == 0 else 1
+    return numel * tensor.element_size()
+
+
+def _mutated(func: Any, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [each for each in (value if isinstance(value, (list, tuple)) else [value]) if _is_tensor(each)]
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _attention_flops(args: Sequence[Any], *, is_backward: bool) -> float:
+    """Of query, key, value of shapes (batch, heads, length, width): two products, five of that size in backward."""
+    query, key, value = [arg for arg in args if _is_tensor(arg) and arg.dim() == 4][is_backward:][:3]
+    batch, heads, queries, width = query.shape
+    pairs = 2.0 * batch * heads * queries * key.shape[-2]
+    if is_backward:
+        return pairs * (3 * width + 2 * value.shape[-1])
+    return pairs * (width + value.shape[-1])
+
+
+@dataclass(slots=True)
+class Fusion:
+    """A chain of operators between two matrix products that a compiler makes one kernel of.
+
+    It reads what comes from outside of it, and writes what is still needed when it ends.
+
+    Attributes:
+        read: bytes by storage, from outside.
+        made: storages made inside, by key, with a weak reference and their bytes.
+    """
+
+    read: dict[int, int] = field(default_factory=dict)
+    made: dict[int, tuple[Any, int]] = field(default_factory=dict)
+
+    def add(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+        """One more operator."""
+        for tensor in inputs:
+            key = id(tensor.untyped_storage())
+            if key not in self.made:
+                self.read[key] = max(self.read.get(key, 0), _nbytes(tensor))
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            self.made[id(storage)] = (weakref.ref(storage), _nbytes(tensor))
+
+    def end(self) -> int:
+        """The bytes that it reads and writes; a new chain begins."""
+        written = sum(nbytes for reference, nbytes in self.made.values() if reference() is not None)
+        nbytes = sum(self.read.values()) + written
+        self.read, self.made = {}, {}
+        return nbytes
+
+
+def seconds_of(cost: Cost, hardware: Hardware, dtype: torch.dtype | None) -> float:
+    """How long it runs. ``dtype``: of matrix products, if another than that of their tensors."""
+    if not cost.nbytes:
+        return 0.0
+    moved = cost.nbytes / (hardware.memory_bandwidth * hardware.achieved_memory)
+    computed = 0.0
+    if cost.dtype is not None and cost.flops:
+        achieved = hardware.achieved_attention if cost.is_attention else hardware.achieved_flops
+        peak = hardware.flops_of(cost.dtype if dtype is None or cost.is_attention else dtype)
+        computed = cost.flops / (peak * achieved) if peak else 0.0
+    return max(moved, computed, hardware.kernel_seconds)

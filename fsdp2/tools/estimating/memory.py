@@ -1,0 +1,189 @@
+"""`MemoryLog`: every allocation of a simulated rank, in order, and the peaks of it by phase and by kind.
+
+Knows storages and numbers, nothing of models or the engine. What a storage is for may become known after it was
+allocated (a gradient is one once it is in ``.grad``), so that the log is added up at the end.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+
+class Use(str, Enum):
+    """What memory is for."""
+
+    SHARDS = "shards"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    UNSHARDED = "unsharded parameters"
+    UNSHARDED_GRADIENTS = "unsharded gradients"
+    COMMUNICATION = "communication buffers"
+    ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer temporaries"
+    INPUTS = "inputs and buffers"
+
+
+class Phase(str, Enum):
+    """Parts of a training step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer step"
+
+
+RESTS = frozenset({Use.SHARDS, Use.GRADIENTS, Use.OPTIMIZER_STATE})
+"""What offloading keeps in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that was alive at once in a phase, in bytes, and what it was."""
+
+    nbytes: int
+    by_use: dict[Use, int]
+
+
+@dataclass(slots=True)
+class _Block:
+    """One storage, as long as it lives. ``nbytes``: what it has now."""
+
+    number: int
+    nbytes: int
+    reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+@dataclass(slots=True)
+class MemoryLog:
+    """Allocations and releases in order.
+
+    Attributes:
+        events: of a block, by how many bytes it grew.
+        uses: of blocks, by their numbers.
+        marks: where phases begin in ``events``; None where one ends.
+    """
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    uses: dict[int, Use] = field(default_factory=dict)
+    marks: list[tuple[int, Phase | None]] = field(default_factory=list)
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _borrowed: dict[str, int] = field(default_factory=dict)
+    _count: int = 0
+
+    def is_known(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` is in the log and alive."""
+        return id(storage) in self._blocks
+
+    def add(self, storage: torch.UntypedStorage, use: Use) -> None:
+        """``storage``, which is not known, was allocated."""
+        key, block = id(storage), self._new_block(storage.nbytes(), use)
+        block.reference = weakref.ref(storage, lambda _: self._released(key))
+        self._blocks[key] = block
+
+    def _new_block(self, nbytes: int, use: Use) -> _Block:
+        block = _Block(self._count, nbytes)
+        self._count += 1
+        self.uses[block.number] = use
+        if nbytes:
+            self.events.append((block.number, nbytes))
+        return block
+
+    def _released(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        if block.nbytes:
+            self.events.append((block.number, -block.nbytes))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """``storage`` has other memory than before."""
+        block = self._blocks.get(id(storage))
+        if block is not None and block.nbytes != storage.nbytes():
+            self.events.append((block.number, storage.nbytes() - block.nbytes))
+            block.nbytes = storage.nbytes()
+
+    def use(self, storage: torch.UntypedStorage, use: Use) -> None:
+        """It has turned out what ``storage`` is for, from its allocation on."""
+        block = self._blocks.get(id(storage))
+        if block is None:
+            self.add(storage, use)
+        else:
+            self.uses[block.number] = use
+
+    def use_of(self, storage: torch.UntypedStorage) -> Use | None:
+        """What ``storage`` is for, as far as it is known."""
+        block = self._blocks.get(id(storage))
+        return None if block is None else self.uses[block.number]
+
+    def borrow(self, name: str, nbytes: int) -> None:
+        """A buffer ``name`` that the simulation does not have, and a device would, has ``nbytes`` from now on."""
+        if not nbytes and name not in self._borrowed:
+            return
+        before = self._borrowed.get(name, 0)
+        number = self._new_block(0, Use.COMMUNICATION).number
+        self._borrowed[name] = nbytes
+        self.events.append((number, nbytes - before))
+
+    def begin(self, phase: Phase | None) -> None:
+        """A phase begins; None: the last one ends."""
+        self.marks.append((len(self.events), phase))
+
+    # -- at the end
+
+    def peaks(self, counts: Callable[[Use], bool]) -> dict[Phase, Peak]:
+        """The peak of each phase, of what ``counts``; the highest, of a phase that was begun several times."""
+        found: dict[Phase, Peak] = {}
+        for phase, now in self._states(counts):
+            if phase is not None and (phase not in found or sum(now.values()) > found[phase].nbytes):
+                found[phase] = Peak(sum(now.values()), {use: nbytes for use, nbytes in now.items() if nbytes})
+        return found
+
+    def _states(self, counts: Callable[[Use], bool]) -> Iterator[tuple[Phase | None, dict[Use, int]]]:
+        """Where a phase begins, and after each event that may be its peak: the phase, and bytes by use."""
+        now: dict[Use, int] = defaultdict(int)
+        total, done = 0, 0
+        for (start, phase), (end, _) in zip(self.marks, [*self.marks[1:], (len(self.events), None)], strict=True):
+            for number, change in self.events[done:start]:
+                if counts(self.uses[number]):
+                    now[self.uses[number]] += change
+                    total += change
+            yield phase, now
+            highest = total
+            for number, change in self.events[start:end]:
+                if counts(self.uses[number]):
+                    now[self.uses[number]] += change
+                    total += change
+                    if total > highest:
+                        highest = total
+                        yield phase, now
+            done = end
+
+    def at_end_of(self, phase: Phase, counts: Callable[[Use], bool]) -> dict[Use, int]:
+        """Bytes by use where ``phase`` last ended."""
+        ends = [after for (_, each), (after, _) in zip(self.marks, self.marks[1:], strict=False) if each is phase]
+        now: dict[Use, int] = defaultdict(int)
+        for number, change in self.events[: ends[-1] if ends else 0]:
+            if counts(self.uses[number]):
+                now[self.uses[number]] += change
+        return {use: nbytes for use, nbytes in now.items() if nbytes}
+
+
+@contextmanager
+def resizes_seen(log: MemoryLog) -> Iterator[None]:
+    """While inside, ``log`` hears of storages that are resized, which no dispatch mode sees."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        result = resize(storage, nbytes)
+        log.resized(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

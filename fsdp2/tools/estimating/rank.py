@@ -1,0 +1,389 @@
+"""`Rank`: one simulated rank, which trains a few steps on tensors without memory while everything is written down."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.core.root import roots_of
+from fsdp2.core.state import states_below
+from fsdp2.core.streams import FSDPCommContext
+from fsdp2.errors import FSDPRuntimeError
+from fsdp2.features.accumulation import accumulate
+from fsdp2.tools.estimating.clocks import COMPUTE, Clocks, SimulatedDevice
+from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
+from fsdp2.tools.estimating.observing import Observer
+from fsdp2.tools.estimating.request import Request
+from fsdp2.tools.estimating.simulation import simulated_world
+from fsdp2.tools.estimating.subject import (
+    Switch,
+    blocks_of,
+    calls_as_registered,
+    calls_of,
+    can_stand_in,
+    made,
+    sharded,
+    stand_in,
+)
+from fsdp2.tools.estimating.traffic import Traffic, transports_observed
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one rank did in a step.
+
+    Attributes:
+        model: the name of its class, as it was before it was sharded.
+        log: its memory, of the step.
+        traffic: its collectives, of the step.
+        saved: bytes that were kept for backward, by how blocks were checkpointed: as asked, and "none" or "blocks".
+        seconds: of the step; 0 where time is not counted.
+        busy_seconds: how long computation ran.
+        waited: for how long computation stood still, by what it waited for.
+        flops: that were computed.
+        model_flops: that count for the utilization.
+        matmul_dtype: in which most operations of matrix products are.
+        parameters: elements of the model.
+        groups: how many.
+    """
+
+    model: str
+    log: MemoryLog
+    traffic: Traffic
+    saved: dict[str, int]
+    seconds: float
+    busy_seconds: float
+    waited: dict[str, float]
+    flops: float
+    model_flops: float
+    matmul_dtype: torch.dtype
+    parameters: int
+    groups: int
+
+
+def observe(request: Request, caller: str) -> Observation:
+    """Simulate rank 0 of ``request``'s world for two steps, and look at the second.
+
+    Args:
+        request: what is asked.
+        caller: the function that the user has called, for messages.
+
+    Raises:
+        FSDPRuntimeError: a process group exists, or the forward needs values.
+        FSDPTypeError: what `subject.made` and `Request.local_batch` raise.
+        FSDPValueError: the same.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(simulated_world(request.ranks, caller))
+        stack.enter_context(_garbage_collector_off())
+        stack.enter_context(warnings.catch_warnings())
+        # The engine compares addresses, which are all 0 without memory; torch warns of that once.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        mesh = init_device_mesh("cpu", request.mesh_shape, mesh_dim_names=request.mesh_dim_names)
+        mode = stack.enter_context(_torch.fake_tensors())
+        rank = Rank(request, mode)
+        stack.enter_context(resizes_seen(rank.log))
+        stack.enter_context(
+            transports_observed(
+                rank.traffic,
+                moves=not request.hardware.has_streams,
+                offloads=request.offloads_parameters and request.hardware.has_streams,
+            )
+        )
+        stack.enter_context(rank.observer)
+        rank.build(mesh)
+        return rank.observe()
+
+
+@contextmanager
+def _garbage_collector_off() -> Iterator[None]:
+    """What nothing refers to is freed at once, and the rest at no moment that a run would not repeat."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Rank:
+    """Rank 0 of a simulated world.
+
+    Args:
+        request: what it is to do.
+        mode: of the tensors without memory.
+
+    Attributes:
+        log: what it allocates.
+        traffic: what it exchanges.
+        observer: the dispatch mode that sees what it does.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(self, request: Request, mode: Any) -> None:
+        self._request = request
+        self.log = MemoryLog()
+        self._clocks = Clocks() if request.hardware.has_streams else None
+        self.traffic = Traffic(request.hardware, self.log, self._clocks)
+        self.observer = Observer(
+            mode,
+            self.log,
+            clocks=self._clocks,
+            hardware=request.hardware,
+            dtype=request.matmul_dtype,
+            fuses=request.compiled,
+        )
+        self.observer.exchanged = self.traffic.add
+        self._switch = Switch(request.checkpointing)
+        self._switch.runs = self.observer.recomputing
+        self._computes = request.activation_bytes is None
+        self._can_switch = request.checkpointing != "none" or request.shard is None
+        self._hooked: set[int] = set()
+
+    def build(self, mesh: DeviceMesh) -> None:
+        """Make the model, shard it over ``mesh``, make the optimizer and the batch."""
+        request = self._request
+        model = made(request.make_model)
+        self._name = type(model).__name__
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        if self._computes and self._can_switch:
+            for block in blocks_of(model, request):
+                self._switch.around(block)
+        self.model = sharded(model, mesh, request)
+        if not self._computes:
+            stand_in(self.model, calls_as_registered(self.model))
+        if self._clocks is not None:
+            comm = FSDPCommContext(SimulatedDevice(self._clocks))
+            for state in states_below(self.model):
+                state.compute_through(comm)  # as if it was on a device with streams
+        for parameter in self.model.parameters():
+            self.log.use(_local(parameter).untyped_storage(), Use.SHARDS)
+        self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
+        self._steps_on = _local_in_place(self.optimizer)
+        if self.optimizer is not None and self._clocks is not None and not request.offloads_parameters:
+            _step_as_on_devices(self.optimizer)
+        self._args, self._kwargs = request.local_batch()
+        if not self._computes:
+            self._args, self._kwargs = (_scalar(),), {}
+
+    # -- steps
+
+    def observe(self) -> Observation:
+        """Steps, of which all but the last meet every buffer and learn the order; what the last did.
+
+        The first forward is of another way of checkpointing, for what it keeps. It also tells which modules are called,
+        so that the first step need not compute: the engine runs its groups in that order.
+        """
+        saved = self._warm_up()
+        orders = None
+        while orders != self._orders():
+            orders = self._orders()
+            observation = self._observed_step()
+        observation.saved.update(saved)
+        return observation
+
+    def _orders(self) -> list[Any]:
+        """In which every root runs its groups."""
+        return [(root.learned_order, root.learned_backward_order) for root in roots_of(states_below(self.model))]
+
+    def _warm_up(self) -> dict[str, int]:
+        """One step, in which nothing is computed if that can be left out. Returns what another checkpointing keeps."""
+        if not self._computes:
+            self._step()
+            return {}
+        how = self._switch.how
+        if self._can_switch:
+            self._switch.how = "none" if how != "none" else "blocks"
+        calls = calls_of(self.model, self._forward_only)
+        self._know_unsharded()
+        saved = {self._switch.how: self._kept()} if self._can_switch else {}
+        self._switch.how = how
+        if not can_stand_in(self.model):
+            self._step()
+            return saved
+        given, self._args, self._kwargs, self._computes = (self._args, self._kwargs), (_scalar(),), {}, False
+        replaced = stand_in(self.model, calls)
+        self._step()
+        replaced.put_back()
+        (self._args, self._kwargs), self._computes = given, True
+        return saved
+
+    def _forward_only(self) -> None:
+        with self.observer.during(Phase.FORWARD):
+            loss = self._loss()
+        del loss
+
+    def _kept(self) -> int:
+        """What the last forward has kept for backward."""
+        return sum(self.log.at_end_of(Phase.FORWARD, lambda use: use is Use.ACTIVATIONS).values())
+
+    def _observed_step(self) -> Observation:
+        self._know_unsharded()
+        self.log.marks.clear()
+        self.traffic.reset()
+        self.observer.reset()
+        began = 0.0
+        if self._clocks is not None:
+            self._clocks.reset()
+            began = self._clocks.times[COMPUTE]
+        self._step()
+        return self._observation(began)
+
+    def _observation(self, began: float) -> Observation:
+        clocks = self._clocks
+        return Observation(
+            model=self._name,
+            log=self.log,
+            traffic=self.traffic.snapshot(),
+            saved={self._switch.how: self._kept()},
+            seconds=0.0 if clocks is None else clocks.times[COMPUTE] - began,
+            busy_seconds=0.0 if clocks is None else clocks.busy[COMPUTE],
+            waited={} if clocks is None else dict(clocks.waited),
+            flops=self.observer.flops,
+            model_flops=self.observer.model_flops,
+            matmul_dtype=self.observer.matmul_dtype,
+            parameters=self._parameters,
+            groups=sum(len(state.unit) for state in states_below(self.model)),
+        )
+
+    def _step(self) -> None:
+        request, count = self._request, self._request.accumulation
+        for index in range(count):
+            is_last = index == count - 1
+            with accumulate(self.model, last=is_last, kept=request.kept) if count > 1 else nullcontext():
+                self._microbatch()
+        if self.optimizer is not None:
+            for parameter, local in self._steps_on:
+                local.grad = None if parameter.grad is None else _local(parameter.grad)
+            with self.observer.during(Phase.OPTIMIZER, on_host=request.offloads_parameters):
+                self.optimizer.step()
+            for _, local in self._steps_on:
+                local.grad = None
+            self._know(self._states(), Use.OPTIMIZER_STATE)
+        self.model.zero_grad()
+
+    def _microbatch(self) -> None:
+        with self.observer.during(Phase.FORWARD):
+            loss = self._loss()
+        self._hook_gradients()
+        with self.observer.during(Phase.BACKWARD):
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.traffic.settle()
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self._know(gradients, Use.GRADIENTS)
+
+    def _loss(self) -> torch.Tensor:
+        try:
+            output = self.model(*self._args, **self._kwargs)
+            if self._request.loss is None or not self._computes:
+                return _default_loss(output)
+            return self._request.loss(output, *self._args, **self._kwargs)
+        except _torch.unsupported_without_memory() as error:
+            raise FSDPRuntimeError(
+                f"the forward of {self._name} depends on values, and an estimate runs it on tensors that have none: "
+                f"{_first_line(error)} (where that is: see the exception before this one). Either let that part depend "
+                "on shapes only, or measure the bytes that one forward keeps for backward, and pass them as "
+                "activation_bytes=; the engine's memory is then estimated without running the model."
+            ) from error
+
+    # -- what memory is for
+
+    def _know(self, tensors: Iterable[torch.Tensor], use: Use) -> None:
+        for tensor in tensors:
+            self.log.use(_local(tensor).untyped_storage(), use)
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        assert self.optimizer is not None, "asked for"
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+    def _know_unsharded(self) -> None:
+        for state in states_below(self.model):
+            for group in state.unit:
+                for buffers in group.storage.buffers:
+                    self.log.use(buffers.unsharded.storage, Use.UNSHARDED)
+
+    def _hook_gradients(self) -> None:
+        """Know autograd's gradients of whole parameters when they arrive."""
+        for state in states_below(self.model):
+            for group in state.unit:
+                for param in group.params:
+                    whole = param.unsharded
+                    if whole is not None and whole.requires_grad and whole.is_leaf and id(whole) not in self._hooked:
+                        self._hooked.add(id(whole))
+                        whole.register_post_accumulate_grad_hook(self._know_gradient)
+
+    def _know_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._know([parameter.grad], Use.UNSHARDED_GRADIENTS)
+
+
+def _local_in_place(optimizer: torch.optim.Optimizer | None) -> list[tuple[torch.Tensor, nn.Parameter]]:
+    """Let one of torch's optimizers, which has not stepped, step on local tensors, not on the DTensors around them.
+
+    The memory is the same: operators on DTensors run on local tensors. But they ask how the result is placed, which for
+    hundreds of parameters takes longer than all else.
+
+    Returns:
+        Each parameter, and what is in its place.
+    """
+    pairs: list[tuple[torch.Tensor, nn.Parameter]] = []
+    if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
+        return pairs
+    for group in optimizer.param_groups:
+        locals_ = [nn.Parameter(_local(each.detach()), each.requires_grad) for each in group["params"]]
+        pairs += zip(group["params"], locals_, strict=True)
+        group["params"] = locals_
+    return pairs
+
+
+def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:
+    """torch's optimizers step on lists of tensors where they may choose, but not on CPUs."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _scalar() -> torch.Tensor:
+    """What `stand_in` takes."""
+    return torch.empty((), requires_grad=True)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _default_loss(output: Any) -> torch.Tensor:
+    """What is differentiated if nobody says: ``output.loss``, or the sum of the first tensor of it."""
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    found = output
+    while isinstance(found, (tuple, list)) and found:
+        found = found[0]
+    if isinstance(found, dict) or not isinstance(found, torch.Tensor):
+        found = getattr(output, "logits", None)
+    if not isinstance(found, torch.Tensor):
+        raise FSDPRuntimeError(
+            f"the model returned a {type(output).__name__}, of which an estimate does not know what to differentiate; "
+            "pass loss=, a function of the output and the batch that returns a tensor of one element."
+        )
+    return found.sum()

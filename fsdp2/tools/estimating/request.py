@@ -1,0 +1,153 @@
+"""`Request`: what is to be estimated, checked before anything is built; and the batch of one rank and microbatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload
+from fsdp2.core.state import Strategy
+from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.features.accumulation import Kept
+from fsdp2.tools.estimating.hardware import Hardware
+
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+Shard = Callable[[nn.Module, DeviceMesh], object]
+Checkpointing = Literal["none", "selective", "blocks"]
+
+CHECKPOINTING = ("none", "selective", "blocks")
+SAME_SAMPLES = ("tp", "cp", "pp")
+"""Names of mesh dims whose ranks work on the same samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What `fsdp2.estimate` is asked. Fields are its arguments.
+
+    Raises:
+        FSDPTypeError: the batch holds no tensor.
+        FSDPValueError: samples cannot be divided, fields contradict each other, or the hardware.
+    """
+
+    make_model: MakeModel | nn.Module
+    mesh_shape: tuple[int, ...]
+    batch: Any
+    optimizer: MakeOptimizer | None
+    strategy: Strategy | None
+    hardware: Hardware
+    mesh_dim_names: tuple[str, ...]
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy | None
+    blocks: Any
+    shard: Shard | None
+    checkpointing: Checkpointing
+    accumulation: int
+    kept: Kept
+    loss: Callable[..., torch.Tensor] | None
+    activation_bytes: int | None
+    matmul_dtype: torch.dtype | None
+    compiled: bool
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        self._check_mesh()
+        if self.checkpointing not in CHECKPOINTING:
+            raise FSDPValueError(
+                f"checkpointing must be one of {', '.join(map(repr, CHECKPOINTING))}, got {self.checkpointing!r}."
+            )
+        if self.accumulation < 1:
+            raise FSDPValueError(f"accumulation is a number of microbatches, 1 or more, got {self.accumulation}.")
+        if self.activation_bytes is not None and self.activation_bytes < 0:
+            raise FSDPValueError(f"activation_bytes must be 0 or more, got {self.activation_bytes}.")
+        if self.shard is not None and (self.strategy is not None or self.blocks is not None):
+            given = "strategy" if self.strategy is not None else "blocks"
+            raise FSDPValueError(f"shard and {given} contradict each other: pass what {given} says inside of shard.")
+        offload(self.offload_policy)
+        self._check_batch()
+        self.hardware.refuse_more_ranks(self.ranks)
+
+    def _check_mesh(self) -> None:
+        shape, names = self.mesh_shape, self.mesh_dim_names
+        if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
+            raise FSDPValueError(f"mesh_shape is a number of ranks, or a tuple of them, 1 or more each, got {shape}.")
+        if len(names) != len(shape):
+            raise FSDPValueError(f"mesh_dim_names={names} and mesh_shape={shape} are of different lengths.")
+        if len(shape) > 2 and self.shard is None:
+            raise FSDPValueError(
+                f"mesh_shape={shape} has {len(shape)} dims, and only (shard,) and (replicate, shard) are known by "
+                "themselves; pass shard=, a function (model, mesh) that shards as your program does."
+            )
+
+    def _check_batch(self) -> None:
+        parts = self.data_parallel * self.accumulation
+        if self.samples % parts or not self.samples:
+            raise FSDPValueError(
+                f"the batch has {self.samples} samples, which {self.data_parallel} data-parallel ranks and "
+                f"{self.accumulation} microbatches ({parts} parts) do not divide. Samples lie in dim 0 of its first "
+                "tensor, of all ranks together; change the batch, the mesh or accumulation."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole mesh."""
+        return math.prod(self.mesh_shape)
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks have samples of their own."""
+        pairs = zip(self.mesh_shape, self.mesh_dim_names, strict=True)
+        return math.prod(size for size, name in pairs if name not in SAME_SAMPLES)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards, gradients and optimizer state are in host memory."""
+        policy = offload(self.offload_policy)
+        return isinstance(policy, CPUOffloadPolicy) and policy.parameters
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks together in a step.
+
+        Raises:
+            FSDPTypeError: the batch holds no tensor.
+        """
+        tensors = [each for each in _values(self.batch) if isinstance(each, torch.Tensor) and each.dim()]
+        if not tensors:
+            raise FSDPTypeError(
+                "batch is what all ranks together train on in a step: a tensor, a tuple of positional arguments or a "
+                f"dict of keyword arguments, with samples in dim 0; got {type(self.batch).__name__} without a tensor "
+                "that has dims."
+            )
+        return tensors[0].shape[0]
+
+    def local_batch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of one forward of one rank, new tensors (without memory in a simulation)."""
+        samples, parts = self.samples, self.data_parallel * self.accumulation
+        batch = self.batch
+        if isinstance(batch, Mapping):
+            return (), {name: _part(value, samples, parts) for name, value in batch.items()}
+        positional = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return tuple(_part(value, samples, parts) for value in positional), {}
+
+
+def _values(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, (tuple, list)) else [batch]
+
+
+def _part(value: Any, samples: int, parts: int) -> Any:
+    """One rank's and microbatch's part of ``value``, if it is a tensor of samples."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = list(value.shape)
+    if shape and shape[0] == samples:
+        shape[0] //= parts
+    return torch.empty(shape, dtype=value.dtype, requires_grad=value.requires_grad)

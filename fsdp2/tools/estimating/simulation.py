@@ -1,0 +1,43 @@
+"""A world of many ranks in one process, of which one is there: `simulated_world`, made and left again.
+
+The process group is torch's ``fake`` one, whose collectives return at once. Tensors have shapes and no memory, so that
+a model of any size takes none. Nothing of it stays: the process group is destroyed, and so are the meshes that DTensor
+remembers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from fsdp2 import _torch
+from fsdp2.errors import FSDPRuntimeError
+
+
+@contextmanager
+def simulated_world(ranks: int, caller: str) -> Iterator[None]:
+    """This process is rank 0 of ``ranks``.
+
+    Args:
+        ranks: how many.
+        caller: the function that a user has called, for messages.
+
+    Raises:
+        FSDPRuntimeError: a process group exists. It is left as it is: two worlds in one process would mix up DTensor's
+            meshes, and a simulation beside real ranks would hold them up.
+    """
+    if dist.is_initialized():
+        raise FSDPRuntimeError(
+            f"{caller} simulates {ranks} ranks with a process group of its own, and this process is already rank "
+            f"{dist.get_rank()} of {dist.get_world_size()}. Call it before torch.distributed.init_process_group(), or "
+            "in a process of its own, which needs no launcher."
+        )
+    _torch.begin_simulated_world(0, ranks)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _torch.forget_meshes()

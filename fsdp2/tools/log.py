@@ -1,0 +1,182 @@
+"""``FSDP2_LOG=plan,order,comm,memory``: what the engine does, on the logger ``fsdp2`` and its children.
+
+Read when a module is sharded; where it is not set, nothing is tapped, and a step runs what it always runs. The words:
+
+======  ====================================================================================================
+plan    at the first step, on the first rank: what is sharded how, a line for each group
+order   when it is learned, and when it changes: in which order groups are gathered
+comm    each exchange: what it is of, bytes, ranks
+memory  after each step: the most memory of unsharded parameters, and that of the process
+======  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.places import PLACE
+from fsdp2.core.root import ON_ROOT, FSDPRoot
+from fsdp2.core.streams import Device
+from fsdp2.errors import FSDPValueError
+from fsdp2.tools.observing import Exchange, Listener, Observation, observations_of
+from fsdp2.tools.recorder import peak_bytes
+
+VARIABLE = "FSDP2_LOG"
+WORDS = ("plan", "order", "comm", "memory")
+NAME = "fsdp2"
+MIB = 2**20
+
+
+def words_asked() -> tuple[str, ...]:
+    """What the environment asks for.
+
+    Raises:
+        FSDPValueError: a word that there is not.
+    """
+    asked = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
+    for word in asked:
+        if word and word not in WORDS:
+            raise FSDPValueError(
+                f"{VARIABLE} takes words out of {', '.join(WORDS)}, with commas between them, got '{word}'."
+            )
+    return tuple(word for word in WORDS if word in asked)
+
+
+def _logger(word: str) -> logging.Logger:
+    return logging.getLogger(f"{NAME}.{word}")
+
+
+class _OfRank(logging.Formatter):
+    """With the number of the rank in front."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """``[rank 1] fsdp2.comm: ...``."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return f"[rank {rank}] {super().format(record)}"
+
+
+def prepare_logger() -> None:
+    """Let the loggers of the words that are asked for show what they are told: on stderr, if there is no handler.
+
+    Raises:
+        FSDPValueError: a word that there is not.
+    """
+    words = words_asked()
+    for word in words:
+        _logger(word).setLevel(logging.INFO)
+    parent = logging.getLogger(NAME)
+    if words and not parent.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OfRank("%(name)s: %(message)s"))
+        parent.addHandler(handler)
+
+
+def describe_plan(groups: Sequence[FSDPParamGroup], settings: dict[FSDPParamGroup, str]) -> str:
+    """A line for each group; ``settings``: what is to be said of its resharding."""
+    parameters = sum(len(group.params) for group in groups)
+    numel = sum(param.sharding.partition.numel for group in groups for param in group.params)
+    lines = [f"{len(groups)} groups, {parameters} parameters of {numel:,} elements"]
+    for group in groups:
+        shard = sum(each.shard.numel() * each.shard.element_size() for each in group.storage.buffers)
+        frozen = sum(not param.requires_grad for param in group.params)
+        direct = sum(slot.direct for each in group.plan.gathers for slot in each.layout.slots)
+        dtypes = ", ".join(f"{each.dtype} gathered as {each.param_dtype}" for each in group.plan.gathers)
+        reduced = ", ".join(str(each.dtype) for each in group.plan.reduces) or "nothing"
+        kinds = f"{direct} direct, {frozen} frozen" if frozen else f"{direct} direct"
+        sizes = f"{shard / MIB:.3f} MiB a rank, {group.storage.unsharded_bytes / MIB:.3f} MiB unsharded"
+        line = (
+            f"  {group.name}: {len(group.params)} parameters ({kinds}), {sizes}, over {group.plan.ranks}; {dtypes}; "
+            f"reduced in {reduced}; {settings.get(group, '')}"
+        )
+        lines.append(line.replace("torch.", ""))
+    return "\n".join(lines)
+
+
+class _Logged(Listener):
+    """Logs what is told about one root."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = frozenset(words)
+        self._order: dict[int, tuple[str, ...]] = {}
+        self._held: dict[str, int] = {}
+        self._most = 0
+        self._has_planned = False
+
+    def begin_step(self, root: FSDPRoot) -> None:
+        """The plan, once."""
+        if "plan" in self._words and not self._has_planned:
+            self._has_planned = True
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                _logger("plan").info("%s: %s", root.name, describe_plan(root.groups, _resharding_of(root)))
+
+    def begin_exchange(self, exchange: Exchange, device: Device) -> None:
+        """``comm``."""
+        if "comm" in self._words:
+            ahead = ", ahead" if exchange.ahead else ""
+            _logger("comm").info(
+                "step %d, %s: %s of '%s'%s, %d bytes (%d sent) in %d buffers over %d ranks",
+                PLACE.step,
+                PLACE.phase,
+                exchange.kind.value,
+                exchange.group,
+                ahead,
+                exchange.nbytes,
+                exchange.sent_bytes,
+                exchange.collectives,
+                exchange.ranks,
+            )
+
+    def hold(self, group: str, unsharded_bytes: int, staged_bytes: int, device: Device) -> None:
+        """Remember the most."""
+        self._held[group] = unsharded_bytes + staged_bytes
+        self._most = max(self._most, sum(self._held.values()))
+
+    def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
+        """``order`` and ``memory``."""
+        order = tuple(group.name for unit in root.learned_order for group in unit)
+        if "order" in self._words and reduced and order != self._order.get(id(root)):
+            self._order[id(root)] = order
+            _logger("order").info("%s: groups are gathered in this order: %s", root.name, ", ".join(order))
+        if "memory" in self._words:
+            _logger("memory").info(
+                "step %d: %.3f MiB unsharded and staged at most, %.1f MiB of the process at most so far",
+                PLACE.step,
+                self._most / MIB,
+                peak_bytes(root.groups[0].mesh.device) / MIB if root.groups else 0.0,
+            )
+            self._most = sum(self._held.values())
+
+
+def _resharding_of(root: FSDPRoot) -> dict[FSDPParamGroup, str]:
+    found = {}
+    for state in root.states:
+        asked = getattr(state, "reshard_after_forward", None)
+        reshards = not state.is_root if asked is None else asked
+        words = "resharded after forward" if reshards else "kept from forward to backward"
+        found.update(dict.fromkeys(getattr(state, "unit", ()), words))
+    return found
+
+
+def observe_root(states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
+    """A root forms: log what happens to it, if that is asked for. It is observed for as long as it lives."""
+    words = words_asked()
+    if not words or not states:
+        return
+    models = list(states[0].modules[:1])
+    below = {id(each) for each in models[0].modules()}
+    for seen in {id(each): each for group in groups for each in observations_of(group)}.values():
+        if isinstance(seen.listener, _Logged):  # else what both hold would be logged twice
+            seen.end()
+            models += [model for model in seen.models if id(model) not in below]
+    Observation(models, _Logged(words), "fully_shard()").begin(sees_optimizers=False)
+
+
+ON_SHARDING.append(prepare_logger)
+ON_ROOT.append(observe_root)

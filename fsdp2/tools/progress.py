@@ -1,0 +1,49 @@
+"""Bars for what takes longer than a second, on a terminal, with tqdm if it is installed; elsewhere nothing is shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+
+AFTER_SECONDS = 1.0
+
+
+def _bar(total: int | None, what: str) -> Any:
+    """A bar of tqdm's; None where none is to be shown."""
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        return None
+    return tqdm(total=total, desc=what, delay=AFTER_SECONDS, leave=False, file=sys.stderr)
+
+
+def progress(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """``items``, with a bar of how many of ``total`` were taken."""
+    bar = _bar(total, what)
+    try:
+        for item in items:
+            yield item
+            if bar is not None:
+                bar.update()
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """While something runs of which nobody knows how far it is: its name on a terminal, gone at the end."""
+    shows = sys.stderr.isatty()
+    if shows:
+        print(f"{what} ...", end="", flush=True, file=sys.stderr)
+    try:
+        yield
+    finally:
+        if shows:
+            print(f"\r{' ' * (len(what) + 4)}\r", end="", flush=True, file=sys.stderr)

@@ -1,0 +1,239 @@
+"""`Recorder`: the listener that takes the time of all that an `Observation` tells, and makes a `RankRecord` of it.
+
+Streams: a mark of an activity or a wait is put on the stream that computes, one of an exchange on the stream that it is
+issued to. Without streams the host's clock is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2.core.root import FSDPRoot
+from fsdp2.core.streams import Device
+from fsdp2.tools.clocks import Clock, clock_for
+from fsdp2.tools.observing import Activity, Exchange, Kind, Listener, Observation
+from fsdp2.tools.records import MemorySample, RankRecord, Span
+
+
+@dataclass(slots=True)
+class _Open:
+    """A span that has begun."""
+
+    clock: Clock
+    begin: Any
+    what: str
+    name: str
+    exchange: Exchange | None = None
+    end: Any = None
+    blocks: bool = False
+
+
+class Recorder(Listener):
+    """Takes down what is told, from `begin` to `end`.
+
+    Attributes:
+        observation: what tells it, to be set before `begin`.
+    """
+
+    observation: Observation
+
+    def __init__(self) -> None:
+        self._clocks: dict[int, Clock] = {}
+        self._where: dict[int, torch.device] = {}
+        self._spans: list[_Open] = []
+        self._activities: list[_Open] = []
+        self._exchanges: dict[int, _Open] = {}
+        self._wait: _Open | None = None
+        self._marks: dict[str, list[tuple[Clock, Any]]] = {"forwards": [], "updates": [], "reductions": []}
+        self._held: dict[str, tuple[int, int]] = {}
+        self._reducing: dict[int, int] = {}
+        self._totals = [0, 0, 0]
+        self._samples: list[tuple[Clock, Any, tuple[int, int, int, int]]] = []
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """Take the time."""
+        self._began = time.perf_counter()
+
+    # -- what is told
+
+    def _clock(self, device: Device) -> Clock:
+        known = self._clocks.get(id(device))
+        if known is None:
+            where = self.observation.devices[id(device)][1]
+            known = self._clocks[id(device)] = clock_for(device, where)
+            self._where[id(known)] = where
+        return known
+
+    def begin_step(self, root: FSDPRoot) -> None:
+        """Activities that are still open were left by an exception."""
+        clock = self._clock(root.comm.device)
+        mark = clock.mark(root.comm.device.current_stream())
+        for left in self._activities:
+            self._finish(left, mark)
+        self._activities.clear()
+        self._marks["forwards"].append((clock, mark))
+        self._sample(clock, mark, reads=True)
+
+    def end_iteration(self, root: FSDPRoot, *, reduced: bool) -> None:
+        """A backward has ended."""
+        clock = self._clock(root.comm.device)
+        mark = clock.mark(root.comm.device.current_stream())
+        if reduced:
+            self._marks["reductions"].append((clock, mark))
+        self._sample(clock, mark, reads=True)
+
+    def open(self, activity: Activity, name: str, device: Device) -> None:
+        """On the stream that computes."""
+        clock = self._clock(device)
+        self._activities.append(_Open(clock, clock.mark(device.current_stream()), activity.value, name))
+
+    def close(self, activity: Activity, name: str, device: Device) -> None:
+        """The last one of this name that is open."""
+        for index in range(len(self._activities) - 1, -1, -1):
+            found = self._activities[index]
+            if found.name == name and found.what == activity.value:
+                del self._activities[index]
+                mark = found.clock.mark(device.current_stream())
+                self._finish(found, mark)
+                if activity is Activity.OPTIMIZER:
+                    self._marks["updates"].append((found.clock, mark))
+                if activity is not Activity.ENGINE:
+                    self._sample(found.clock, mark, reads=True)
+                return
+
+    def begin_exchange(self, exchange: Exchange, device: Device) -> None:
+        """On the stream that it is issued to."""
+        clock = self._clock(device)
+        mark = clock.mark(device.current_stream())
+        self._exchanges[exchange.number] = _Open(clock, mark, exchange.kind.value, exchange.group, exchange)
+        if exchange.kind is Kind.REDUCE_SCATTER:
+            self._reducing[exchange.number] = exchange.nbytes
+            self._totals[2] += exchange.nbytes
+            self._sample(clock, mark)
+
+    def issued(self, exchange: Exchange, device: Device, *, is_over: bool) -> None:
+        """With streams its end is known now."""
+        if is_over or device.has_streams:
+            self._exchanges[exchange.number].blocks = is_over and exchange.sent_bytes > 0
+            self.end_exchange(exchange, device)
+
+    def end_exchange(self, exchange: Exchange, device: Device) -> None:
+        """It is over, or its end is marked."""
+        found = self._exchanges.pop(exchange.number, None)
+        if found is not None:
+            mark = found.clock.mark(device.current_stream())
+            self._finish(found, mark)
+            self._totals[2] -= self._reducing.pop(exchange.number, 0)
+            if exchange.kind is Kind.REDUCE_SCATTER:
+                self._sample(found.clock, mark)
+
+    def begin_wait(self, group: str, kind: Kind, device: Device) -> None:
+        """On the stream that computes."""
+        clock = self._clock(device)
+        self._wait = _Open(clock, clock.mark(device.current_stream()), f"wait for {kind.value}", group)
+
+    def end_wait(self, group: str, kind: Kind, device: Device) -> None:
+        """It goes on."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            self._finish(wait, wait.clock.mark(device.current_stream()))
+
+    def hold(self, group: str, unsharded_bytes: int, staged_bytes: int, device: Device) -> None:
+        """Count it."""
+        before = self._held.get(group, (0, 0))
+        self._held[group] = (unsharded_bytes, staged_bytes)
+        self._totals[0] += unsharded_bytes - before[0]
+        self._totals[1] += staged_bytes - before[1]
+        if before != (unsharded_bytes, staged_bytes):
+            clock = self._clock(device)
+            self._sample(clock, clock.mark(device.current_stream()))
+
+    def _finish(self, span: _Open, mark: Any) -> None:
+        span.end = mark
+        self._spans.append(span)
+
+    def _sample(self, clock: Clock, mark: Any, *, reads: bool = False) -> None:
+        """``reads``: ask the allocator, or the system, too: not in the middle of the engine's work."""
+        last = self._samples[-1][2][3] if self._samples else 0
+        allocated = allocated_bytes(self._where[id(clock)]) if reads or not self._samples else last
+        unsharded, staged, reducing = self._totals
+        self._samples.append((clock, mark, (unsharded, staged, reducing, allocated)))
+
+    # -- the end
+
+    def record(self, *, rank: int, failure: str, model: str, in_graphs: tuple[str, ...]) -> RankRecord:
+        """What was seen. Blocks the host until the device has come to the last mark."""
+        ends = {id(clock): clock.mark(None) for clock in self._clocks.values()}
+        for clock in self._clocks.values():
+            clock.settle()
+        for left in [*self._activities, *self._exchanges.values()]:
+            self._finish(left, ends[id(left.clock)])
+        end = max([clock.seconds(ends[id(clock)]) for clock in self._clocks.values()] or [time.perf_counter()])
+        devices = [device for device, _ in self.observation.devices.values()]
+        times = {name: tuple(clock.seconds(mark) for clock, mark in marks) for name, marks in self._marks.items()}
+        return RankRecord(
+            rank=rank,
+            host=socket.gethostname(),
+            clock_id=_clock_id(),
+            has_streams=any(device.has_streams for device in devices),
+            begin=self._began,
+            end=end,
+            wall=time.time() - time.perf_counter(),
+            spans=tuple(sorted(map(_span, self._spans), key=lambda each: (each.begin, -each.end))),
+            memory=tuple(MemorySample(clock.seconds(mark), *held) for clock, mark, held in self._samples),
+            in_graphs=in_graphs,
+            failure=failure,
+            model=model,
+            **times,
+        )
+
+
+def _span(found: _Open) -> Span:
+    begin, end = found.clock.seconds(found.begin), found.clock.seconds(found.end)
+    exchange = found.exchange
+    if exchange is None:
+        return Span(found.what, found.name, begin, end)
+    sizes = (exchange.nbytes, exchange.sent_bytes, exchange.collectives)
+    return Span(found.what, found.name, begin, end, *sizes, exchange.for_backward, exchange.ahead, found.blocks)
+
+
+def _clock_id() -> str:
+    """The same for processes of which `time.perf_counter` counts from the same moment."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if sys.platform == "linux" and boot.exists():  # CLOCK_MONOTONIC counts from the start of the machine
+        return boot.read_text().strip()
+    return f"{platform.node()}/{os.getpid()}"
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the allocator of ``device`` has given to this process; on CPU what of the process is resident."""
+    if device.type != "cpu":
+        reads = getattr(torch.get_device_module(device), "memory_allocated", None)
+        return int(reads(device)) if reads is not None else 0
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:  # another system: the most that it ever was
+        return peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has had: of the allocator of ``device``; on CPU what was resident, ever."""
+    if device.type != "cpu":
+        reads = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        return int(reads(device)) if reads is not None else 0
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

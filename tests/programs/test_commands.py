@@ -1,0 +1,246 @@
+"""Whole commands of ``fsdp2``, in this process where that is possible: what they print, their files, their status."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+import fsdp2
+from fsdp2.tools.commands import main
+
+MODELS = """
+import fsdp2
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def build():
+    return nn.Sequential(nn.Linear(64, 64), *[Block() for _ in range(3)], nn.Linear(64, 64))
+
+def by_hand():
+    model = build()
+    fsdp2.fully_shard(model[2])
+    return fsdp2.fully_shard(model)
+"""
+BLOCK_BYTES = 4 * (64 * 128 + 128 + 128 * 64 + 64)
+REST_BYTES = 4 * 2 * (64 * 64 + 64)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of a file of models; the folder is the current one."""
+    (tmp_path / "models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "_fsdp2_target_models", raising=False)
+    return str(tmp_path / "models.py")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
+    found = main(arguments)
+    output = capsys.readouterr()
+    assert found == status, output.out + output.err
+    return output.out + output.err
+
+
+def test_the_module_and_the_console_script_are_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp2", "--version"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("fsdp2", run_name="__main__")
+    assert left.value.code == 0 and capsys.readouterr().out == f"fsdp2 {fsdp2.__version__}\n"
+    project = (Path(fsdp2.__file__).parents[1] / "pyproject.toml").read_text()
+    assert '[project.scripts]\nfsdp2 = "fsdp2.__main__:run"\n' in project
+
+
+def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, strategy="zero2").to_file(tmp_path / "a.json")
+    page = tmp_path / "page.html"
+    arguments = ("explain", f"{models}:build", "--mesh", "2x4", "--config", str(config))
+    found = json.loads(said(capsys, *arguments, "--json", "--html", str(page)))
+    sizes = {each["name"]: sum(buffer["unsharded_bytes"] for buffer in each["buffers"]) for each in found["groups"]}
+    assert sizes == {"": REST_BYTES, "1": BLOCK_BYTES, "2": BLOCK_BYTES, "3": BLOCK_BYTES}
+    assert page.read_text().startswith("<!") and not torch.distributed.is_initialized()
+    text = said(capsys, *arguments)
+    assert "sharded over 4 ranks in 2 copies" in text and "kept" in text
+    assert "The settings of its ShardingConfig:\n  strategy: zero2\n  blocks: ['Block']\n  min_bytes: 0" in text
+    assert "up.weight" in said(capsys, *arguments, "--group", "2")
+    assert "There are: " in said(capsys, *arguments, "--group", "9", status=1)
+
+
+def test_explain_takes_a_model_that_is_sharded_at_its_word(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, "explain", f"{models}:by_hand", "--mesh", "8", "--json"))
+    assert {group["name"] for group in found["groups"]} == {"", "2"}
+
+
+def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'build'" in said(capsys, "explain", f"{models}:biuld", status=1)
+    assert "torch.optim has no optimizer 'AdanW'. Did you mean 'AdamW'" in said(
+        capsys, "estimate", f"{models}:build", "--batch", "8x64", "--optimizer", "AdanW", status=1
+    )
+    assert "there is no run" in said(capsys, "checkpoint", "list", str(tmp_path / "none"), status=1)
+    wanted = ("--to", "full", "--model", "models:build", "--use-orig-params")
+    assert "fsdp2 convert: " in said(capsys, "convert", str(tmp_path / "none"), "out", *wanted, status=1)
+    config = fsdp2.ShardingConfig(mesh_shape=(2, -1)).to_file(tmp_path / "a.json")
+    text = said(capsys, "explain", f"{models}:build", "--config", str(config), status=1)
+    assert "depends on the number of ranks: say it, --mesh 4x8" in text
+
+
+def test_convert(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = runpy.run_path(models)["build"]()
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    sys.path.insert(0, str(tmp_path))
+    arguments = ("convert", "whole.pt", "out", "--from", "full", "--to", "dcp", "--model", "models:build", "--json")
+    assert json.loads(said(capsys, *arguments)) == {"out": "out", "to": "dcp"}
+    assert len(FileSystemReader("out").read_metadata().state_dict_metadata) == len(model.state_dict())
+    sys.modules.pop("models", None)
+
+
+def test_doctor_without_ranks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "FSDP2_"))]:
+        monkeypatch.delenv(name)
+    found = json.loads(said(capsys, "doctor", "--no-exchange", "--json"))
+    topics = {each["topic"] for each in found["findings"]}
+    assert {"fsdp2", "torch", "backend", "host", "ulimit", "name", "gpu"} <= topics and found["well"] is True
+    monkeypatch.setenv("FSDP2_COMM", "nccl")
+    assert "PROBLEM  variables" in said(capsys, "doctor", "--no-exchange", status=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_doctor_asked_for_a_gpu_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "torch sees no CUDA device, and --gpu asks" in said(capsys, "doctor", "--no-exchange", "--gpu", status=1)
+
+
+# ---- what takes longer ------------------------------------------------------------------------------
+
+
+@pytest.mark.full  # 15 s
+def test_doctor_measures_an_all_gather(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said(capsys, "doctor", "--ranks", "2", "--json"))
+    (values,) = [each["values"] for each in found["findings"] if each["topic"] == "exchange"]
+    assert values["ranks"] == 2 and values["bytes_per_second"] > 0 and values["gathered_bytes"] == 2**24
+
+
+@pytest.mark.full  # 3 s
+def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("estimate", f"{models}:build", "--batch", "64x64", "--mesh", "8", "--hardware", "h100-8x", "--json")
+    found = json.loads(said(capsys, *arguments, "--blocks", "Block"))
+    assert found["parameters"] == (3 * BLOCK_BYTES + REST_BYTES) // 4 and found["fits"] is True
+    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, replicate_below=1024).to_file(tmp_path / "a.json")
+    assert json.loads(said(capsys, *arguments, "--config", str(config)))["fits"] is True
+
+
+@pytest.mark.full  # 5 s
+def test_suggest(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "suggest", f"{models}:build", "--batch", "64x64", "--ranks", "4", "--json")
+    assert json.loads(text)["best"][0]["arguments"].startswith("mesh_shape=4")
+
+
+def started(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    root = str(Path(fsdp2.__file__).parents[1])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([root, environment.pop("PYTHONPATH", "")]), **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=folder, env=environ
+    )
+
+
+@pytest.mark.full  # 35 s
+def test_timeline(models: str, tmp_path: Path) -> None:
+    arguments = ("-m", "fsdp2", "timeline", f"{models}:build", "--batch", "8x64", "--ranks", "2", "--json")
+    done = started(*arguments, "--out", "a.html", "--out", "a.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    assert [each["rank"] for each in found["ranks"]] == [0, 1]
+    assert (tmp_path / "a.html").exists() and json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+
+
+DDP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def train(rank, port=None):
+    if port is not None:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    else:
+        dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.ones(4, 8) * (dist.get_rank() + step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(type(model.module).__name__, type(model.module[0].weight.data).__name__, sys.argv[1:], flush=True)
+    if "--save" in sys.argv and dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    if "--spawn" in sys.argv:
+        torch.multiprocessing.spawn(train, args=(int(sys.argv[-1]),), nprocs=2)
+    else:
+        train(0)
+"""
+
+
+@pytest.mark.full  # 40 s
+def test_a_ddp_program_is_sharded_by_a_config(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DDP)
+    (tmp_path / "sharding.yaml").write_text("strategy: zero2\nmin_bytes: 0\n")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp2", "run")
+    done = started(*launcher, "--config", "sharding.yaml", "train.py", "--lr", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "FSDPSequential DTensor ['--lr', '1']" in done.stdout
+    done = started(*launcher, "--auto-shard", "train.py", "--save", folder=tmp_path)
+    assert done.returncode != 0 and "torch.save was called with a sharded tensor" in done.stderr
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.full  # 35 s
+def test_processes_that_a_ddp_program_spawns(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DDP)
+    metadata = tmp_path / "installed" / "fsdp2-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[torch.backends]\nfsdp2 = fsdp2_switch:watch\n")
+    done = started(
+        *("-m", "fsdp2", "run", "--auto-shard", "train.py", "--spawn", str(free_port())),
+        folder=tmp_path,
+        PYTHONPATH=str(tmp_path / "installed"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "FSDPSequential DTensor" in done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return int(each.getsockname()[1])
+
+
+@pytest.mark.full  # 11 s
+def test_a_program_without_ddp_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
+    done = started("-m", "fsdp2", "run", "--auto-shard", "train.py", folder=tmp_path)
+    assert done.returncode == 3 and "this process made no torch.nn.parallel.DistributedDataParallel" in done.stderr

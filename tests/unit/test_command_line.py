@@ -1,0 +1,252 @@
+"""The command line: what is understood, what is refused with which words, and what shells complete. In this process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2 import FSDPTypeError, FSDPValueError
+from fsdp2.tools import progress
+from fsdp2.tools.commands import completion, main
+from fsdp2.tools.commands.entry import COMMANDS
+from fsdp2.tools.commands.models import look_up, make_batch, make_model, mesh_shape_of
+from fsdp2.tools.commands.run import split
+
+NAMES = [command.name for command in COMMANDS]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fsdp2 {fsdp2.__version__}\n"
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {command.name} " in text and command.does in text for command in COMMANDS)
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_help_with_an_example_that_it_understands(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    example = text.partition("example:\n")[2].replace("\\\n", " ")
+    assert f"fsdp2 {name}" in example
+    if name not in ("run", "completion"):
+        (command,) = [each for each in COMMANDS if each.name == name]
+        command.parser().parse_all(example.split(f"fsdp2 {name}")[1].split())
+        assert "--json" in command.parser().options() or all(
+            "--json" in inner.options() for inner in command.parser().subcommands().values()
+        )
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["explan"], "fsdp2: there is no command 'explan'. Did you mean 'explain'?"),
+    (["--versoin"], "fsdp2: there is no option '--versoin'. Did you mean '--version'?"),
+    (["explain"], "fsdp2 explain: this is missing: MODULE:FUNCTION."),
+    (["explain", "a:b", "--startegy", "zero1"], "there is no option --startegy zero1. Did you mean '--strategy'?"),
+    (["explain", "a:b", "--strategy", "zero4"], "there is no --strategy 'zero4'; there are"),
+    (["explain", "a:b", "c"], "there is no such argument c."),
+    (["estimate", "a:b"], "this is missing: --batch."),
+    (["checkpoint", "lst"], "Did you mean 'list'?"),
+    (["checkpoint", "prune", "run", "--keep-lst", "3", "--keep-last", "2"], "Did you mean '--keep-last'?"),
+    (["completion", "bsh"], "Did you mean 'bash'?"),
+    (["doctor", "--gpus"], "Did you mean '--gpu'?"),
+    (["run"], "fsdp2 run: no program named."),
+    (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
+    (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
+    (["run", "missing.py"], "fsdp2 run: no such file: missing.py."),
+    (["run", "torchrun", "x.py"], "torchrun [options] -m fsdp2 run script.py"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), WRONG, ids=[" ".join(each[0]) for each in WRONG])
+def test_wrong_use_has_status_2_and_says_what_was_meant(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    found = capsys.readouterr()
+    assert says in found.err and "--help" in found.err and not found.out
+
+
+def test_what_is_wrong_with_a_config_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program, config = tmp_path / "train.py", tmp_path / "a.json"
+    program.touch()
+    config.write_text('{"stratgy": "zero1"}')
+    assert main(["run", "--config", str(config), str(program)]) == 1
+    assert f"fsdp2 run: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
+    assert main(["explain", "a:b", "--config", str(config)]) == 1
+    assert "fsdp2 explain: " in capsys.readouterr().err
+
+
+def test_options_of_run_come_before_the_program() -> None:
+    assert split(["train.py", "--config", "x"]) == (False, None, ["train.py", "--config", "x"])
+    assert split(["--config=a.yaml", "-v", "-m", "mod", "--auto-shard"]) == (
+        True,
+        "a.yaml",
+        ["-v", "-m", "mod", "--auto-shard"],
+    )
+    assert split(["--auto-shard", "--keep-fsdp1", "t.py"]) == (True, None, ["--keep-fsdp1", "t.py"])
+
+
+# ---- models and batches -----------------------------------------------------------------------------
+
+MODELS = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from beside import WIDTH
+
+@dataclass
+class Config:
+    width: int = WIDTH
+
+def build():
+    return nn.Linear(Config().width, 2)
+
+class Family:
+    small = staticmethod(build)
+
+def batch():
+    return {"input": torch.zeros(4, 3)}
+
+def nothing():
+    return None
+
+number = 3
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "beside.py").write_text("WIDTH = 3\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("beside", "_fsdp2_target_models"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return str(tmp_path / "models.py")
+
+
+def test_models_by_name(models: str) -> None:
+    for name in (f"{models}:build", f"{models}:Family.small"):
+        model = make_model(name)
+        assert isinstance(model, nn.Linear) and model.weight.shape == (2, 3)
+    assert look_up("torch.nn:Linear") is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("models.py", FSDPValueError, "names no function: write package.module:function"),
+        ("FILE:bild", FSDPValueError, "Did you mean 'build'"),
+        ("FILE:number", FSDPTypeError, "is a int, and a function is needed"),
+        ("FILE:nothing", FSDPTypeError, "returned a NoneType, and a module is needed"),
+        ("no_such_package.models:build", FSDPValueError, r"cannot be imported: .* For a file write its path"),
+        ("none/such.py:build", FSDPValueError, "there is no file none/such.py"),
+    ],
+)
+def test_names_that_name_nothing(name: str, kind: type[Exception], says: str, models: str) -> None:
+    with pytest.raises(kind, match=says):
+        make_model(name.replace("FILE", models))
+
+
+def test_batches(models: str) -> None:
+    tokens, mask = make_batch("8x16:int64, 8", "meta")
+    assert tokens.shape == (8, 16) and tokens.dtype is torch.int64 and tokens.is_meta
+    assert mask.shape == (8,) and mask.dtype is torch.float32
+    assert make_batch(f"{models}:batch", "meta")["input"].is_meta
+    with pytest.raises(FSDPValueError, match=r"there is no dtype 'int65'\. Did you mean 'int64'"):
+        make_batch("8:int65", "cpu")
+    with pytest.raises(FSDPValueError, match="'eight' is no batch"):
+        make_batch("eight", "cpu")
+
+
+def test_meshes() -> None:
+    assert mesh_shape_of("8") == (8,) and mesh_shape_of("4x8") == (4, 8)
+    for text in ("0", "4x", "x8", "-1", "many"):
+        with pytest.raises(FSDPValueError, match="a mesh is a number of ranks"):
+            mesh_shape_of(text)
+
+
+# ---- progress ---------------------------------------------------------------------------------------
+
+
+def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown() -> str:
+        with progress.working("looking"):
+            assert list(progress.progress(range(3), 3, "three")) == [0, 1, 2]
+        return capsys.readouterr().err
+
+    assert shown() == ""
+    monkeypatch.setattr(progress, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    assert "looking ..." in shown()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert "looking ..." in shown()
+
+
+# ---- completion -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words() -> completion.Words:
+    return completion.words()
+
+
+def test_completion_knows_all_commands_and_options(words: completion.Words) -> None:
+    assert {word for word, _ in words[()]} == {*NAMES, "--help", "--version"}
+    assert {"list", "show", "verify", "diff", "export", "prune"} <= {word for word, _ in words["checkpoint",]}
+    assert {"--keep-last", "--keep-every", "--json"} <= {word for word, _ in words["checkpoint", "prune"]}
+    assert {"--gpu", "--json"} <= {word for word, _ in words["doctor",]}
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        (["exp"], {"explain"}),
+        (["es"], {"estimate"}),
+        (["checkpoint", "pr"], {"prune"}),
+        (["checkpoint", "prune", "--keep"], {"--keep-last", "--keep-every"}),
+        (["estimate", "a:b", "--har"], {"--hardware"}),
+        (["completion", "f"], {"fish"}),
+        (["run", "--con"], {"--config"}),
+        (["doctor", "--g"], {"--gpu"}),
+        (["convert", "checkpoint", "--tru"], {"--trust"}),
+    ],
+)
+def test_bash_completes(typed: list[str], found: set[str], words: completion.Words) -> None:
+    quoted = " ".join(f"'{word}'" for word in ["fsdp2", *typed])
+    script = f"{completion.bash(words)}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(typed)}; _fsdp2\n"
+    done = subprocess.run(
+        ["bash", "-euc", script + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == found
+
+
+def test_scripts_of_other_shells(words: completion.Words) -> None:
+    zsh, fish = completion.zsh(words), completion.fish(words)
+    assert (
+        zsh.startswith("#compdef fsdp2\n") and "'explain:say how a model is sharded, and what is slow about it'" in zsh
+    )
+    assert "complete -c fsdp2 -n '__fish_use_subcommand' -a doctor" in fish
+    assert "complete -c fsdp2 -n '__fish_seen_subcommand_from doctor' -l gpu" in fish
+    assert not re.search(r"%\(|``", zsh + fish)
+    for text in (zsh, fish):  # quotes are closed
+        assert all(line.count("'") % 2 == 0 for line in text.splitlines())
+
+
+def test_variables_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP2_LOG", "plan")
+    assert main(["doctor", "--variables"]) == 0
+    assert "FSDP2_LOG (set to plan)" in capsys.readouterr().out
+    assert main(["doctor", "--variables", "--json"]) == 0
+    rows = {row["name"]: row["value"] for row in json.loads(capsys.readouterr().out)}
+    assert rows["FSDP2_LOG"] == "plan" and rows["FSDP2_COMM"] is None
