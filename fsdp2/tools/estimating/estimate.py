@@ -27,6 +27,7 @@ DEFAULT_HARDWARE = "h100-8x"
     make_model=ANYTHING,
     mesh_shape=ANYTHING,
     batch=ANYTHING,
+    optimizer=ANYTHING,
     hardware=ANYTHING,
     strategy=ANYTHING,
     offload_policy=ANYTHING,
@@ -79,7 +80,7 @@ def estimate(
             samples.
         mp_policy: as in `fully_shard`.
         offload_policy: the same.
-        blocks: as in `auto_shard`, which shards the model.
+        blocks: as in `auto_shard`, which shards the model; with ``shard``, what is checkpointed.
         shard: shards the model in the place of `auto_shard`: called with the model and the mesh.
         checkpointing: of activations of the modules that are groups: "none", "blocks" (all of it is computed once
             more), "selective" (but for matrix products and attention).

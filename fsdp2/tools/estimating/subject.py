@@ -106,8 +106,8 @@ def _selective() -> Any:
 
 
 def blocks_of(model: nn.Module, request: Request) -> list[nn.Module]:
-    """What is checkpointed: the modules that `auto_shard` takes for blocks, however large, but for single layers."""
-    choice = choose_groups(model, blocks=request.blocks, mp_policy=request.mp_policy, max_bytes=_ANY)
+    """What is checkpointed: what `auto_shard` takes for blocks, whatever their size, but for single layers."""
+    choice = choose_groups(model, blocks=request.blocks, mp_policy=request.mp_policy, max_bytes=_ANY, min_bytes=0)
     modules = [model.get_submodule(group.name) for group in choice.groups if group.name]
     return [module for module in modules if next(module.children(), None) is not None]
 
