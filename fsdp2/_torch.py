@@ -737,7 +737,8 @@ def forget_meshes() -> None:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives call ``name``."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[no-any-return]
+    resolve: Callable[[str], dist.ProcessGroup] = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009, type checkers refuse it
+    return resolve(name)
 
 
 def unsupported_without_memory() -> tuple[type[Exception], ...]:
