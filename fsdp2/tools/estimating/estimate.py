@@ -229,7 +229,8 @@ def _time(request: Request, seen: Observation, sums: tuple[CollectiveSum, ...]) 
 
 def _settings(request: Request) -> dict[str, str]:
     """What the estimate is of, in words; what is as by default is left out."""
-    said = {"strategy": request.strategy or ("as shard= says" if request.shard is not None else "zero3")}
+    default = "as shard= says" if request.shard is not None else "zero3"
+    said: dict[str, str] = {"strategy": request.strategy or default}
     policy = request.mp_policy
     if policy.param_dtype is not None:
         said["computes in"] = _dtype(policy.param_dtype)

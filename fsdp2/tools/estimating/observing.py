@@ -38,7 +38,7 @@ Exchanged = Callable[[Kind, int, Any], None]
 """Hears of a collective of tensor parallelism: which, bytes of the whole tensor, the name of its process group."""
 
 
-class Observer(_torch.TorchDispatchMode):  # type: ignore[misc]
+class Observer(_torch.TorchDispatchMode):
     """Watches the operators of one thread while it is active (autograd's backward on the CPU included).
 
     Args:

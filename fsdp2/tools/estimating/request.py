@@ -74,8 +74,8 @@ class Request:
                 f"{type(self.optimizer).__name__}."
             )
         offload(self.offload_policy)
-        self._check_batch()
         self.hardware.refuse_more_ranks(self.ranks)
+        self._check_batch()
 
     def _check_mesh(self) -> None:
         shape, names = self.mesh_shape, self.mesh_dim_names
