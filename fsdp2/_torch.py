@@ -33,7 +33,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
@@ -738,7 +739,8 @@ def forget_meshes() -> None:
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives call ``name``."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[no-any-return]
+    resolve: Callable[[str], dist.ProcessGroup] = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009, type checkers refuse it
+    return resolve(name)
 
 
 def unsupported_without_memory() -> tuple[type[Exception], ...]:

@@ -102,7 +102,8 @@ def test_four_matrices_by_hand() -> None:
     found = layers()
     assert found.parameters == 4 * 512 * 512 and found.groups == 4
     optimizer = found.phases["optimizer step"].by_use
-    assert optimizer["shards"] == optimizer["gradients"] == 4 * MIB // 8
+    assert optimizer["shards"] == 4 * MIB // 8
+    assert optimizer["gradients"] == 4 * MIB // 8 + 4 * 128  # with a row of what says which gradients there are
     assert optimizer["optimizer state"] == 2 * 4 * MIB // 8 + 4 * 4  # and a step for each
     # One group computes while the next one arrives.
     assert found.phases["forward"].by_use["unsharded parameters"] == 2 * MIB
@@ -138,7 +139,7 @@ def test_time_of_a_matrix_by_hand() -> None:
     assert found.time.flops == found.time.model_flops == 3 * product
     assert found.time.seconds == pytest.approx(3 * product / 0.5e9, rel=0.01)
     assert found.time.mfu == pytest.approx(0.5, rel=0.01)
-    assert found.collectives == () and found.time.exposed_seconds == 0
+    assert found.collectives == () and found.time.exposed_seconds < 1e-4
 
 
 def test_slow_links_are_waited_for() -> None:

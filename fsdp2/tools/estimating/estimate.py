@@ -27,6 +27,7 @@ DEFAULT_HARDWARE = "h100-8x"
     make_model=ANYTHING,
     mesh_shape=ANYTHING,
     batch=ANYTHING,
+    optimizer=ANYTHING,
     hardware=ANYTHING,
     strategy=ANYTHING,
     offload_policy=ANYTHING,
@@ -79,7 +80,7 @@ def estimate(
             samples.
         mp_policy: as in `fully_shard`.
         offload_policy: the same.
-        blocks: as in `auto_shard`, which shards the model.
+        blocks: as in `auto_shard`, which shards the model; with ``shard``, what is checkpointed.
         shard: shards the model in the place of `auto_shard`: called with the model and the mesh.
         checkpointing: of activations of the modules that are groups: "none", "blocks" (all of it is computed once
             more), "selective" (but for matrix products and attention).
@@ -228,7 +229,8 @@ def _time(request: Request, seen: Observation, sums: tuple[CollectiveSum, ...]) 
 
 def _settings(request: Request) -> dict[str, str]:
     """What the estimate is of, in words; what is as by default is left out."""
-    said = {"strategy": request.strategy or ("as shard= says" if request.shard is not None else "zero3")}
+    default = "as shard= says" if request.shard is not None else "zero3"
+    said: dict[str, str] = {"strategy": request.strategy or default}
     policy = request.mp_policy
     if policy.param_dtype is not None:
         said["computes in"] = _dtype(policy.param_dtype)

@@ -119,6 +119,12 @@ class MemoryLog:
         block = self._blocks.get(id(storage))
         return None if block is None else self.uses[block.number]
 
+    def take(self, nbytes: int, use: Use) -> None:
+        """``nbytes`` are taken and given back at once."""
+        if nbytes:
+            number = self._new_block(nbytes, use).number
+            self.events.append((number, -nbytes))
+
     def borrow(self, name: str, nbytes: int) -> None:
         """A buffer ``name`` that the simulation does not have, and a device would, has ``nbytes`` from now on."""
         if not nbytes and name not in self._borrowed:

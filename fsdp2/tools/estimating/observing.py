@@ -21,6 +21,7 @@ from fsdp2.tools.estimating.costs import Cost, Fusion, cost_of, seconds_of
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.estimating.links import Kind
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use
+from fsdp2.tools.estimating.workspaces import workspace_bytes
 
 _ENGINE = str(Path(fsdp2.__file__).parent)
 _TOOLS = str(Path(__file__).parent)
@@ -37,7 +38,7 @@ Exchanged = Callable[[Kind, int, Any], None]
 """Hears of a collective of tensor parallelism: which, bytes of the whole tensor, the name of its process group."""
 
 
-class Observer(_torch.TorchDispatchMode):  # type: ignore[misc]
+class Observer(_torch.TorchDispatchMode):
     """Watches the operators of one thread while it is active (autograd's backward on the CPU included).
 
     Args:
@@ -122,7 +123,9 @@ class Observer(_torch.TorchDispatchMode):  # type: ignore[misc]
             if not self.log.is_known(storage):
                 self.log.add(storage, self._use())
                 new.append(tensor)
-        if self._clocks is not None and self._phase is not None:
+        if self._phase is not None and self._clocks is None:
+            self.log.take(workspace_bytes(func, args, kwargs.get("out")), self._use())
+        elif self._phase is not None:
             self._run(func, args, kwargs, result, new)
         return result
 

@@ -32,7 +32,7 @@ class Request:
     """What `fsdp2.estimate` is asked. Fields are its arguments.
 
     Raises:
-        FSDPTypeError: the batch holds no tensor.
+        FSDPTypeError: the batch holds no tensor, the optimizer cannot be called.
         FSDPValueError: samples cannot be divided, fields contradict each other, or the hardware.
     """
 
@@ -66,12 +66,16 @@ class Request:
             raise FSDPValueError(f"accumulation is a number of microbatches, 1 or more, got {self.accumulation}.")
         if self.activation_bytes is not None and self.activation_bytes < 0:
             raise FSDPValueError(f"activation_bytes must be 0 or more, got {self.activation_bytes}.")
-        if self.shard is not None and (self.strategy is not None or self.blocks is not None):
-            given = "strategy" if self.strategy is not None else "blocks"
-            raise FSDPValueError(f"shard and {given} contradict each other: pass what {given} says inside of shard.")
+        if self.shard is not None and self.strategy is not None:
+            raise FSDPValueError("shard and strategy contradict each other: let the function shard by that strategy.")
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise FSDPTypeError(
+                "optimizer is an optimizer's class, a function of the list of parameters that makes one, or None, got "
+                f"{type(self.optimizer).__name__}."
+            )
         offload(self.offload_policy)
-        self._check_batch()
         self.hardware.refuse_more_ranks(self.ranks)
+        self._check_batch()
 
     def _check_mesh(self) -> None:
         shape, names = self.mesh_shape, self.mesh_dim_names

@@ -44,16 +44,19 @@ def made(make_model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
             "not know. Return the model as it was before; pass shard=, a function (model, mesh), to shard it your way."
         )
     tensors = [*model.parameters(), *model.buffers()]
-    if any(not _torch.is_without_memory(each) for each in tensors):
-        model = copy.deepcopy(model, {id(each): _without_memory(each) for each in tensors})
-    if any(each.device.type != "cpu" for each in (*model.parameters(), *model.buffers())):
-        model.to_empty(device=CPU)
-    return model
+    if all(map(_is_as_needed, tensors)):
+        return model
+    # (`to_empty` cannot, of tensors without memory: torch would swap them with others.)
+    return copy.deepcopy(model, {id(each): _without_memory(each) for each in tensors})
+
+
+def _is_as_needed(tensor: torch.Tensor) -> bool:
+    return _torch.is_without_memory(tensor) and tensor.device.type == "cpu"
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """As ``tensor``, on the CPU."""
-    if _torch.is_without_memory(tensor):
+    if _is_as_needed(tensor):
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -86,7 +89,7 @@ class Switch:
             def compute(*args: Any, **kwargs: Any) -> Any:
                 return self.runs(lambda: forward(*args, **kwargs))
 
-            more = {"context_fn": _selective} if self.how == "selective" else {}
+            more: dict[str, Any] = {"context_fn": _selective} if self.how == "selective" else {}
             return checkpoint(compute, *args, use_reentrant=False, **more, **kwargs)
 
         block.forward = checkpointed  # type: ignore[method-assign]
@@ -106,8 +109,8 @@ def _selective() -> Any:
 
 
 def blocks_of(model: nn.Module, request: Request) -> list[nn.Module]:
-    """What is checkpointed: the modules that `auto_shard` takes for blocks, however large, but for single layers."""
-    choice = choose_groups(model, blocks=request.blocks, mp_policy=request.mp_policy, max_bytes=_ANY)
+    """What is checkpointed: what `auto_shard` takes for blocks, whatever their size, but for single layers."""
+    choice = choose_groups(model, blocks=request.blocks, mp_policy=request.mp_policy, max_bytes=_ANY, min_bytes=0)
     modules = [model.get_submodule(group.name) for group in choice.groups if group.name]
     return [module for module in modules if next(module.children(), None) is not None]
 

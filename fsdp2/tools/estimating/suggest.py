@@ -84,7 +84,7 @@ class Suggestions:
         return "\n".join(lines)
 
 
-@checked(make_model=ANYTHING, ranks=ANYTHING, batch=ANYTHING, hardware=ANYTHING, blocks=ANYTHING)
+@checked(make_model=ANYTHING, ranks=ANYTHING, batch=ANYTHING, optimizer=ANYTHING, hardware=ANYTHING, blocks=ANYTHING)
 def suggest(
     make_model: MakeModel | nn.Module,
     ranks: int,
