@@ -181,8 +181,10 @@ class Metrics:
 
     def close(self) -> None:
         """Observe the model no more, and close the files. Calling it again does nothing."""
-        if self._observation is not None:
+        if self._observation is not None and self._meter is not None:
             self._observation.end()
+            self._observation = None
+            del self._meter.observation
         if self._file is not None:
             self._file.close()
         if self._board is not None:

@@ -457,7 +457,11 @@ def _around_exchange(
     device, listener = group.comm.device, seen.listener
     begun = 0 if works is None else len(works)
     listener.begin_exchange(told, device)
-    call(members, *args)
+    try:
+        call(members, *args)
+    except BaseException:
+        listener.issued(told, device, is_over=True)  # nobody waits for it any more
+        raise
     is_over = not device.has_streams and (works is None or len(works) == begun)
     listener.issued(told, device, is_over=is_over)
     if is_over or device.has_streams:
@@ -536,8 +540,8 @@ def _around_wait(seen: Observation, comm: FSDPCommContext, call: Callable[..., N
         call(handle, why)
     finally:
         listener.end_wait(name, kind, device)
-    for exchange in waited.exchanges:
-        listener.end_exchange(exchange, device)
-    waited.exchanges.clear()
+        for exchange in waited.exchanges:
+            listener.end_exchange(exchange, device)
+        waited.exchanges.clear()
     if waited.kind is Kind.GATHER:
         del seen._in_flight[id(handle)]

@@ -47,7 +47,7 @@ class Timeline:
         Raises:
             FSDPRuntimeError: other ranks have not within the timeout; or it was entered before.
         """
-        if self._meeting is not None:
+        if self._meeting is not None or self._report is not None:
             raise FSDPRuntimeError("a timeline can be entered once: call fsdp2.timeline(model) for each context.")
         meeting = Meeting(self._group, self._seconds)
         meeting.begin()
@@ -69,6 +69,8 @@ class Timeline:
         failure = "" if kind is None else f"{kind.__name__}: {error}"
         names = ", ".join(map(class_name, self._models))
         mine = self._recorder.record(rank=self._meeting.rank, failure=failure, model=names, in_graphs=self._in_graphs())
+        self._models = ()  # which are not to live for as long as this does
+        del self._observation, self._recorder.observation
         self._report = TimelineReport.of([mine])
         if kind is not None:
             self._meeting.tell(mine)

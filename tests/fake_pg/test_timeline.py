@@ -193,13 +193,14 @@ def test_nothing_keeps_the_model(simulate: FakeWorlds) -> None:
     simulate(WORLD_SIZE)
     model = sharded()
     step(model)
-    timeline = fsdp2.timeline(model)
-    with timeline:
+    with fsdp2.timeline(model) as timeline, fsdp2.metrics(model, write=None) as metrics:
         step(model)
-    report, alive = timeline.report, weakref.ref(model)
-    del model, timeline
+        metrics.step()
+    alive = weakref.ref(model)
+    del model
     gc.collect()
-    assert alive() is None and report.groups
+    assert alive() is None and timeline.groups
+    metrics.close()  # again
 
 
 def test_no_tensor_is_kept(simulate: FakeWorlds) -> None:

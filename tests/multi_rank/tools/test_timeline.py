@@ -92,7 +92,7 @@ def eventually(attempt: Callable[[], str]) -> None:
     raise AssertionError(found[0])
 
 
-@multi_rank(2, 4)
+@multi_rank(2, full=(4,))  # 2 s
 def test_the_rank_that_sleeps_before_its_reduction_is_named(world_size: int) -> None:
     model = sharded()
     step = stepping(model)
