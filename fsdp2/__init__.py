@@ -57,7 +57,7 @@ from fsdp2.tools.estimating.result import Estimate
 from fsdp2.tools.estimating.suggest import Suggestions, suggest
 from fsdp2.tools.explaining import Explanation, explain
 from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
-from fsdp2.tools.timeline import Timeline, timeline
+from fsdp2.tools.timeline.timeline import Timeline, timeline
 
 know_former_names()
 warn_of_unknown()

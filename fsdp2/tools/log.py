@@ -25,8 +25,8 @@ from fsdp2.core.places import PLACE
 from fsdp2.core.root import ON_ROOT, FSDPRoot
 from fsdp2.core.streams import Device
 from fsdp2.errors import FSDPValueError
-from fsdp2.tools.observing import Exchange, Listener, Observation, observations_of
-from fsdp2.tools.recorder import peak_bytes
+from fsdp2.tools.observing.memory import peak_bytes
+from fsdp2.tools.observing.observation import Exchange, Listener, Observation, observations_of
 
 VARIABLE = "FSDP2_LOG"
 WORDS = ("plan", "order", "comm", "memory")

@@ -22,9 +22,9 @@ from fsdp2.arguments import Rule, at_least, checked, is_number
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import Device
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
-from fsdp2.tools.clocks import Clock, clock_for
-from fsdp2.tools.observing import Exchange, Kind, Listener, Observation, refuse_unsharded
-from fsdp2.tools.recorder import peak_bytes
+from fsdp2.tools.observing.clocks import Clock, clock_for
+from fsdp2.tools.observing.memory import peak_bytes
+from fsdp2.tools.observing.observation import Exchange, Kind, Listener, Observation, refuse_unsharded
 
 MIB = 2**20
 

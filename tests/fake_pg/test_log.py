@@ -15,7 +15,7 @@ from fsdp2 import FSDPValueError, fully_shard
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
 from fsdp2.tools.log import VARIABLE, WORDS
-from fsdp2.tools.taps import Tap
+from fsdp2.tools.observing.taps import Tap
 from tests.harness import FakeWorlds
 from tests.harness.internals import groups_of
 

@@ -23,9 +23,9 @@ from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import FSDPState, states_below
 from fsdp2.core.streams import FSDPCommContext
 from fsdp2.core.transport import Transport
-from fsdp2.tools.observing import TAPPED
-from fsdp2.tools.records import RankRecord
-from fsdp2.tools.taps import Tap
+from fsdp2.tools.observing.observation import TAPPED
+from fsdp2.tools.observing.taps import Tap
+from fsdp2.tools.timeline.records import RankRecord
 from tests.harness import FakeWorlds
 from tests.harness.counting import Collectives, python_calls
 from tests.harness.internals import groups_of

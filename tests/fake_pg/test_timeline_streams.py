@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.tools.analysis import EXCHANGES, segments
-from fsdp2.tools.clocks import CLOCKS
-from fsdp2.tools.records import Span
+from fsdp2.tools.observing.clocks import CLOCKS
+from fsdp2.tools.timeline.analysis import EXCHANGES, segments
+from fsdp2.tools.timeline.records import Span
 from tests.harness import fake_world
 from tests.harness.happens_before import Operation, TraceEvent, find_violations
 from tests.harness.recording.clocked import COMPUTE, ClockedDevice, TimedBlock, clocked

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from fsdp2.tools.analysis import Segment, segments, slowest_of, steps_of, summary_of, traffic_of
-from fsdp2.tools.chrome_trace import lanes
-from fsdp2.tools.collecting import on_one_scale
-from fsdp2.tools.records import RankRecord, Span
-from fsdp2.tools.report import TimelineReport
-from fsdp2.tools.view import MOST_RANKS, view_of
+from fsdp2.tools.timeline.analysis import Segment, segments, slowest_of, steps_of, summary_of, traffic_of
+from fsdp2.tools.timeline.chrome_trace import lanes
+from fsdp2.tools.timeline.collecting import on_one_scale
+from fsdp2.tools.timeline.records import RankRecord, Span
+from fsdp2.tools.timeline.report import TimelineReport
+from fsdp2.tools.timeline.view import MOST_RANKS, view_of
 
 
 def record(rank: int = 0, **changes: Any) -> RankRecord:

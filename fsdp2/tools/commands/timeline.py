@@ -18,7 +18,7 @@ from fsdp2.tools.commands.estimate import optimizer_named
 from fsdp2.tools.commands.models import BATCH_HELP, make_batch, make_model
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_sharding, add_target, config_of, shard
-from fsdp2.tools.timeline import Timeline, timeline
+from fsdp2.tools.timeline.timeline import Timeline, timeline
 
 DESCRIPTION = """\
 Train some steps of a model on zeros, and show what each rank computes, gathers, reduces and waits for. It starts the

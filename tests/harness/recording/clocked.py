@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2.core.state
-from fsdp2.tools.clocks import CLOCKS
+from fsdp2.tools.observing.clocks import CLOCKS
 
 COMPUTE = 0
 

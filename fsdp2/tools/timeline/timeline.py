@@ -14,12 +14,12 @@ from torch import nn
 from fsdp2.arguments import at_least, checked
 from fsdp2.compiled.report import compile_report
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
-from fsdp2.tools.analysis import RankSummary, Slowest
-from fsdp2.tools.chrome_trace import trace
-from fsdp2.tools.collecting import Meeting
-from fsdp2.tools.observing import Observation, class_name
-from fsdp2.tools.recorder import Recorder
-from fsdp2.tools.report import GroupSummary, TimelineReport
+from fsdp2.tools.observing.observation import Observation, class_name
+from fsdp2.tools.timeline.analysis import RankSummary, Slowest
+from fsdp2.tools.timeline.chrome_trace import trace
+from fsdp2.tools.timeline.collecting import Meeting
+from fsdp2.tools.timeline.recorder import Recorder
+from fsdp2.tools.timeline.report import GroupSummary, TimelineReport
 
 FORMATS = (".json", ".html", ".png")
 
@@ -146,11 +146,11 @@ class Timeline:
         if target.suffix == ".json":
             target.write_text(json.dumps(trace(report)), encoding="utf-8")
         elif target.suffix == ".html":
-            from fsdp2.tools.timeline_page import page  # when it is needed: imports of fsdp2 are light
+            from fsdp2.tools.timeline.page import page  # when it is needed: imports of fsdp2 are light
 
             target.write_text(page(report), encoding="utf-8")
         else:
-            from fsdp2.tools.timeline_picture import draw
+            from fsdp2.tools.timeline.picture import draw
 
             draw(report, target)
 

@@ -20,9 +20,10 @@ import torch
 
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import Device
-from fsdp2.tools.clocks import Clock, clock_for
-from fsdp2.tools.observing import Activity, Exchange, Kind, Listener, Observation
-from fsdp2.tools.records import MemorySample, RankRecord, Span
+from fsdp2.tools.observing.clocks import Clock, clock_for
+from fsdp2.tools.observing.memory import peak_bytes
+from fsdp2.tools.observing.observation import Activity, Exchange, Kind, Listener, Observation
+from fsdp2.tools.timeline.records import MemorySample, RankRecord, Span
 
 
 @dataclass(slots=True)
@@ -226,14 +227,3 @@ def allocated_bytes(device: torch.device) -> int:
             return int(file.read().split()[1]) * mmap.PAGESIZE
     except OSError:  # another system: the most that it ever was
         return peak_bytes(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has had: of the allocator of ``device``; on CPU what was resident, ever."""
-    if device.type != "cpu":
-        reads = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        return int(reads(device)) if reads is not None else 0
-    import resource  # not on every system
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from fsdp2.tools.analysis import Traffic
-from fsdp2.tools.records import Span
-from fsdp2.tools.report import MIB, GroupSummary, TimelineReport
-from fsdp2.tools.view import COLOURS, WORDS, RankView, View, view_of
+from fsdp2.tools.timeline.analysis import Traffic
+from fsdp2.tools.timeline.records import Span
+from fsdp2.tools.timeline.report import MIB, GroupSummary, TimelineReport
+from fsdp2.tools.timeline.view import COLOURS, WORDS, RankView, View, view_of
 
 WIDTH, LEFT, RIGHT = 1100, 78, 16
 LANE, THIN, MEMORY, GAP = 30, 12, 34, 18

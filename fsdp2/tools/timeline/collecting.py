@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp2 import _torch
 from fsdp2.errors import FSDPRuntimeError
-from fsdp2.tools.records import RankRecord
+from fsdp2.tools.timeline.records import RankRecord
 
 _PREFIX = "fsdp2/timeline"
 _LONGEST_POLL_SECONDS = 0.05

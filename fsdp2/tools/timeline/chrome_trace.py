@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fsdp2.tools.analysis import EXCHANGES, PROGRAM, WAIT, segments, steps_of
-from fsdp2.tools.records import RankRecord, Span
-from fsdp2.tools.report import TimelineReport
+from fsdp2.tools.timeline.analysis import EXCHANGES, PROGRAM, WAIT, segments, steps_of
+from fsdp2.tools.timeline.records import RankRecord, Span
+from fsdp2.tools.timeline.report import TimelineReport
 
 STEPS, COMPUTE, GATHERS, REDUCTIONS = 0, 1, 10, 30
 """Numbers of tracks. Exchanges in flight at the same time have tracks of their own, which follow."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.tools.analysis import EXCHANGES, PROGRAM, Segment, segments
-from fsdp2.tools.chrome_trace import lanes
-from fsdp2.tools.records import MemorySample, RankRecord, Span
-from fsdp2.tools.report import TimelineReport
+from fsdp2.tools.timeline.analysis import EXCHANGES, PROGRAM, Segment, segments
+from fsdp2.tools.timeline.chrome_trace import lanes
+from fsdp2.tools.timeline.records import MemorySample, RankRecord, Span
+from fsdp2.tools.timeline.report import TimelineReport
 
 MOST_RANKS = 8
 MOST_STEPS = 2

@@ -30,7 +30,7 @@ from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.streams import Device, FSDPCommContext
 from fsdp2.core.transport import Transport
 from fsdp2.errors import FSDPValueError
-from fsdp2.tools.taps import Tap, Taps
+from fsdp2.tools.observing.taps import Tap, Taps
 
 TAPPED: dict[str, tuple[str, ...]] = {
     "FSDPState": ("_on_real_parameters", "forward_failed"),

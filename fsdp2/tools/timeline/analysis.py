@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp2.tools.records import RankRecord, Span
+from fsdp2.tools.timeline.records import RankRecord, Span
 
 WAIT = "wait"
 PROGRAM = "program"

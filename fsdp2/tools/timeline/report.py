@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.tools.analysis import RankSummary, Slowest, Traffic, slowest_of, steps_of, summary_of, traffic_of
-from fsdp2.tools.collecting import on_one_scale
-from fsdp2.tools.records import RankRecord
+from fsdp2.tools.timeline.analysis import RankSummary, Slowest, Traffic, slowest_of, steps_of, summary_of, traffic_of
+from fsdp2.tools.timeline.collecting import on_one_scale
+from fsdp2.tools.timeline.records import RankRecord
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp2.tools.report import MIB, TimelineReport
-from fsdp2.tools.view import COLOURS, WORDS, RankView, View, view_of
+from fsdp2.tools.timeline.report import MIB, TimelineReport
+from fsdp2.tools.timeline.view import COLOURS, WORDS, RankView, View, view_of
 
 
 def draw(report: TimelineReport, path: Path) -> None:
