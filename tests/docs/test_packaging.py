@@ -49,7 +49,7 @@ def test_a_newer_torch_that_lacks_a_name_is_named(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_versions.importlib, "import_module", fails)
     with pytest.raises(
-        ImportError, match=r"torch 3\.0\.0, which is installed, lacks a name.*_StridedShard.*torch<2\.16"
+        ImportError, match=r"torch 3\.0\.0, which is installed, lacks a name.*_StridedShard.*torch>=2\.11,<2\.16"
     ):
         _versions.check("3.0.0")
     with pytest.raises(ImportError, match=r"^cannot import name"):  # a defect, not a version

@@ -44,7 +44,8 @@ def test_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
 
 
 def test_every_link_to_another_host_is_of_a_known_one() -> None:
-    hosts = {host for page in PAGES for host in re.findall(r"https?://([\w.-]+)", without_code(page.read_text()))}
+    pages = [page for page in PAGES if page.name != "errors.md"]  # it quotes what users may have passed
+    hosts = {host for page in pages for host in re.findall(r"https?://([\w.-]+)", without_code(page.read_text()))}
     assert hosts <= {"semver.org"}
 
 
@@ -54,7 +55,8 @@ def test_every_link_to_another_host_is_of_a_known_one() -> None:
 @pytest.mark.parametrize("module", [fsdp2, fsdp2.checkpoint, fsdp2.compat], ids=lambda module: module.__name__)
 def test_every_public_name_has_a_page_of_the_reference(module: ModuleType) -> None:
     """`docs/hooks.py` puts the names of `fsdp2` that no page has on a page of their own while the site is built."""
-    shown = re.findall(rf"^::: {re.escape(module.__name__)}\.([\w.]+)$", REFERENCE, re.MULTILINE)
+    found = re.findall(rf"^::: {re.escape(module.__name__)}\.([\w.]+)$", REFERENCE, re.MULTILINE)
+    shown = [name for name in found if module is not fsdp2 or not name.startswith(("checkpoint.", "compat."))]
     assert sorted(shown) == sorted(set(shown)), "a name stands twice"
     assert [name for name in shown if not _exists(module, name)] == []
     if module is not fsdp2:

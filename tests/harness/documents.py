@@ -7,6 +7,7 @@ A page says in a comment on what its code runs, and what it needs beside what it
     <!-- code: alone -->             in one process, without a process group
     <!-- code: ranks=2, sharded -->  `model` is sharded by its blocks, as on most pages
     <!-- code: fake=8, full -->      slow: run by `make test-full` only
+    <!-- code: ranks=2, warns -->    torch warns of what the page does (in tests, other warnings are errors)
 
     <!-- setup
     critic = Model()
@@ -21,10 +22,13 @@ than ``python`` are not run.
 from __future__ import annotations
 
 import re
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +117,7 @@ class Page:
         fake: ranks to simulate, or 0. Neither: no process group.
         is_sharded: whether `model` is sharded before the first piece.
         is_full: whether only the full suite runs it.
+        warns: whether warnings are no errors.
         pieces: in the order of the page.
     """
 
@@ -121,6 +126,7 @@ class Page:
     fake: int
     is_sharded: bool
     is_full: bool
+    warns: bool
     pieces: tuple[Piece, ...]
 
     @property
@@ -139,7 +145,7 @@ def read_page(path: Path) -> Page:
     declared = _DECLARED.search(text)
     words = [word.strip() for word in (declared.group(1) if declared else "fake=2").split(",")]
     facts = dict(word.partition("=")[::2] for word in words)
-    unknown = set(facts) - {"ranks", "fake", "alone", "sharded", "full"}
+    unknown = set(facts) - {"ranks", "fake", "alone", "sharded", "full", "warns"}
     if unknown:
         raise ValueError(f"{path.name}: <!-- code: ... --> says {sorted(unknown)}, which is unknown")
     return Page(
@@ -148,6 +154,7 @@ def read_page(path: Path) -> Page:
         int(facts.get("fake", 0)),
         "sharded" in facts,
         "full" in facts,
+        "warns" in facts,
         tuple(_pieces(text)),
     )
 
@@ -178,7 +185,18 @@ def run_page(page: Page) -> None:
     Raises:
         AssertionError: a piece raises what it should not, or does not raise what it should; with the line of the page.
     """
-    names: dict[str, Any] = {"__name__": "__page__"}
+    module = ModuleType("page_of_docs")  # in which pickle finds the classes of the page
+    sys.modules[module.__name__] = module
+    try:
+        with warnings.catch_warnings():
+            if page.warns:
+                warnings.simplefilter("ignore")
+            _run_in(module.__dict__, page)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _run_in(names: dict[str, Any], page: Page) -> None:
     exec(PRELUDE + (_SHARDED if page.is_sharded else "") + _OPTIMIZER, names)
     for piece in page.pieces:
         code = compile("\n" * (piece.line - 1) + piece.text, str(page.path), "exec")
