@@ -24,6 +24,12 @@ COPIED = {
 """Pages whose text lies elsewhere in the repository."""
 
 TOOLS = "reference/tools.md"
+DEFAULTS = {"_MIXED_PRECISION": "MixedPrecisionPolicy()", "_OFFLOAD": "OffloadPolicy()"}
+"""Constants that stand in signatures."""
+
+_CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+_LONG_CODE = re.compile(r"(?<=<code>)[^<]{25,}(?=</code>)")
+_BREAK = re.compile(r"((?:::|[/_.,(])(?=\w))")
 _COMMENT = re.compile(r"^<!-- (?:code: .*?|setup\n.*?^|raises: \w+ )-->\n", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
@@ -45,6 +51,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     """Drop what is for tests, and lead links to files of the repository to the pages that show them."""
     markdown = _COMMENT.sub("", markdown)
     return _LINK.sub(lambda found: _linked(found, page.file.src_uri, files), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Say defaults as users would write them, and let long code in tables break where words do."""
+    for name, shown in DEFAULTS.items():
+        html = html.replace(name, shown)
+    return _CELL.sub(lambda cell: _LONG_CODE.sub(_breakable, cell.group(0)), html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    return _BREAK.sub(r"\1<wbr>", code.group(0))
 
 
 def names_without_page() -> list[str]:

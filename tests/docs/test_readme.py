@@ -44,21 +44,23 @@ def test_figures_are_those_of_the_page_about_performance() -> None:
 
 @multi_rank(2)
 def test_the_quick_start_trains(world_size: int) -> None:
-    """In processes that are there already."""
+    """In processes that are there already, and fewer steps than it has."""
+    program = quick_start().replace("range(61)", "range(21)")
+    assert program != quick_start()
     printed = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(dist, "destroy_process_group", lambda: None)
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
-        exec(compile(quick_start(), "quickstart.py", "exec"), {"__name__": "__main__"})
+        exec(compile(program, "quickstart.py", "exec"), {"__name__": "__main__"})
     if dist.get_rank() == 0:
-        check(printed.getvalue())
+        check(printed.getvalue(), losses=2)
 
 
-def check(printed: str) -> None:
+def check(printed: str, losses: int) -> None:
     """What rank 0 prints: where it is, and losses that fall."""
     assert re.search(r"^2 ranks on (cpu|cuda:0); \(256, 64\) is \(128, 64\) here$", printed, re.MULTILINE)
-    losses = [float(each) for each in re.findall(r"loss ([\d.]+)", printed)]
-    assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
+    found = [float(each) for each in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(found) == losses and found[-1] < 0.6 * found[0]
 
 
 @pytest.mark.full
@@ -69,4 +71,4 @@ def test_the_quick_start_runs_as_it_is_pasted(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    check(done.stdout)
+    check(done.stdout, losses=4)
