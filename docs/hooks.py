@@ -26,6 +26,8 @@ COPIED = {
 TOOLS = "reference/tools.md"
 DEFAULTS = {"_MIXED_PRECISION": "MixedPrecisionPolicy()", "_OFFLOAD": "OffloadPolicy()"}
 """Constants that stand in signatures."""
+BOOSTS = {"reference/compat": 0.7, "reference/": 3, "how-to/": 2, "tutorials/": 1.5, "notebook": 0.3, "programs/": 0.5}
+"""How much a page counts in the search, by how its path begins; others count 1."""
 
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _LONG_CODE = re.compile(r"(?<=<code>)[^<]{25,}(?=</code>)")
@@ -49,8 +51,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Drop what is for tests, and lead links to files of the repository to the pages that show them."""
+    place = page.file.src_uri
+    page.meta["search"] = {"boost": next((boost for start, boost in BOOSTS.items() if place.startswith(start)), 1)}
     markdown = _COMMENT.sub("", markdown)
-    return _LINK.sub(lambda found: _linked(found, page.file.src_uri, files), markdown)
+    return _LINK.sub(lambda found: _linked(found, place, files), markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:

@@ -119,7 +119,7 @@ def test_the_search_finds(address: str, page: Page) -> None:
     page.run("document.querySelector('.md-search__input').focus()")
     for words, expected in (
         ("fully_shard", "reference/fully_shard"),
-        ("clip_grad_norm_", "clip"),
+        ("clip_grad_norm_", "reference/training"),
         ("DeepSpeed", "deepspeed"),
     ):
         page.run(
