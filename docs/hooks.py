@@ -1,7 +1,8 @@
 """What happens while MkDocs builds the site: pages that are made, navigation that fits what is there, links to sources.
 
-Made while building: the changelog, CONTRIBUTING.md and the engine's README as pages, one page for each program of
-examples/, and a reference page with the public names that no other reference page has. Nothing here imports fsdp2.
+Made while building: the README's quick start, the changelog, CONTRIBUTING.md and the engine's README as pages, one page
+for each program of examples/, and a reference page with the public names that no other reference page has. Nothing here
+imports fsdp2.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ BOOSTS = {"reference/compat": 0.7, "reference/": 3, "how-to/": 2, "tutorials/": 
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
 _LONG_CODE = re.compile(r"(?<=<code>)[^<]{25,}(?=</code>)")
 _BREAK = re.compile(r"((?:::|[/_.,(])(?=\w))")
+_AFTER = """## What next
+
+[The first model](tutorials/first-model.md) goes through such a program step by step.
+[Save and resume](tutorials/checkpoints.md) and [mixed precision](tutorials/mixed-precision.md) add to it.
+If you come from another system, there is [a page for it](index.md#where-to-begin).
+"""
 _COMMENT = re.compile(r"^<!-- (?:code: .*?|setup\n.*?^|raises: \w+ )-->\n", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 
@@ -39,6 +46,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     made = {name: path.read_text(encoding="utf-8") for name, path in COPIED.items()}
+    made["quickstart.md"] = quick_start()
     made |= {f"programs/{path.stem}.md": _program(path) for path in sorted((ROOT / "examples").glob("*.py"))}
     others = names_without_page()
     if others:
@@ -79,6 +87,13 @@ def names_without_page() -> list[str]:
     names: set[str] = set(ast.literal_eval(lists[0])) - {"optim"}
     shown = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
     return sorted(names - set(re.findall(r"^::: fsdp2\.(\w+)$", shown, re.MULTILINE)), key=str.lower)
+
+
+def quick_start() -> str:
+    """The section of README.md as a page."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    return f"# Quick start\n\n## Install\n{sections['Install']}\n## Run\n{sections['Quick start']}\n{_AFTER}"
 
 
 def _program(path: Path) -> str:
