@@ -108,11 +108,16 @@ def _linked(found: re.Match[str], source: str, files: Files) -> str:
     origin = COPIED.get(source, DOCS / source)
     path = (origin.parent / target).resolve()
     if origin.parent == (DOCS / source).parent and DOCS in path.parents:
-        return found.group(0)
+        return f"[{_title(path)}]({target}{anchor})" if text == path.name else found.group(0)
     page = _page_of(path)
     if page is None or files.get_file_from_path(page) is None:
         return text if text.startswith("`") else f"`{text}`"
     return f"[{text}]({os.path.relpath(page, os.path.dirname(source) or '.')}{anchor})"
+
+
+def _title(path: Path) -> str:
+    """The first heading of a page, in the place of its file's name."""
+    return path.read_text(encoding="utf-8").split("\n", 1)[0].removeprefix("# ")
 
 
 def _page_of(path: Path) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import http.server
 import os
 import re
@@ -92,6 +93,25 @@ def test_every_public_name_can_be_linked_to(site: Path) -> None:
     assert {f"fsdp2.{name}" for name in fsdp2.__all__ if name != "optim"} <= anchors
     methods = {name for name in vars(fsdp2.FSDPModule) if not name.startswith("_")}
     assert {f"fsdp2.FSDPModule.{name}" for name in methods} <= anchors
+
+
+def text_of(html_page: str) -> str:
+    """What a page says, without markup."""
+    return html.unescape(re.sub(r"<[^>]*>", "", html_page.replace("<wbr>", "")))
+
+
+@pytest.mark.parametrize("name", ["beyond", "parity", "parity-fsdp1", "errors"])
+def test_tables_say_what_their_source_says(name: str, site: Path) -> None:
+    """Extensions of Markdown take some text for their own: what is in braces, for one."""
+    shown = set(text_of((site / f"{name}.html").read_text()).split())
+    for row in re.findall(r"^\|.*\|$", (DOCS / f"{name}.md").read_text(), re.MULTILINE):
+        for cell in re.split(r"(?<!\\)\|", row.strip("|")):
+            plain = html.unescape(
+                re.sub(r"[`\\]|\*(?=\*)|(?<=\*)\*", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell))
+            )
+            assert [
+                word for word in plain.split() if word not in shown and not re.fullmatch(r":?-+:?|.*\*.*", word)
+            ] == []
 
 
 PICTURES = """[...document.querySelectorAll('article img')].filter(each => getComputedStyle(each).display !== 'none')
