@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.harness import multi_rank
 from tests.harness.documents import ROOT, Page, pages, read_page, run_page
 from tests.harness.fake import fake_world
+from tests.harness.state import forget_meshes
 
 # Code that a test of its own runs on values that it checks; it is not run twice.
 ELSEWHERE = {"docs/fsdp1.md": "tests/fsdp1/test_docs.py"}
@@ -34,7 +36,12 @@ def test_code_runs_in_one_process(name: str, in_a_folder: None) -> None:
         with fake_world(page.fake):
             run_page(page)
     else:
-        run_page(page)
+        try:
+            run_page(page)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            forget_meshes()
 
 
 def run_on_ranks(name: str, folder: Path) -> None:

@@ -15,7 +15,7 @@ A page says in a comment on what its code runs, and what it needs beside what it
 
     <!-- raises: FSDPValueError -->  the next block ends with this error
 
-Without a comment a page runs on ``fake=2``. Every page finds `PRELUDE` in its namespace. Blocks of another language
+Without a comment a page runs on ``fake=2``, or alone if it makes a process group itself. Every page finds `PRELUDE` in its namespace. Blocks of another language
 than ``python`` are not run.
 """
 
@@ -143,7 +143,8 @@ def read_page(path: Path) -> Page:
     """
     text = path.read_text(encoding="utf-8")
     declared = _DECLARED.search(text)
-    words = [word.strip() for word in (declared.group(1) if declared else "fake=2").split(",")]
+    default = "alone" if "init_process_group" in text else "fake=2"
+    words = [word.strip() for word in (declared.group(1) if declared else default).split(",")]
     facts = dict(word.partition("=")[::2] for word in words)
     unknown = set(facts) - {"ranks", "fake", "alone", "sharded", "full", "warns"}
     if unknown:
