@@ -15,8 +15,8 @@ A page says in a comment on what its code runs, and what it needs beside what it
 
     <!-- raises: FSDPValueError -->  the next block ends with this error
 
-Without a comment a page runs on ``fake=2``, or alone if it makes a process group itself. Every page finds `PRELUDE` in its namespace. Blocks of another language
-than ``python`` are not run.
+Without a comment a page runs on ``fake=2``, or alone if it makes a process group itself. Every page finds `PRELUDE` in
+its namespace. Blocks of another language than ``python`` are not run.
 """
 
 from __future__ import annotations
