@@ -54,7 +54,7 @@ def run_on_ranks(name: str, folder: Path) -> None:
         os.chdir(before)
 
 
-@multi_rank(2)
+@multi_rank(2, timeout=300)  # graphs are compiled on some: 10 s each, and many times that on a busy machine
 @pytest.mark.parametrize("name", params([page for page in PAGES if page.ranks == 2]))
 def test_code_runs_on_two_ranks(name: str, tmp_path: Path, world_size: int) -> None:
     run_on_ranks(name, tmp_path)
