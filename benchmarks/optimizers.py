@@ -1,9 +1,10 @@
 """`python -m benchmarks.optimizers`: AdamW and clipping on sharded parameters, beside the same on plain local tensors.
 
-Four contenders take the same steps: plain tensors of the shapes of this rank's shards, torch's `fully_shard` with the
-plain optimizer, ours with `fsdp2.optim.local`, and that with ``flat=True``. On the fake process group, so that no
-figure contains communication. Times are CPU times of the calling thread; ratios are taken within a repetition. The
-other table shows the first step, which DTensor makes slow, at growing numbers of parameters.
+Five contenders take the same steps: plain tensors of the shapes of this rank's shards, torch's `fully_shard` with
+torch's optimizer, ours with the same optimizer as an ordinary program has it, with `fsdp2.optim.local`, and that with
+``flat=True``. On the fake process group, so that no figure contains communication. Times are CPU times of the calling
+thread; ratios are taken within a repetition. The other table shows the first step, which DTensor makes slow, at growing
+numbers of parameters.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from benchmarks.samples import spread, write_json
 from benchmarks.step import GRADIENT_VALUE, LEARNING_RATE, local_tensor
 from benchmarks.tables import Table
 
-PLAIN, TORCH, LOCAL, FLAT = "plain tensors", "torch", "fsdp2 local", "fsdp2 flat"
-CONTENDERS = (PLAIN, TORCH, LOCAL, FLAT)
+PLAIN, TORCH, ORDINARY, LOCAL, FLAT = "plain tensors", "torch", "fsdp2", "fsdp2 local", "fsdp2 flat"
+CONTENDERS = (PLAIN, TORCH, ORDINARY, LOCAL, FLAT)
 KINDS = ("AdamW foreach", "AdamW fused", "clip_grad_norm_")
 FIRST_STEP_BLOCKS = (4, 8, 16)
 Parameters = list[nn.Parameter]
@@ -52,7 +53,7 @@ def parameters_of(spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Parameters]:
     plain = [nn.Parameter(local_tensor(parameter.detach()).clone()) for parameter in sharded["torch"]]
     for parameter in plain:
         parameter.grad = torch.full_like(parameter, GRADIENT_VALUE)
-    return {PLAIN: plain, TORCH: sharded["torch"], LOCAL: sharded["fsdp2"], FLAT: sharded["fsdp2"]}
+    return {PLAIN: plain, TORCH: sharded["torch"], **dict.fromkeys((ORDINARY, LOCAL, FLAT), sharded["fsdp2"])}
 
 
 def optimizer_of(name: str, parameters: Parameters, *, fused: bool) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""docs/command_line.md and docs/config.md: what they show can be run, and lists are complete."""
+"""The pages of the command line and of configs: what they show can be run, and lists are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fsdp2.tools.commands.entry import COMMANDS
 from fsdp2.tools.environment import VARIABLES
 
 DOCS = Path(fsdp2.__file__).parents[1] / "docs"
-COMMAND_LINE, CONFIG = ((DOCS / name).read_text(encoding="utf-8") for name in ("command_line.md", "config.md"))
+PAGES = ("reference/command-line.md", "config.md", "reference/environment.md")
+COMMAND_LINE, CONFIG, ENVIRONMENT = ((DOCS / name).read_text(encoding="utf-8") for name in PAGES)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -44,8 +45,8 @@ def test_the_file_of_configs_is_one() -> None:
 def test_commands_and_variables_are_complete() -> None:
     commands = set(re.findall(r"^\| `fsdp2 (\w+)", COMMAND_LINE, re.M))
     assert commands == {command.name for command in COMMANDS}
-    rows = dict(re.findall(r"^\| `(FSDP2_\w+)` \| ([^|]+) \|", COMMAND_LINE, re.M))
-    assert set(rows) == {variable.name for variable in VARIABLES}
+    own = ENVIRONMENT.split("## ")[1]
+    assert set(re.findall(r"^\| `(FSDP2_\w+)` \|", own, re.M)) == {variable.name for variable in VARIABLES}
 
 
 def test_the_lines_of_the_page_are_understood() -> None:
