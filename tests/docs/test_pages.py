@@ -117,7 +117,8 @@ def test_every_command_of_checkpoints_is_on_the_page_of_commands() -> None:
     assert commands
     for name, parser in dict(commands).items():  # type: ignore[call-overload]
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name} "))
-        options = [each.option_strings[-1] for each in parser._actions if each.option_strings and each.dest not in ("help", "json")]
+        own = [each for each in parser._actions if each.dest not in ("help", "json")]
+        options = [each.option_strings[-1] for each in own if each.option_strings]
         assert [option for option in options if option not in row] == []
 
 
