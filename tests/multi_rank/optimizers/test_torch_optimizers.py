@@ -27,7 +27,7 @@ from tests.harness import (
 from tests.harness.shared.optimizers import FUSED, Parameters, loss_of, through_dtensor
 from tests.harness.shared.training import CASE, shard, trainable
 
-DOCS = Path(__file__).parents[3] / "docs" / "beyond.md"
+DOCS = Path(__file__).parents[3] / "docs" / "how-to" / "local-optimizers.md"
 
 
 @dataclass(frozen=True)
