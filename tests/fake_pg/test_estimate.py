@@ -24,7 +24,7 @@ from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, F
 from tests.harness import fake_world
 from tests.harness.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness.llama import SIZES, Llama, next_token_loss
-from tests.harness.published import POLICY
+from tests.harness.published import POLICY, RUNS, Published
 
 MIB = 2**20
 PAGE = Path(__file__).parents[2] / "docs" / "estimate.md"
@@ -380,7 +380,7 @@ def test_suggestions() -> None:
     assert len(asked) == len(every) == len({each.arguments for each in every})
     assert found.best and all(each.estimate.fits for each in found.best)
     seconds = [each.estimate.time.seconds for each in (*found.best, *found.others) if each.estimate.time]
-    assert seconds == pytest.approx(sorted(seconds), rel=1e-3)
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-2)
     assert not any(each.estimate.fits for each in found.unfit)
     text = str(found)
     assert "mesh_shape=(2, 4)" in text + " ".join(asked) and "stay free" in text
@@ -426,7 +426,7 @@ def test_published_runs(run: Published) -> None:
     estimated = run.estimated_tokens_per_second(found)
     error = estimated / run.tokens_per_second - 1
     gibibytes = found.peak_bytes / 2**30
-    print(f"{run.name}: {run.tokens_per_second} published, {estimated:.0f} estimated, {error:+.0%}; {gibibytes:.1f} GiB")
+    print(f"{run.name}: {run.tokens_per_second}, estimated {estimated:.0f}, {error:+.0%}; {gibibytes:.1f} GiB")
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {run.name} |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:4] == [f"{run.tokens_per_second:,}", f"{estimated:,.0f}", f"{error:+.0%}"]
