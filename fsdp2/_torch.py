@@ -483,7 +483,8 @@ def decompose(module: torch.nn.Module, name: str) -> None:
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
     """The mesh of all dims of ``meshes``, which must be slices of one mesh (2.11 to 2.15; there is no public form)."""
-    return DeviceMesh._concatenate(meshes)
+    with unobserved():  # ranks are real numbers, also while tensors are fake
+        return DeviceMesh._concatenate(meshes)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

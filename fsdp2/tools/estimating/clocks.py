@@ -39,6 +39,13 @@ class Clocks:
         self.times[self.current] += seconds
         self.busy[self.current] += seconds
 
+    def communicate(self, seconds: float) -> None:
+        """A collective runs on the current stream; computation stands still if that is its own."""
+        if self.current == COMPUTE:
+            self.wait(COMPUTE, self.times[COMPUTE] + seconds, "ITS OWN")
+        else:
+            self.run(seconds)
+
     def wait(self, stream: int, until: float, why: str) -> None:
         """``stream`` goes on no earlier than ``until``."""
         gap = until - self.times[stream]

@@ -193,8 +193,8 @@ def _is_the_engines(frame: Any) -> bool:
         if name.startswith(_TORCH):
             if name.startswith(_OF_MODELS):
                 return False
-        elif not name.startswith(_TOOLS):
-            return bool(name.startswith(_ENGINE))
+        elif name != __file__:
+            return name.startswith(_ENGINE) and not name.startswith(_TOOLS)
         frame = frame.f_back
     return False
 

@@ -250,7 +250,7 @@ def _ranked(found: dict[str, Estimate], best: int) -> Suggestions:
 def _speed(estimate: Estimate) -> tuple[float, float]:
     """What is less is better: seconds, or bytes between and inside nodes where time is not estimated; then memory."""
     if estimate.time is not None:
-        return round(estimate.time.seconds, 4), estimate.peak_bytes
+        return float(f"{estimate.time.seconds:.3g}"), estimate.peak_bytes
     return 8.0 * estimate.sent_between + estimate.sent_inside, estimate.peak_bytes
 
 

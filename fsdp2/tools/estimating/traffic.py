@@ -78,7 +78,7 @@ class Traffic:
         cost = exchange(kind, nbytes, shape, self.hardware)
         self.sums.setdefault((kind, shape), Sum()).add(nbytes, cost)
         if self.clocks is not None:
-            self.clocks.run(cost.seconds)
+            self.clocks.communicate(cost.seconds)
 
     def _shape_of(self, group: Any) -> Shape:
         if group not in self._shapes:
@@ -90,7 +90,7 @@ class Traffic:
         """``nbytes`` move between device and host, on the current stream."""
         self.to_host += nbytes
         if self.clocks is not None:
-            self.clocks.run(nbytes / self.hardware.host_bandwidth)
+            self.clocks.communicate(nbytes / self.hardware.host_bandwidth)
 
     def settle(self) -> None:
         """Everything has arrived: a device holds nothing for it any more."""

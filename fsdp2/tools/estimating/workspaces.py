@@ -34,6 +34,15 @@ def _chunk_cat(args: Sequence[Any], out: Any) -> int:
     return padded + (largest if casts else 0)
 
 
+def _promoted(args: Sequence[Any], out: Any) -> int:
+    """Copies of operands in the dtype that is computed in, of those of another."""
+    tensors = [arg for arg in args[:2] if isinstance(arg, torch.Tensor) and arg.dim()]
+    if len({tensor.dtype for tensor in tensors}) < 2:
+        return 0
+    common = torch.result_type(tensors[0], tensors[1])
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
+
+
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -47,6 +56,7 @@ _KNOWN: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "aten::convolution": _convolution,
     "aten::convolution_backward": _convolution_backward,
     "aten::_chunk_cat": _chunk_cat,
+    **{f"aten::{name}{suffix}": _promoted for name in ("add", "sub", "mul", "div") for suffix in ("", "_")},
 }
 
 

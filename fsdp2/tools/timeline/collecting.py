@@ -80,7 +80,7 @@ class Meeting:
             return
         key = f"{self._key}/{self._met.number}"
         self._come(f"{key}/here", b"1")
-        missing = self._wait_for(f"{key}/here")
+        missing = self._missing_at(f"{key}/here")
         if missing:
             self._met.store.delete_key(f"{key}/here/{self.rank}")  # so that they can all meet another time
             self._met.store.add(f"{key}/here", -1)
@@ -103,7 +103,7 @@ class Meeting:
         self.tell(mine)
         if not self.is_first:
             return [mine]
-        missing = self._wait_for(f"{self._key}/seen")
+        missing = self._missing_at(f"{self._key}/seen")
         if missing:
             raise FSDPRuntimeError(
                 f"fsdp2.timeline() ended on rank {self.rank}, and {_named(missing)} did not leave it within "
@@ -126,7 +126,7 @@ class Meeting:
         self._met.store.set(f"{key}/{self.rank}", value)
         self._met.store.add(key, 1)
 
-    def _wait_for(self, key: str) -> list[int]:
+    def _missing_at(self, key: str) -> list[int]:
         """The ranks that have not set theirs when the time is over."""
         assert self._met is not None, "there are others"
         deadline, poll = time.monotonic() + self._seconds, 0.001

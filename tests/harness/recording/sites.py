@@ -44,8 +44,10 @@ class Site:
 
 @cache
 def sources() -> dict[str, ast.Module]:
-    """The syntax trees of all files of fsdp2, by name without suffix."""
-    return {path.stem: ast.parse(path.read_text()) for path in sorted(Path(fsdp2.__file__).parent.rglob("*.py"))}
+    """The syntax trees of all files of fsdp2 but its tools, which look on, by name without suffix."""
+    package = Path(fsdp2.__file__).parent
+    paths = [path for path in sorted(package.rglob("*.py")) if package / "tools" not in path.parents]
+    return {path.stem: ast.parse(path.read_text()) for path in paths}
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
