@@ -9,10 +9,11 @@ export OMP_NUM_THREADS ?= 1
 # Stores look up the names of hosts, which waits for 5 s where no server answers.
 export RES_OPTIONS ?= timeout:1 attempts:3
 
+DOCS_STAMP := $(VENV)/.docs
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 
-.PHONY: help train train-check quick test test-full test-clients test-pool lint bench faults soak torch-gaps gpu-check clean
+.PHONY: help train train-check quick test test-full test-clients test-pool lint bench faults soak torch-gaps gpu-check dist docs docs-serve drawings clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -26,6 +27,10 @@ help:
 	@echo "make faults       ranks that diverge, stop or die, under both implementations, and exceptions at every line"
 	@echo "make soak         a thousand drawn programs in which ranks diverge: each time all is right, or named"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
+	@echo "make dist         the wheel and the source distribution, in dist/"
+	@echo "make docs         the site, in site/: strict, so a broken link or an undocumented name is an error"
+	@echo "make docs-serve   the site on a port of this machine, built anew when a page changes"
+	@echo "make drawings     the pictures of the docs, from the engine's own plans"
 	@echo "make gpu-check    what only GPUs can show, in 20 checks on the GPUs of this machine; a report to send"
 
 $(STAMP): pyproject.toml
@@ -50,7 +55,7 @@ quick: $(STAMP)
 test: lint
 	$(BIN)/python -m tests -m "not full" $(ARGS)
 
-test-full: lint
+test-full: lint $(DOCS_STAMP)
 	$(BIN)/python -m tests $(ARGS)
 	$(BIN)/python -m tests.arithmetic $(ARGS)
 
@@ -89,5 +94,23 @@ torch-gaps: $(STAMP)
 gpu-check: $(STAMP)
 	$(BIN)/python -m extras.gpu_check $(ARGS)
 
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]" "torch==$(TORCH)"
+	@touch $@
+
+# Only the site's own packages change here: what mkdocs says of its own future is none of the reader's business.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+docs-serve: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
+drawings: $(STAMP)
+	$(BIN)/python docs/drawings/draw.py
+
 clean:
-	rm -rf .venv-* runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv-* runs dist build site .pytest_cache .mypy_cache .ruff_cache

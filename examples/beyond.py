@@ -1,4 +1,4 @@
-"""What torch's `fully_shard` refuses, in one training program: docs/beyond.md explains each.
+"""What torch's `fully_shard` refuses, in one training program: docs/how-to explains each.
 
     python -m torch.distributed.run --standalone --nproc-per-node 4 examples/beyond.py
 

@@ -1,5 +1,7 @@
 """Fully sharded data parallelism for PyTorch: ``fully_shard`` and what belongs to it."""
 
+import fsdp2._versions  # isort: skip  says what is known of the installed torch, before anything else is imported
+
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard

@@ -1,4 +1,4 @@
-"""What a step costs that does not depend on load: Python calls, garbage, copies. `docs/performance.md` quotes them."""
+"""What a step costs that does not depend on load: Python calls, garbage, copies. docs/performance.md quotes them."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _load(sharded: Sharded, action: str) -> None:
 
 
 def _load_ragged(sharded: Sharded, state: dict[str, Tensor]) -> None:
-    """Takes out of ``state`` what torch cannot deal out, and loads it as docs/beyond.md says."""
+    """Takes out of ``state`` what torch cannot deal out, and loads it as docs/how-to/row-blocks.md says."""
     for name, parameter in sharded.model.named_parameters(remove_duplicate=False):
         if isinstance(parameter, fsdp2.RaggedDTensor) and name in state:
             whole = state.pop(name)

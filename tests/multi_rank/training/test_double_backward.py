@@ -147,7 +147,7 @@ def slope_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def loss_before(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """As in docs/beyond.md, and in WGAN-GP."""
+    """As in docs/how-to/double-backward.md, and in WGAN-GP."""
     loss = model(x).mean()
     (loss + square_of(slope_of(model, y))).backward()
 

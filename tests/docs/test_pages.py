@@ -1,0 +1,147 @@
+"""The pages of docs/ and README.md: links lead somewhere, nothing public is missing, pictures are the engine's."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fsdp2
+import fsdp2.checkpoint
+import fsdp2.compat
+from tests.harness.documents import DOCS, ROOT
+
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
+REFERENCE = "\n".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
+MADE = [DOCS / "quickstart.md"]  # while the site is built
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+
+
+def without_code(text: str) -> str:
+    """A page's prose."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchors(path: Path) -> set[str]:
+    """Those of a page's headings, as MkDocs and GitHub make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", each.lower()).strip()) for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings_that_there_are(page: Path) -> None:
+    for link in ("".join(groups) for groups in LINK.findall(without_code(page.read_text()))):
+        if link.startswith(("http://", "https://")):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists() or path in MADE, link
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), link
+
+
+def test_every_link_to_another_host_is_of_a_known_one() -> None:
+    pages = [page for page in PAGES if page.name not in ("errors.md", "beyond.md")]  # they quote
+    hosts = {host for page in pages for host in re.findall(r"https?://([\w.-]+)", without_code(page.read_text()))}
+    assert hosts <= {"semver.org"}
+
+
+# ---- reference -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [fsdp2, fsdp2.checkpoint, fsdp2.compat], ids=lambda module: module.__name__)
+def test_every_public_name_has_a_page_of_the_reference(module: ModuleType) -> None:
+    """`docs/hooks.py` puts the names of `fsdp2` that no page has on a page of their own while the site is built."""
+    found = re.findall(rf"^::: {re.escape(module.__name__)}\.([\w.]+)$", REFERENCE, re.MULTILINE)
+    shown = [name for name in found if module is not fsdp2 or not name.startswith(("checkpoint.", "compat."))]
+    assert sorted(shown) == sorted(set(shown)), "a name stands twice"
+    assert [name for name in shown if not _exists(module, name)] == []
+    if module is not fsdp2:
+        assert set(module.__all__) <= set(shown)
+    names = set(module.__all__) - {"optim"}
+    assert [name for name in names if not (getattr(module, name).__doc__ or "").strip()] == []
+
+
+def _exists(module: ModuleType, name: str) -> bool:
+    value: object = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if value is None and name.startswith("fsdp1."):
+        return hasattr(importlib.import_module("fsdp2.compat.fsdp1"), name.removeprefix("fsdp1."))
+    return value is not None
+
+
+def test_every_method_of_sharded_modules_has_a_docstring() -> None:
+    methods = {name: value for name, value in vars(fsdp2.FSDPModule).items() if not name.startswith("_")}
+    assert [name for name, value in methods.items() if callable(value) and not value.__doc__] == []
+
+
+def read_variables() -> set[str]:
+    """Of the environment: what the package reads, and what is called FSDP2_ anywhere."""
+    found: set[str] = set()
+    for folder in ("fsdp2", "fsdp2_switch.py"):
+        for path in sorted([ROOT / folder] if folder.endswith(".py") else (ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            if "environ" in text:
+                strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+                found |= {
+                    each for each in strings if isinstance(each, str) and re.fullmatch(r"[A-Z]+(_[A-Z0-9]+)*", each)
+                }
+    for path in (
+        each for folder in ("tests", "fsdp2", "benchmarks", "extras") for each in (ROOT / folder).rglob("*.py")
+    ):
+        found |= set(re.findall(r"\"(FSDP2_[A-Z_]+)\"", path.read_text()))
+    return found
+
+
+def test_every_variable_of_the_environment_is_on_its_page() -> None:
+    page = (DOCS / "reference" / "environment.md").read_text()
+    read = read_variables()
+    assert {"FSDP2_COMM", "FSDP2_COMPAT", "LOCAL_WORLD_SIZE", "MASTER_PORT"} <= read
+    assert sorted(each for each in read if f"`{each}`" not in page) == []
+
+
+def test_every_command_of_checkpoints_is_on_the_page_of_commands() -> None:
+    from fsdp2.checkpoint.commands import _parser
+
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    commands = next(each for each in _parser()._actions if each.metavar == "COMMAND").choices
+    assert commands
+    for name, parser in dict(commands).items():  # type: ignore[call-overload]
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name} "))
+        options = [each.option_strings[-1] for each in parser._actions if each.option_strings and each.dest != "help"]
+        assert [option for option in options if option not in row] == []
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def load_script(path: Path) -> ModuleType:
+    """A program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_what_the_engine_does() -> None:
+    folder = DOCS / "drawings"
+    written = {path.name: path.read_text() for path in folder.glob("*.svg")}
+    assert load_script(folder / "draw.py").pictures() == written, "run `make drawings`"
+
+
+def test_both_forms_of_every_picture_are_shown_and_say_what_they_show() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    for path in (DOCS / "drawings").glob("*-light.svg"):
+        name = path.stem.removesuffix("-light")
+        assert text.count(f"drawings/{name}-light.svg") >= 1
+        assert text.count(f"drawings/{name}-dark.svg") == text.count(f"drawings/{name}-light.svg")
+    assert not re.search(r"!\[\]|alt=\"\"", text)
