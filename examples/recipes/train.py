@@ -1,5 +1,6 @@
 """A sharded training that any launcher can start, and start again: it goes on from its last complete checkpoint.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 50 examples/recipes/train.py --run-dir runs/recipe
 
 torchrun, Kubernetes' PyTorchJob and Slurm's `srun` start it as it is: see docs/recipes. A batch depends on its step

@@ -12,7 +12,19 @@ from tests.harness.documents import ROOT, Page, pages, read_page, run_page
 from tests.harness.fake import fake_world
 
 # Code that a test of its own runs on values that it checks; it is not run twice.
-ELSEWHERE = {"docs/fsdp1.md": "tests/fsdp1/test_docs.py"}
+ELSEWHERE = {
+    "docs/fsdp1.md": "tests/fsdp1/test_docs.py",
+    **dict.fromkeys(
+        (
+            "docs/migrate/accelerate.md",
+            "docs/migrate/lightning.md",
+            "docs/migrate/torchtitan.md",
+            "docs/recipes/ray.md",
+            "docs/recipes/trainer.md",
+        ),
+        "tests/clients/test_recipes.py",
+    ),
+}
 PAGES = [page for page in pages() if page.name not in ELSEWHERE]
 
 
