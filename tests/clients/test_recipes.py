@@ -140,5 +140,42 @@ def test_torchtitan(tmp_path: Path) -> None:
     command = [sys.executable, *PYTHON["torchrun"], *words]
     printed = run(command, tmp_path, variables)
     assert "the model is sharded by fsdp2" in printed
-    assert sorted(each.name for each in (tmp_path / "outputs" / "checkpoint").iterdir()) == ["step-10", "step-5"]
-    assert "resumed" not in run([*command, "--training.steps", "11"], tmp_path, variables)
+    checkpoints = tmp_path / "outputs" / "checkpoint"
+    assert sorted(each.name for each in checkpoints.iterdir()) == ["step-10", "step-5"]
+    written = (checkpoints / "step-10" / ".metadata").stat().st_mtime_ns
+    run([*command, "--training.steps", "12"], tmp_path, variables)
+    assert sorted(each.name for each in checkpoints.iterdir()) == ["step-10", "step-12", "step-5"]
+    assert (checkpoints / "step-10" / ".metadata").stat().st_mtime_ns == written  # it was read, not trained again
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """As a reader runs it. About 40 s."""
+    require("ray", "pandas", "pyarrow")
+    write_files("recipes/ray.md", tmp_path)
+    printed = run([sys.executable, "train.py"], tmp_path, ray_variables(tmp_path))
+    assert "'step': 200" in printed and losses(printed)[-1] < 0.3, printed
+    assert [*(tmp_path / "ray").glob("step-00000200/*.distcp")]
+
+
+def test_ray_train_after_a_worker_has_died(tmp_path: Path) -> None:
+    """Ray starts the workers again, and they go on from the last checkpoint. About 60 s."""
+    require("ray", "pandas", "pyarrow")
+    write_files("recipes/ray.md", tmp_path)
+    program = tmp_path / "train.py"
+    dies = """            if step == 110 and rank == 1 and not os.path.exists("died"):
+                open(os.path.join(config["run"], "died"), "x").close()
+                os.kill(os.getpid(), 9)
+""".replace('"died"):', 'os.path.join(config["run"], "died")):')
+    text = program.read_text()
+    assert text.count("            loss.backward()\n") == 1
+    program.write_text(text.replace("            loss.backward()\n", f"{dies}            loss.backward()\n"))
+    printed = run([sys.executable, "train.py"], tmp_path, ray_variables(tmp_path))
+    assert (tmp_path / "ray" / "died").exists()
+    assert "'step': 200" in printed and losses(printed)[-1] < 0.3, printed
+
+
+def ray_variables(folder: Path) -> dict[str, str]:
+    """No token in the user's home, no statistics sent, runs in a folder of the test."""
+    return environment(
+        RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_AIR_LOCAL_CACHE_DIR=str(folder), RUNS=str(folder)
+    )

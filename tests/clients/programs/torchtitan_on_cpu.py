@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class CPU:
@@ -19,6 +20,10 @@ class CPU:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        """Its number."""
+        return 0
 
     def get_device_name(self, device: object = None) -> str:
         """A name whose speed torchtitan does not know."""
@@ -45,10 +50,23 @@ def main() -> None:
 
     _utils._get_available_device_type = lambda: "cpu"
     _utils._get_device_module = lambda name: CPU()  # type: ignore[assignment,return-value]
+    if not hasattr(dist, "set_timeout"):  # of a torch that is newer than 2.13, which torchtitan 0.3 takes for granted
+        dist.set_timeout = lambda *arguments, **options: None  # type: ignore[attr-defined]
     sys.path.insert(0, os.getcwd())
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.trainer import Trainer
     from trial import implementation
 
+    parse: Any = ConfigManager.parse_args
+
+    def parse_args(manager: Any) -> Any:
+        config = parse(manager)
+        for layer in config.model_spec.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()  # Flex has no backward on a CPU
+        return config
+
+    ConfigManager.parse_args = parse_args  # type: ignore[method-assign]
     closed: Any = Trainer.close
 
     def close(trainer: Any) -> None:
