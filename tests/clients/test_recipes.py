@@ -39,7 +39,9 @@ def write_files(page: str, folder: Path) -> None:
 def command_of(page: str, program: str) -> list[str]:
     """The line of the page that starts ``program`` on this machine, with `recipe.py` in front of the program."""
     text = FILE.sub("", (DOCS / page).read_text())
-    (line,) = {found for found in re.findall(r"^.*$", text, re.MULTILINE) if found.endswith(f" {program}") and starts(found)}
+    (line,) = {
+        found for found in re.findall(r"^.*$", text, re.MULTILINE) if found.endswith(f" {program}") and starts(found)
+    }
     start = starts(line)
     words = shlex.split(line.removeprefix(start))
     return [sys.executable, *PYTHON[start], *words[:-1], str(PROGRAMS / "recipe.py"), program]
@@ -133,8 +135,12 @@ def test_torchtitan(tmp_path: Path) -> None:
     require("torchtitan")
     write_files("migrate/torchtitan.md", tmp_path)
     write_assets(tmp_path)
-    (line,) = re.findall(r"^PYTHONPATH=. (torchrun .*)$", (DOCS / "migrate" / "torchtitan.md").read_text(), re.MULTILINE)
-    words = shlex.split(line.removeprefix("torchrun ").replace("-m torchtitan.train", str(PROGRAMS / "torchtitan_on_cpu.py")))
+    (line,) = re.findall(
+        r"^PYTHONPATH=. (torchrun .*)$", (DOCS / "migrate" / "torchtitan.md").read_text(), re.MULTILINE
+    )
+    words = shlex.split(
+        line.removeprefix("torchrun ").replace("-m torchtitan.train", str(PROGRAMS / "torchtitan_on_cpu.py"))
+    )
     variables = environment(HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore", LOG_RANK="0")
     variables["PYTHONPATH"] = os.pathsep.join([str(PROGRAMS), str(tmp_path), variables["PYTHONPATH"]])
     command = [sys.executable, *PYTHON["torchrun"], *words]

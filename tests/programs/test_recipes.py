@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import re
 import shlex
@@ -230,7 +231,7 @@ PYTORCHJOB: dict[str, Any] = {
         "pytorchReplicaSpecs": {"Master?": REPLICAS, "Worker?": REPLICAS},
     },
 }
-"""What version 1 of the resource takes, as far as a recipe may need it: types of values; ``?`` marks what may be absent."""
+"""What version 1 of the resource takes, as far as recipes need it: types of values; ``?`` marks what may be absent."""
 
 
 def mistakes(value: Any, schema: Any, place: str = "the job") -> Iterator[str]:
@@ -360,8 +361,6 @@ def elastic(run_dir: Path, ranks: int, *options: str) -> Iterator[subprocess.Pop
 
 def _kill(pid: int) -> bool:
     """SIGKILL; whether there was such a process."""
-    import os
-
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -436,7 +435,7 @@ def never_killed(folder: Path, ranks: int) -> dict[int, set[float]]:
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "times"), [(2, 10), (3, 5), (4, 5)])
 def test_killed_at_random_it_ends_with_the_loss_of_the_run_that_was_not(ranks: int, times: int, tmp_path: Path) -> None:
-    """Bitwise, in every step that was ever done: the same ranks add up the same numbers. About 7 s for each kill."""
+    """Bitwise, in every step that was ever done: the same ranks add up the same numbers. About 10 s for each kill."""
     draw = random.Random(ranks)
     saves = ("--asynchronous",) if ranks != 3 else ()
     with elastic(tmp_path / "run", ranks, *saves) as process:
