@@ -1,7 +1,7 @@
 """Runs a program of a page of docs/ as it stands, and then says whose its model is: see tests/clients/test_recipes.py.
 
 Usage:
-    torchrun --nproc-per-node 2 [-m fsdp2.compat] recipe.py PROGRAM [--module PROGRAM arguments]
+    torchrun --nproc-per-node 2 [-m fsdp2.compat] recipe.py PROGRAM [arguments]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -33,7 +34,7 @@ def let_accelerate_shard_on_cpu() -> None:
 def main() -> None:
     """Run it; rank 0 prints a line."""
     program = sys.argv[1]
-    text = open(program).read()
+    text = Path(program).read_text()
     if importlib.util.find_spec("accelerate") and ("accelerate" in text or "transformers" in text):
         let_accelerate_shard_on_cpu()
     sys.argv = sys.argv[1:]
