@@ -67,7 +67,6 @@ def environment(**variables: str) -> dict[str, str]:
 def programs(folder: Path, **texts: str) -> str:
     """Write executables into ``folder``; return a PATH that finds them, and this Python as ``python``, first."""
     folder.mkdir(exist_ok=True)
-    (folder / "python").symlink_to(sys.executable)
     for name, text in texts.items():
         (folder / name).write_text(text)
         (folder / name).chmod(stat.S_IRWXU)
