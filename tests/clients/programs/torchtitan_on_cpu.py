@@ -50,7 +50,7 @@ def main() -> None:
 
     _utils._get_available_device_type = lambda: "cpu"
     _utils._get_device_module = lambda name: CPU()  # type: ignore[assignment,return-value]
-    if not hasattr(dist, "set_timeout"):  # of a torch that is newer than 2.13, which torchtitan 0.3 takes for granted
+    if not hasattr(dist, "set_timeout"):  # torch 2.15 has it, which torchtitan 0.3 takes for granted
         dist.set_timeout = lambda *arguments, **options: None  # type: ignore[attr-defined]
     sys.path.insert(0, os.getcwd())
     from torchtitan.config import ConfigManager
