@@ -38,7 +38,7 @@ from tests.harness.launchers import (
 
 TRAIN = str(RECIPES / "train.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-STEPS, SAVE_EVERY = 240, 4
+STEPS, SAVE_EVERY = 400, 4
 ARGUMENTS = ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--width", "32", "--float64"]
 
 
@@ -382,6 +382,19 @@ def wait_until_it_trains(process: subprocess.Popen[str], run_dir: Path, more: in
     return process.poll() is None
 
 
+def newest(run_dir: Path) -> int:
+    """The step of the newest complete checkpoint; 0 if there is none."""
+    return max((int(path.name.removeprefix("step-")) for path in run_dir.glob("step-*")), default=0)
+
+
+def wait_until_it_has_saved(process: subprocess.Popen[str], run_dir: Path) -> bool:
+    """Wait for one more complete checkpoint; return whether it still runs."""
+    before = newest(run_dir)
+    while process.poll() is None and newest(run_dir) <= before:
+        time.sleep(0.002)
+    return process.poll() is None
+
+
 def wait_until_it_saves(process: subprocess.Popen[str], run_dir: Path) -> bool:
     """Wait until a checkpoint is half written; return whether it still runs."""
     while process.poll() is None and not [*run_dir.glob(".step-*.writing")]:
@@ -398,6 +411,8 @@ def kill_at_random(process: subprocess.Popen[str], run_dir: Path, draw: random.R
             while not workers_of(process):
                 time.sleep(0.05)
             time.sleep(draw.uniform(0, 3))
+        elif draw.random() < 0.7:  # else there is nothing new since the kill before
+            wait_until_it_has_saved(process, run_dir)
         alive = {
             "start": lambda: process.poll() is None,
             "step": lambda: wait_until_it_trains(process, run_dir, draw.randint(1, 4)),
@@ -425,6 +440,12 @@ def end_of(process: subprocess.Popen[str], run_dir: Path) -> float:
     return final_loss(output.read_text())
 
 
+def resumed(run_dir: Path) -> list[int]:
+    """The steps at which the starts of a run went on."""
+    printed = run_dir.with_name(f"{run_dir.name}.out").read_text()
+    return [int(step) for step in re.findall(r"^step (\d+) is where \d ranks go on$", printed, re.MULTILINE)]
+
+
 def never_killed(folder: Path, ranks: int) -> dict[int, set[float]]:
     """The losses of a run that nothing happens to."""
     with elastic(folder / f"whole-{ranks}", ranks) as process:
@@ -442,6 +463,7 @@ def test_killed_at_random_it_ends_with_the_loss_of_the_run_that_was_not(ranks: i
         killed = kill_at_random(process, tmp_path / "run", draw, times)
         found = end_of(process, tmp_path / "run")
     assert len(killed) == times and "save" in killed and "step" in killed
+    assert len(set(resumed(tmp_path / "run"))) > times // 3, "hardly any start went on from a checkpoint"
     expected = never_killed(tmp_path, ranks)
     assert expected[STEPS] == {found}
     assert losses(tmp_path / "run") == expected
@@ -459,9 +481,10 @@ def test_it_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     for ranks in (2, 4, 3):
         with elastic(run_dir, ranks, "--asynchronous") as process:
             kill_at_random(process, run_dir, draw, 1)
-            assert wait_until_it_trains(process, run_dir, 4)
+            assert wait_until_it_has_saved(process, run_dir)
     with elastic(run_dir, 2, "--asynchronous") as process:
         found = end_of(process, run_dir)
+    assert resumed(run_dir)[-1] > 0 and len(set(resumed(run_dir))) >= 4, "one for each number of ranks"
     (expected,) = never_killed(tmp_path, 2)[STEPS]
     assert found == pytest.approx(expected, rel=1e-9)
     assert all(max(each) - min(each) < 1e-9 for each in losses(run_dir).values())
