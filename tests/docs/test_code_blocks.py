@@ -14,7 +14,19 @@ from tests.harness.fake import fake_world
 from tests.harness.state import forget_meshes
 
 # Code that a test of its own runs on values that it checks; it is not run twice.
-ELSEWHERE = {"docs/fsdp1.md": "tests/fsdp1/test_docs.py"}
+ELSEWHERE = {
+    "docs/fsdp1.md": "tests/fsdp1/test_docs.py",
+    **dict.fromkeys(
+        (
+            "docs/migrate/accelerate.md",
+            "docs/migrate/lightning.md",
+            "docs/migrate/torchtitan.md",
+            "docs/recipes/ray.md",
+            "docs/recipes/trainer.md",
+        ),
+        "tests/clients/test_recipes.py",
+    ),
+}
 PAGES = [page for page in pages() if page.name not in ELSEWHERE]
 
 
