@@ -9,6 +9,7 @@ hand over              optimizers and values
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -287,6 +288,28 @@ class Load:
     def _differ(self, kind: str, name: str, text: str = "") -> None:
         self._differences.append(Difference(kind, name, text))
 
+    def _refuse_nothing(self, takes: bool) -> None:
+        """Refuse patterns that fit no name, and a load of nothing.
+
+        Raises:
+            CheckpointError: naming them.
+        """
+        only, names = self._options.only, list(self._contents.state)
+        if only is not None and not callable(only):
+            for pattern in [only] if isinstance(only, str) else only:
+                if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                    near = difflib.get_close_matches(pattern, names, 1) or names[:1]
+                    raise CheckpointError(f"only={pattern!r} takes nothing of the model: its names are as '{near[0]}'.")
+        if takes or not names or self._options.strict:
+            return
+        if only is not None and not self._missing:
+            raise CheckpointError(f"only={only!r} takes nothing of the model: its names are as '{names[0]}'.")
+        if self._unexpected:
+            raise CheckpointError(
+                f"the checkpoint has nothing of the model: its names are as '{self._unexpected[0]}', and those of the "
+                f"model as '{names[0]}'. rename= finds what has another name."
+            )
+
     def _compare_model(self) -> tuple[dict[str, str], dict[str, str]]:
         """Of the model, what is read: tensors, and others, for each name in the checkpoint that in the model."""
         contents, source, options = self._contents, self._source, self._options
@@ -318,8 +341,7 @@ class Load:
                 self._unexpected.append(name)
                 if options.strict:
                     self._differ("unexpected", name, _described(source.metadata.state_dict_metadata[key]))
-        if options.only is not None and not tensors and not extra and not self._missing:
-            raise CheckpointError(f"only={options.only!r} takes nothing of the model: its names are as '{first}'.")
+        self._refuse_nothing(bool(tensors or extra))
         for name in sorted(contents.names.transient):
             if contents.names.buffers[name].is_meta and options.strict and options.only is None:
                 text = f"a buffer that is not persistent, {_described(contents.names.buffers[name])}"

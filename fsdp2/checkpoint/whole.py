@@ -41,6 +41,7 @@ from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.broadcast_parameters import device_that_travels
+from fsdp2.features.whole_states import refuse_of_another_rank
 
 _EVERY_RANK = "every rank"
 _SOURCE = Rule(
@@ -318,6 +319,7 @@ class _States(Source):
         """
         for name, value in self.values.items():
             _refuse_value(name, value)
+            refuse_of_another_rank(value, name)
             if isinstance(value, DTensor):
                 outside = set(value.device_mesh.mesh.flatten().tolist()).difference(self.ranks.numbers)
                 if outside:

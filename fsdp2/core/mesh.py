@@ -295,6 +295,22 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, module.current_device())
 
 
+def make_process_group(caller: str) -> None:
+    """Make the default process group from a launcher's environment, if there is none.
+
+    Raises:
+        FSDPRuntimeError: nor such an environment.
+    """
+    if dist.is_initialized():
+        return
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        raise FSDPRuntimeError(
+            f"{caller} needs a process group, and none is initialized: call torch.distributed.init_process_group() "
+            "first, or start the program with torchrun."
+        )
+    dist.init_process_group()
+
+
 def default_mesh() -> DeviceMesh:
     """One dim over all ranks, on the current accelerator if there is one, else on CPU.
 
@@ -304,13 +320,7 @@ def default_mesh() -> DeviceMesh:
     Raises:
         FSDPRuntimeError: there is no process group and no launcher's environment to make one from.
     """
-    if not dist.is_initialized():
-        if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-            raise FSDPRuntimeError(
-                "fully_shard needs a process group, and none is initialized: call "
-                "torch.distributed.init_process_group() first, or start the program with torchrun."
-            )
-        dist.init_process_group()
+    make_process_group("fully_shard")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake

@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2.arguments import Rule, checked
 from fsdp2.core import agreement
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
+from fsdp2.core.mesh import make_process_group
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, replacement_of
 from fsdp2.core.state import state_of, states_below
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
@@ -101,16 +102,12 @@ def broadcast_parameters(
 
 
 def group_of(process_group: dist.ProcessGroup | None, caller: str) -> dist.ProcessGroup:
-    """``process_group``, or that of all ranks.
+    """``process_group``, or that of all ranks, which is made from a launcher's environment if there is none.
 
     Raises:
-        FSDPRuntimeError: there is none.
+        FSDPRuntimeError: there is none, nor such an environment.
     """
-    if not dist.is_initialized():
-        raise FSDPRuntimeError(
-            f"{caller} needs a process group, and none is initialized: call torch.distributed.init_process_group() "
-            "first, or start the program with torchrun."
-        )
+    make_process_group(caller)
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "it is initialized"
     return group

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,6 +19,7 @@ from fsdp2.core.param import FSDPParam
 from fsdp2.core.shard import WHOLE_STATES
 from fsdp2.core.sharding import dtensor_like, local_shard
 from fsdp2.core.structure import module_paths
+from fsdp2.errors import FSDPValueError
 
 _ASSIGNS = "assign_to_params_buffers"
 
@@ -46,8 +48,29 @@ def take_rows(
                         state_dict[key] = _rows(value, param, copies=bool(local_metadata.get(_ASSIGNS)))
 
 
+def refuse_of_another_rank(value: torch.Tensor, name: str) -> None:
+    """Refuse a DTensor that another rank has pickled: what lies under it are that rank's rows, and not this one's.
+
+    Raises:
+        FSDPValueError: it is one.
+    """
+    if not isinstance(value, DTensor) or not dist.is_initialized():
+        return
+    mesh = value.device_mesh
+    known, here = mesh.get_coordinate(), (mesh.mesh == dist.get_rank()).nonzero()
+    if known is None or not len(here) or tuple(known) == tuple(here[0].tolist()):
+        return
+    raise FSDPValueError(
+        f"'{name}' of the state dict is a DTensor that rank {int(mesh.mesh[tuple(known)])} has saved, with the rows of "
+        f"that rank; those of rank {dist.get_rank()} are not in the file. What one rank writes by torch.save() of a "
+        "sharded model's state dict is a part of it. Save on all ranks by fsdp2.checkpoint.save(), or let one rank "
+        "save inside of fsdp2.full_parameters(model)."
+    )
+
+
 def _is_otherwise(value: torch.Tensor, param: FSDPParam) -> bool:
     """Whether ``value`` is of the shape of ``param``, and does not lie as it does."""
+    refuse_of_another_rank(value, param.path)
     sharded = param.sharded
     if value.shape != sharded.shape:
         return False

@@ -11,6 +11,7 @@ optimizer is looked through once; after that a step costs a comparison per param
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from dataclasses import dataclass
@@ -28,11 +29,14 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_orphan_copy, replacement_of
+from fsdp2.core.reduce import GradientReducer
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.optim.ordinary import Ordinary, ordinary_of
+
+LOG = logging.getLogger("fsdp2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class _Seen:
         ordinary: how it steps on local shards; None: it does not.
         on_host: groups whose shards are in host memory, where copies may still read them.
         summing: groups whose gradients may add up on the host.
+        groups: all.
     """
 
     signature: tuple[int, ...]
@@ -50,6 +55,7 @@ class _Seen:
     write_counters: tuple[WriteCounter, ...]
     on_host: tuple[weakref.ref[FSDPParamGroup], ...]
     summing: tuple[weakref.ref[FSDPParamGroup], ...]
+    groups: tuple[weakref.ref[FSDPParamGroup], ...]
 
 
 class OptimizerGuard:
@@ -59,6 +65,7 @@ class OptimizerGuard:
         self._seen: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
         self._handles: list[Any] = []
         self._stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._has_warned = False
         self._lock = threading.Lock()  # ranks may be threads of one process, and the hooks are the process's
 
     def install(self) -> None:
@@ -100,6 +107,8 @@ class OptimizerGuard:
             rekey(optimizer)
             offload_as_policies_ask(optimizer)
             seen = self._seen[optimizer] = _seen(optimizer)
+        if GradientReducer.owing and not self._has_warned:
+            self._warn_of_gradients_that_wait(seen)
         for summing in seen.summing:
             _refuse_to_skip(summing())
         for reference in seen.on_host:
@@ -107,6 +116,22 @@ class OptimizerGuard:
             if group is not None and group.comm is not None:
                 group.comm.let_host_write_shards()
         return seen
+
+    def _warn_of_gradients_that_wait(self, seen: _Seen) -> None:
+        """Once: a step that finds no gradient of a group, for all that was computed waits to be reduced."""
+        for reference in seen.groups:
+            group = reference()
+            if group is None or not group.reducer.accumulated:
+                continue
+            if all(param.sharded.grad is None for param in group.params):
+                self._has_warned = True
+                LOG.warning(
+                    "an optimizer steps, and parameters of '%s' have no gradient: what backwards have computed was "
+                    "accumulated, and never reduced over the ranks. The last backward of a step must run with "
+                    "set_requires_gradient_sync(True), or inside of fsdp2.accumulate(model, last=True).",
+                    group.name,
+                )
+                return
 
     @_torch_compiler.stays_outside("fsdp2 notes after each step that parameters were written, outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -137,6 +162,7 @@ def _seen(optimizer: Optimizer) -> _Seen:
         tuple(dict.fromkeys(owner.write_counter for owner in owners)),
         tuple(weakref.ref(group) for group in groups if group.storage.offloading.is_host),
         tuple(weakref.ref(group) for group in groups if group.storage.offloading.sums_on_host),
+        tuple(map(weakref.ref, groups)),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -128,3 +130,29 @@ def test_a_step_is_seen_by_the_groups_of_every_mesh() -> None:
         found = model(x)
         model.reshard()
         assert torch.equal(found, model(x))
+
+
+@multi_rank(2)
+def test_a_step_without_any_reduction_is_told_once() -> None:
+    """Every microbatch accumulates: the step finds nothing, and the model does not train."""
+    model = shard()
+    optimizer = sgd(trainable(model))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp2").addHandler(handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GUARD, "_has_warned", False)
+            for _ in range(2):
+                model.set_requires_gradient_sync(False)
+                loss_of(CASE, model).backward()
+                optimizer.step()
+            assert len(said) == 1 and "set_requires_gradient_sync(True)" in said[0]
+            patch.setattr(GUARD, "_has_warned", False)
+            model.set_requires_gradient_sync(True)
+            loss_of(CASE, model).backward()
+            optimizer.step()
+            assert len(said) == 1
+    finally:
+        logging.getLogger("fsdp2").removeHandler(handler)

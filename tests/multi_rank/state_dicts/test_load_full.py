@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, MixedPrecisionPolicy, Owned, RowBlocks, full_parameters, fully_shard
 from fsdp2.checkpoint import CheckpointMismatch, LoadReport, iter_full_parameters, load_full
-from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
+from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPTypeError
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_same, gather
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -420,3 +421,26 @@ def test_one_process_without_a_group() -> None:
     model, plain = on_meta(), build(seed=1)
     load_full(model, whole_state(plain), source=0)
     assert torch.equal(outputs_of(model), outputs_of(plain))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["load_full", "load_state_dict"])
+def test_what_one_rank_has_saved_alone_is_refused_on_the_others(how: str, tmp_path: Path) -> None:
+    """Its rows would become those of every rank, without a word."""
+    model = nn.Linear(4, 8)
+    fully_shard(model)
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), tmp_path / "saved.pt")
+    dist.barrier()
+    saved = torch.load(tmp_path / "saved.pt", weights_only=False)
+    before = [each.to_local().clone() for each in model.parameters()]
+    says = "is a DTensor that rank 0 has saved, with the rows of that rank; those of rank 1 are not in the file"
+    if how == "load_full":
+        with pytest.raises(FSDPError, match=says):
+            load_full(model, saved)
+    elif dist.get_rank() == 1:
+        with pytest.raises(FSDPError, match=says):
+            model.load_state_dict(saved)
+    else:
+        model.load_state_dict(saved)
+    assert all(torch.equal(each.to_local(), value) for each, value in zip(model.parameters(), before, strict=True))
