@@ -73,7 +73,7 @@ class Suggestions:
     def __str__(self) -> str:
         some = next(iter((*self.best, *self.unfit))).estimate
         tried = len(self.best) + len(self.others) + len(self.unfit)
-        lines = [f"{some.model} on {some.hardware.name}: {tried} settings were estimated, {len(self.unfit)} do not fit"]
+        lines = [f"{some.model} on {some.hardware.name}: {tried} settings were estimated, {len(self.unfit)} of which do not fit"]
         for number, each in enumerate(self.best, 1):
             lines += [f"{number}. {each.arguments}", f"   {_numbers(each.estimate)}", f"   {each.why}"]
         if not self.best:
@@ -191,7 +191,9 @@ class _Search:
                 yield replace(self._base, mesh_shape=shape, mesh_dim_names=names_of(shape), strategy=strategy)  # type: ignore[arg-type]
 
     def _first_that_fits(self, request: Request) -> bool:
-        """With as little checkpointing as fits."""
+        """With as little checkpointing as fits. (Of one microbatch, zero1 is zero2.)"""
+        if request.strategy == "zero1" and request.accumulation == 1:
+            return False
         if request.activation_bytes is not None:
             return self._estimate(request).fits
         most = self._estimate(replace(request, checkpointing="blocks"))
@@ -268,7 +270,8 @@ def _why(estimate: Estimate, fastest: Estimate | None) -> str:
     time = estimate.time
     if time is not None and fastest is not None and fastest.time is not None:
         if estimate is not fastest:
-            said.append(f"{time.seconds / fastest.time.seconds - 1:.1%} slower than the first")
+            slower = time.seconds / fastest.time.seconds - 1
+            said.append(f"{slower:.1%} slower than the first" if slower > 0.004 else "as fast as the first")
         waits = time.exposed_seconds / time.seconds if time.seconds else 0.0
         said.append(f"computation waits for communication {waits:.1%} of the time")
         again = time.flops - fastest.time.flops
