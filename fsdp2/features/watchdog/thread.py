@@ -70,7 +70,9 @@ class Watchdog:
         if before is not None and is_same:
             self._store, self._prefix = before._store, before._prefix
         else:
-            self._store, self._prefix = _torch.shared_store(_PREFIX)
+            # The store of an elastic launcher outlives a restart, with what the ranks of before have said.
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store, self._prefix = _torch.shared_store(f"{_PREFIX}/{start}")
         self._ends = threading.Event()
         self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
         self._abandoned = (-1, -1)
