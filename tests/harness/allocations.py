@@ -182,7 +182,7 @@ def allocator_peaks(run: Run) -> dict[str, int]:
         gc.collect()
         gc.disable()
         try:
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
                 _train(run, mesh)
         finally:
             if was_enabled:

@@ -73,7 +73,7 @@ class Suggestions:
     def __str__(self) -> str:
         some = next(iter((*self.best, *self.unfit))).estimate
         tried = len(self.best) + len(self.others) + len(self.unfit)
-        lines = [f"{some.model} on {some.hardware.name}: {tried} settings were estimated, {len(self.unfit)} of which do not fit"]
+        lines = [f"{some.model} on {some.hardware.name}: of {tried} settings {len(self.unfit)} do not fit"]
         for number, each in enumerate(self.best, 1):
             lines += [f"{number}. {each.arguments}", f"   {_numbers(each.estimate)}", f"   {each.why}"]
         if not self.best:
