@@ -298,7 +298,7 @@ class Load:
         if only is not None and not callable(only):
             for pattern in [only] if isinstance(only, str) else only:
                 if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                    near = difflib.get_close_matches(pattern, names, 1) or names[:1]
+                    near = difflib.get_close_matches(pattern.rstrip("*."), names, 1, 0.0)
                     raise CheckpointError(f"only={pattern!r} takes nothing of the model: its names are as '{near[0]}'.")
         if takes or not names or self._options.strict:
             return

@@ -161,6 +161,10 @@ def asks(folder: Path) -> None:
         load(folder / "saved", run.model, run.optimizer if first else None)
     with pytest.raises(CheckpointError, match=r"only='block\.\*' takes nothing of the model: its names are as"):
         load(folder / "saved", run.model, only="block.*")
+    with pytest.raises(CheckpointError, match=r"only='heads\.\*' takes nothing of the model: its names are as 'head"):
+        load(folder / "saved", run.model, only=["blocks.*", "heads.*"], strict=False)
+    with pytest.raises(CheckpointError, match=r"the checkpoint has nothing of the model: .* rename= finds"):
+        load(folder / "saved", run.model, rename=lambda name: f"module.{name}", strict=False)
     with pytest.raises(CheckpointError, match=r"rename takes a function that returns names"):
         load(folder / "saved", run.model, rename=lambda name: None)  # type: ignore[arg-type,return-value]
     with pytest.raises(CheckpointMismatch, match=r"'.*: of AdamW in the checkpoint, of SGD now"):
