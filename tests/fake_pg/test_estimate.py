@@ -198,6 +198,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert offloaded.to_host >= 3 * 4 * MIB // 8
 
 
+@pytest.mark.full  # 8 s
 def test_what_does_not_fit_says_what_would() -> None:
     small = replace(MACHINE, memory_bytes=6 * MIB)
     batch = torch.empty(8 * 1024, 512)
@@ -369,6 +370,7 @@ def test_refusals(what: str) -> None:
 # -- suggestions
 
 
+@pytest.mark.full  # 8 s
 def test_suggestions() -> None:
     """On a machine where a part fits only: what is best is among what fits, and the rest says why it does not."""
     batch = torch.empty(64, 64, dtype=torch.int64, device="meta")

@@ -126,7 +126,13 @@ def test_no_wait_for_readers_of_gradients_can_be_dropped(scenario: str, where: s
     assert breaks(recorded, keeps, Wait.GRADIENTS_READ)
 
 
-RANKS = ("mesh.", "meshes.", "_torch.concatenate_meshes", "reshard_to_fewer._neighbours")
+RANKS = (
+    "mesh.",
+    "meshes.",
+    "_torch.concatenate_meshes",
+    "reshard_to_fewer._neighbours",
+    "whole_states.refuse_of_another_rank",
+)
 """Who reads the ranks of a mesh, which torch keeps on the host."""
 
 SAID = {

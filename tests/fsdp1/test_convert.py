@@ -218,6 +218,7 @@ class Tower(nn.Module):
 """
 
 
+@pytest.mark.full  # 8 s
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and tells glibc to give memory back")
 def test_no_more_than_one_unit_is_in_memory(tmp_path: Path) -> None:
     """A model of 32 MiB in units of two, in a process of its own: not the model, nor a rank's half of it."""

@@ -111,6 +111,7 @@ def test_collectives_without_a_name_are_compared_afterwards(case: str, world_siz
             assert status[rank] == 3
 
 
+@pytest.mark.full  # 10 s
 def test_a_rank_that_waits_says_where_it_is_upon_a_signal(tmp_path: Path) -> None:
     said, _ = run("asked", 1, tmp_path, asks=0)
     place = r"fsdp2: asked by a signal\. rank 0: step 3, forward of Layers; waits for the all-gather of '0'"

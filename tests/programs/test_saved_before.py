@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.fixtures.saved import FOLDER, RANKS
 from tests.harness.launching import output_of
 
 
+@pytest.mark.full  # 10 s
 def test_files_of_an_earlier_version_are_read() -> None:
     """The checkpoint on every torch, all else on that which wrote it: pickled DTensors have torch's own meshes in them.
 

@@ -17,6 +17,7 @@ def without(*arguments: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.full  # 30 s
 def test_the_core_trains_without_all_features() -> None:
     assert "without all of them: trains" in without("all")
 

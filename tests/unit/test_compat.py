@@ -343,6 +343,7 @@ def test_a_switch_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) ->
         switched_on()
 
 
+@pytest.mark.full  # 6 s
 def test_without_the_entry_point_the_command_says_that_children_stay_behind(installed: tuple[Path, str]) -> None:
     folder, path = installed
     done = run("-m", "fsdp2.compat", "program.py", folder=folder, PYTHONPATH=path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -350,6 +351,7 @@ def test_without_the_entry_point_the_command_says_that_children_stay_behind(inst
     assert "processes that this program starts will not have the swap" in done.stderr
 
 
+@pytest.mark.full  # 6 s
 def test_a_program_that_sharded_is_not_told_otherwise(installed: tuple[Path, str]) -> None:
     folder, path = installed
     done = run("-m", "fsdp2.compat", "program.py", "--here", "--shard", folder=folder, PYTHONPATH=path)
@@ -381,6 +383,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
     assert "torch.distributed.fsdp.fully_shard -> fsdp2.core.shard.fully_shard" in done.stderr
 
 
+@pytest.mark.full  # 8 s
 def test_a_module_runs_as_python_would_run_it(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "program.py").write_text(PROGRAM)

@@ -126,6 +126,7 @@ def test_a_process_group_of_some() -> None:
         compare_parameters(model)
 
 
+@pytest.mark.full  # 8 s
 @multi_rank(4)
 def test_a_compiled_model() -> None:
     model = shard(UNEVEN_MLP, UNEVEN_MLP.build(seed=dist.get_rank() // 2), "hybrid")

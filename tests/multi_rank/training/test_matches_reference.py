@@ -15,10 +15,8 @@ from tests.harness.reference import Accumulation, Reference, adamw
 from tests.harness.shared.training import STEPS, loss_on, shard, train_custom, trainable
 from tests.harness.training import assert_trains_like
 
-# The core: all of it.
-pytestmark = pytest.mark.every_combination
 
-
+@pytest.mark.every_combination
 @multi_rank(2, 4)
 @pytest.mark.parametrize("case", MODEL_CASES, ids=str)
 def test_training_equals_the_reference(case: ModelCase, world_size: int) -> None:
