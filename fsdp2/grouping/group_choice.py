@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,14 +84,14 @@ def _row(groups: list[ModuleGroup]) -> tuple[str, str, str, str]:
     first = groups[0]
     count = "" if len(groups) == 1 else f"{len(groups)} x "
     return (
-        _name_of([group.name for group in groups]) or "(model)",
+        common_name([group.name for group in groups]) or "(model)",
         first.class_name,
         f"{count}{shown(first.nbytes)}",
         first.reason,
     )
 
 
-def _name_of(names: list[str]) -> str:
+def common_name(names: Sequence[str]) -> str:
     """One name for several that differ in numbers: ``layers.0-31.mlp``, or ``*`` where that would not do."""
     parts = []
     for each in zip(*(name.split(".") for name in names), strict=True):
@@ -98,7 +99,7 @@ def _name_of(names: list[str]) -> str:
         if len(distinct) == 1:
             parts.append(distinct[0])
             continue
-        numbers = sorted(map(int, distinct))
-        is_range = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) == len(names)
+        numbers = sorted(int(part) for part in distinct if part.isdecimal())
+        is_range = len(numbers) == len(names) == numbers[-1] - numbers[0] + 1
         parts.append(f"{numbers[0]}-{numbers[-1]}" if is_range else "*")
     return ".".join(parts)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdp2.grouping.group_choice import common_name as common_name
 from fsdp2.tools.facts.data import GroupFacts, ModelFacts, ParamFacts
 
 
@@ -63,17 +64,3 @@ def _key(facts: ModelFacts, group: GroupFacts) -> object:
 def _without_name(param: ParamFacts, group: GroupFacts) -> ParamFacts:
     own = param.name.removeprefix(f"{group.name}.") if group.name else param.name
     return replace(param, name=own, other_names=())
-
-
-def common_name(names: Sequence[str]) -> str:
-    """One name for several that differ in numbers: ``layers.0-31.mlp``, or ``*`` where that would not do."""
-    parts = []
-    for each in zip(*(name.split(".") for name in names), strict=True):
-        distinct = list(dict.fromkeys(each))
-        if len(distinct) == 1:
-            parts.append(distinct[0])
-            continue
-        numbers = sorted(int(part) for part in distinct if part.isdecimal())
-        is_range = len(numbers) == len(names) == numbers[-1] - numbers[0] + 1
-        parts.append(f"{numbers[0]}-{numbers[-1]}" if is_range else "*")
-    return ".".join(parts)

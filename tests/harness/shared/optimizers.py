@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2.optim import set_local_steps
@@ -108,6 +108,23 @@ def through_dtensor() -> Iterator[None]:
         yield
     finally:
         set_local_steps(True)
+
+
+def assert_states_same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    """State dicts of the same structure, with the same values of the same kinds, and shards of the same strides."""
+    mine, plain = actual.state_dict(), expected.state_dict()
+    assert mine["param_groups"] == plain["param_groups"]
+    assert mine["state"].keys() == plain["state"].keys()
+    for index, state in plain["state"].items():
+        assert list(mine["state"][index]) == list(state)
+        for name, value in state.items():
+            found = mine["state"][index][name]
+            assert type(found) is type(value), name
+            if isinstance(value, DTensor):
+                assert (found.placements, found.shape) == (value.placements, value.shape), name
+                assert found.to_local().stride() == value.to_local().stride(), name
+                found, value = found.to_local(), value.to_local()
+            assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
 
 
 def number_of_runs(optimizer: torch.optim.Optimizer) -> int:

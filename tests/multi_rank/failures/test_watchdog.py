@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPRuntimeError, flight_record, fully_shard, set_watchdog
 from fsdp2.core.transport import NATIVE, VARIABLE
+from fsdp2.features.watchdog.thread import Watchdog
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 
@@ -326,3 +327,16 @@ def test_roots_of_one_kind_are_told_apart(hybrid: bool) -> None:
             blocks[index](batch())
     for block in blocks:
         block(batch()).sum().backward()
+
+
+@multi_rank(2)
+def test_a_restarted_program_reads_nothing_of_the_one_before() -> None:
+    """The store of an elastic launcher outlives its ranks."""
+    before = Watchdog(60.0, None, print)
+    before.stop()
+    before._store.set("verdict/0", "of ranks that are gone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        after = Watchdog(60.0, None, print)
+        after.stop()
+    assert before._store.check(["verdict/0"]) and not after._store.check(["verdict/0"])

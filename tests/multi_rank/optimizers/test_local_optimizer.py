@@ -25,6 +25,7 @@ from tests.harness.shared.optimizers import (
     adamw_for_loop,
     adamw_foreach,
     adamw_fused,
+    assert_states_same,
     local_like,
     loss_of,
     number_of_runs,
@@ -104,23 +105,6 @@ def step_both(make: MakeOptimizer, *, flat: bool, steps: int = 3, **settings: ob
             optimizer.zero_grad()
         assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
     assert_states_same(mine, plain)
-
-
-def assert_states_same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    """State dicts of the same structure, with the same values of the same kinds, and shards of the same strides."""
-    mine, plain = actual.state_dict(), expected.state_dict()
-    assert mine["param_groups"] == plain["param_groups"]
-    assert mine["state"].keys() == plain["state"].keys()
-    for index, state in plain["state"].items():
-        assert list(mine["state"][index]) == list(state)
-        for name, value in state.items():
-            found = mine["state"][index][name]
-            assert type(found) is type(value), name
-            if isinstance(value, DTensor):
-                assert (found.placements, found.shape) == (value.placements, value.shape), name
-                assert found.to_local().stride() == value.to_local().stride(), name
-                found, value = found.to_local(), value.to_local()
-            assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
 
 
 def nadam(parameters: Parameters) -> torch.optim.Optimizer:

@@ -27,6 +27,7 @@ from tests.harness.shared.optimizers import (
     Parameters,
     adamw_foreach,
     adamw_fused,
+    assert_states_same,
     loss_of,
     sgd_momentum,
     through_dtensor,
@@ -84,18 +85,7 @@ def two_models(case: ModelCase = CASE, **settings: object) -> list[nn.Module]:
 def assert_alike(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
     """Parameters, state and state dicts are the same, of the same kinds."""
     assert_same("parameters", *({n: p.to_local() for n, p in model.named_parameters()} for model in models))
-    mine, plain = (optimizer.state_dict() for optimizer in optimizers)
-    assert mine["param_groups"] == plain["param_groups"]
-    assert mine["state"].keys() == plain["state"].keys()
-    for index, state in plain["state"].items():
-        assert list(mine["state"][index]) == list(state)
-        for name, value in state.items():
-            found = mine["state"][index][name]
-            assert type(found) is type(value), name
-            if isinstance(value, DTensor):
-                assert (found.placements, found.shape) == (value.placements, value.shape), name
-                found, value = found.to_local(), value.to_local()
-            assert torch.equal(found, value) if isinstance(value, Tensor) else found == value, name
+    assert_states_same(*optimizers)
 
 
 def step_both(make: MakeOptimizer, *, steps: int = 3, case: ModelCase = CASE, **settings: object) -> None:
