@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Any
 
@@ -247,3 +248,20 @@ def test_what_is_refused_on_all_ranks(text: str, where: str, world_size: int) ->
         broadcast_parameters(model)
     kept = UNEVEN_MLP.build(seed=dist.get_rank())
     assert torch.equal(model[0].weight, kept[0].weight)
+
+
+def test_under_a_launcher_the_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `fully_shard` makes it: this is often called first."""
+    with pytest.raises(FSDPRuntimeError, match="needs a process group, and none is initialized"):
+        broadcast_parameters(nn.Linear(2, 2))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    try:
+        broadcast_parameters(nn.Linear(2, 2))
+        assert dist.is_initialized() and dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
