@@ -216,7 +216,7 @@ class LocalOptimizer(Optimizer):
     def _take_inside(self) -> Inside:
         """Make the units anew from the state outside."""
         outside, earlier = self.state, self.runs()
-        self._inside = Inside(self.param_groups, outside, flat=self._flat, earlier=earlier)
+        self._inside = Inside(self.param_groups, outside, flat=_always if self._flat else None, earlier=earlier)
         del self.state
         return self._inside
 
@@ -228,7 +228,7 @@ class LocalOptimizer(Optimizer):
     def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
         """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
         lending: Any = vars(self)["state"]
-        every = [StepTargets(group["params"], {}, flat=False, earlier=[]) for group in self.param_groups]
+        every = [StepTargets(group["params"], {}, flat=[], earlier=[]) for group in self.param_groups]
         try:
             lent = [targets.swap_in() for targets in every]
             tensors = [one[0] for one in lent if one is not None]
@@ -244,6 +244,10 @@ class LocalOptimizer(Optimizer):
     def __reduce__(self) -> Any:
         """Copied and pickled as what `local` has made of the plain class."""
         return _restored, (self._plain, self._flat), self.__getstate__()
+
+
+def _always(group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    return True
 
 
 @functools.cache

@@ -21,6 +21,8 @@ Lent = list[tuple[list[torch.Tensor], list[State]]]
 
 Groups = list[dict[str, Any]]
 
+MayBeFlat = Callable[[dict[str, Any], torch.Tensor], bool]
+
 
 class Inside:
     """The state of one optimizer inside.
@@ -28,7 +30,7 @@ class Inside:
     Args:
         groups: the optimizer's parameter groups.
         outside: its state, which is taken over.
-        flat: step on runs of parameters.
+        flat: whether a parameter of one of the groups may be stepped on together with others, in a run; None: none may.
         earlier: runs of before, whose memory is used again where nothing has changed.
 
     Attributes:
@@ -38,10 +40,15 @@ class Inside:
         FSDPValueError: a parameter is Partial, or a state is not sharded like its parameter.
     """
 
-    def __init__(self, groups: Groups, outside: State, *, flat: bool, earlier: list[FlatRun] | None = None) -> None:
+    def __init__(
+        self, groups: Groups, outside: State, *, flat: MayBeFlat | None, earlier: list[FlatRun] | None = None
+    ) -> None:
         self.outside = outside
-        self._flat = flat
-        self._targets = [StepTargets(group["params"], outside, flat=flat, earlier=earlier or []) for group in groups]
+        self._targets = []
+        for group in groups:
+            params = group["params"]
+            in_runs = [] if flat is None else [each for each in params if flat(group, each)]
+            self._targets.append(StepTargets(params, outside, flat=in_runs, earlier=earlier or []))
         self._kept = StepStateCache()
         self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
 
@@ -63,6 +70,11 @@ class Inside:
         """Bring ``outside`` up to date."""
         for targets in self._targets:
             targets.show(self.outside)
+
+    def show_counters(self) -> None:
+        """`show`, where the step has made nothing new."""
+        for targets in self._targets:
+            targets.show_counters()
 
     def lend(self) -> Lent | None:
         """What each group is stepped on as; None if runs have to be made anew. `run` gives it back.
@@ -112,7 +124,7 @@ class Inside:
             if len(inside) > count:
                 self._others = dict(list(inside.items())[count:])
                 self.outside.update(self._others)
-        if not (self._others or self._flat):  # runs are other tensors in each step
+        if not (self._others or self.runs()):  # runs are few, and laid out anew when a gradient is missing
             self._kept.keep(inside, optimizer.param_groups)
         for targets in self._targets:
             targets.check()

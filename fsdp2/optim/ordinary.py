@@ -6,6 +6,9 @@ been evaluated then), it runs that ``step`` on the optimizer itself, with local 
 gradients and state; puts everything back, whatever happens; and says that there are no groups, so that nothing is left
 to do. Hooks, closures, schedulers, gradient scalers, subclasses, profilers and state dicts see what they always see.
 
+Where the numbers are the same, a run of parameters that follow each other in the memory of a group is stepped on as one
+tensor, see `may_be_flat`. State is still of each parameter: slices of what a run has.
+
 What cannot be taken goes the old way, through DTensor's dispatch: optimizers that are not elementwise or derived with
 other arithmetic, offloaded state, Partial parameters, tensor subclasses, gradients or state that are sharded otherwise,
 and steps that `torch.compile` runs.
@@ -28,7 +31,7 @@ from fsdp2.arguments import checked
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.errors import FSDPValueError
 from fsdp2.optim.adapter import ELEMENTWISE
-from fsdp2.optim.inside import Inside, Lent
+from fsdp2.optim.inside import Groups, Inside, Lent
 from fsdp2.optim.offload import is_offloaded
 from fsdp2.optim.step_targets import State
 
@@ -80,12 +83,32 @@ def _computes_otherwise(cls: type[Optimizer]) -> bool:
     return any(called & vars(each).keys() for each in cls.__mro__ if each not in torchs and each is not object)
 
 
+MANY_BREAKS = 3
+"""How often the runs of an optimizer may be made anew, for gradients are missing or lie elsewhere, until it has none.
+
+A run that is made anew copies its state."""
+
+
+def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` of an optimizer's ``group`` has the same bits if it is stepped on together with others.
+
+    What changes on a CPU is which elements are left over at the end of a kernel's vectors. Of float32 and float64 they
+    get the same bits, unless the kernel is fused (`tests/unit/test_bits.py`). On accelerators all elements are alike.
+    """
+    if group.get("capturable"):  # the replay of a graph would not be noticed
+        return False
+    return parameter.device.type != "cpu" or (
+        not group.get("fused") and parameter.dtype in (torch.float32, torch.float64)
+    )
+
+
 class Ordinary:
     """The steps of one optimizer. Holds neither it nor state that it has given up."""
 
-    __slots__ = ("__weakref__", "_kept", "_made", "_shown", "_watches")
+    __slots__ = ("__weakref__", "_breaks", "_kept", "_made", "_shown", "_watches")
 
     def __init__(self) -> None:
+        self._breaks = 0
         self._kept: list[Inside] = []  # one or none
         self._made: list[Any] = []
         self._shown: list[int] = []
@@ -116,20 +139,38 @@ class Ordinary:
         inside = self._kept[0] if self._kept else None
         groups = optimizer.param_groups
         try:
-            if inside is None or not inside.is_of(groups) or self._shown != _identities(outside):
-                self._forget()
-                inside = Inside(groups, outside, flat=False)
+            if inside is None or not self._knows(inside, groups, outside):
+                inside = self._anew(groups, outside, inside)
             inside.outside = outside
             lent = inside.lend()
+            if lent is None:  # a gradient is missing, or lies elsewhere
+                self._breaks += 1
+                inside = self._anew(groups, outside, inside)
+                lent = inside.lend()
         except FSDPValueError:
             return None
-        assert lent is not None, "there are no runs"
+        assert lent is not None, "runs were made of what is there"
         return inside, lent
+
+    def _knows(self, inside: Inside, groups: Groups, outside: State) -> bool:
+        """Whether parameters and state are those that ``inside`` has shown."""
+        return (
+            inside.is_of(groups)
+            and self._shown == _identities(outside)
+            and not any(run.has_written_counters() for run in inside.runs())
+        )
+
+    def _anew(self, groups: Groups, outside: State, before: Inside | None) -> Inside:
+        self._forget()
+        flat = may_be_flat if self._breaks <= MANY_BREAKS else None
+        return Inside(groups, outside, flat=flat, earlier=None if before is None else before.runs())
 
     def _show(self, inside: Inside) -> None:
         """After a step: let the state outside have what the step has made or replaced."""
         made = list(chain.from_iterable(map(dict.values, inside.states())))
-        if not (self._kept and len(made) == len(self._made) and all(map(operator.is_, made, self._made))):
+        if self._kept and len(made) == len(self._made) and all(map(operator.is_, made, self._made)):
+            inside.show_counters()
+        else:
             self._forget()
             inside.show()
             self._kept.append(inside)

@@ -10,7 +10,8 @@ has its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -145,6 +146,27 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 # ---- a run ---------------------------------------------------------------------------------------
 
 
+class _Counters:
+    """One counter of every parameter of a run: each has its own outside, and all are written at once."""
+
+    __slots__ = ("_all", "_version", "each")
+
+    def __init__(self, value: torch.Tensor, count: int) -> None:
+        self._all = value.detach().expand(count).clone()
+        self.each = self._all.unbind()
+        self._version = _torch.version_of(self._all)
+
+    def write(self, value: torch.Tensor) -> None:
+        """Make each of them ``value`` ()."""
+        with torch.no_grad():
+            self._all.copy_(value)
+        self._version = _torch.version_of(self._all)
+
+    def were_written(self) -> bool:
+        """Whether anyone else has written one since. (Views share the version of what they lie on.)"""
+        return _torch.version_of(self._all) != self._version
+
+
 class FlatRun:
     """The parameters of a `Run`, stepped on as one tensor of one dim.
 
@@ -157,7 +179,8 @@ class FlatRun:
         """Copy ``states`` of the parameters, which agree, into one."""
         self.run = run
         self.state: State = {}
-        self._shown: list[dict[str, tuple[Any, int]]] = []
+        self._shown: list[dict[str, Callable[[], Any]]] = []
+        self._counters: dict[str, _Counters] = {}
         for name, value in states[0].items():
             if isinstance(value, DTensor):
                 local = _torch.local_of(value)
@@ -184,23 +207,42 @@ class FlatRun:
 
     def show(self, outside: State) -> None:
         """Put the state of every parameter in ``outside``."""
+        shape, count = torch.Size((self.run.numel,)), len(self.run.params)
+        whole = {name: value for name, value in self.state.items() if _is_whole(name, value, shape)}
+        self._counters = {
+            name: _Counters(value, count)
+            for name, value in self.state.items()
+            if isinstance(value, torch.Tensor) and name not in whole
+        }
         self._shown = []
-        shape = torch.Size((self.run.numel,))
-        for parameter, offset in zip(self.run.params, self.run.offsets, strict=True):
+        for index, (parameter, offset) in enumerate(zip(self.run.params, self.run.offsets, strict=True)):
             shown: State = outside.get(parameter, {})
             shown.clear()
             for name, value in self.state.items():
-                if _is_whole(name, value, shape):
+                if name in whole:
                     shown[name] = dtensor_like(parameter, self._slice(value, offset, parameter))
                 else:
-                    shown[name] = value.clone() if isinstance(value, torch.Tensor) else value
-            self._shown.append({name: (value, _version(value)) for name, value in shown.items()})
+                    shown[name] = self._counters[name].each[index] if name in self._counters else value
+            self._shown.append({name: _weakly(value) for name, value in shown.items()})
+
+    def show_counters(self) -> None:
+        """`show`, where the step has made nothing new."""
+        for name, counters in self._counters.items():
+            counters.write(self.state[name])
+
+    def has_written_counters(self) -> bool:
+        """Whether anyone has written a counter outside."""
+        return any(counters.were_written() for counters in self._counters.values())
 
     def is_unchanged(self, outside: State) -> bool:
         """Whether what `show` has put in ``outside`` is there yet."""
-        return bool(self._shown) and all(
-            _is_unchanged(outside.get(parameter, {}), shown)
-            for parameter, shown in zip(self.run.params, self._shown, strict=True)
+        return (
+            bool(self._shown)
+            and not self.has_written_counters()
+            and all(
+                _is_unchanged(outside.get(parameter, {}), shown)
+                for parameter, shown in zip(self.run.params, self._shown, strict=True)
+            )
         )
 
     def is_of(self, run: Run) -> bool:
@@ -208,15 +250,13 @@ class FlatRun:
         return len(run.params) == len(self.run.params) and all(map(operator.is_, run.params, self.run.params))
 
 
-def _version(value: Any) -> int:
-    """Changes when a counter is written; whole tensors lie on the same memory inside, and may be written."""
-    return _torch.version_of(value) if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else 0
+def _weakly(value: Any) -> Callable[[], Any]:
+    """How ``value`` of a state is known again. What was dropped outside must not live on."""
+    return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
-def _is_unchanged(state: State, shown: dict[str, tuple[Any, int]]) -> bool:
-    return state.keys() == shown.keys() and all(
-        state[name] is value and _version(value) == version for name, (value, version) in shown.items()
-    )
+def _is_unchanged(state: State, shown: dict[str, Callable[[], Any]]) -> bool:
+    return state.keys() == shown.keys() and all(state[name] is known() for name, known in shown.items())
 
 
 def _agreement(state: State) -> object:
@@ -242,14 +282,16 @@ class StepTargets:
         flats: runs.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], outside: State, *, flat: bool, earlier: list[FlatRun]) -> None:
+    def __init__(
+        self, params: Sequence[torch.Tensor], outside: State, *, flat: Sequence[torch.Tensor], earlier: list[FlatRun]
+    ) -> None:
         """Take over the state ``outside``.
 
         Args:
             params: of the group, sharded or not.
             outside: of all parameters.
-            flat: step on runs, where there are any now.
-            earlier: units of before, whose memory is used again where nothing has changed.
+            flat: those of them that are to be stepped on in runs, where there are any now.
+            earlier: runs of before, whose memory is used again where nothing has changed.
         """
         self._params = list(params)
         self._unchecked = True
@@ -264,13 +306,15 @@ class StepTargets:
             flat_run = unchanged.get(id(parameter))  # whose counters need not be read
             return _agreement(outside.get(parameter, {})) if flat_run is None else id(flat_run)
 
-        runs = runs_of(params, agreement) if flat else []
+        runs = runs_of(flat, agreement)
         for run in runs:
             known = unchanged.get(id(run.params[0]))
             if known is not None and known.is_of(run):
                 known.run = run
             else:
                 known = FlatRun(run, [_checked(each, outside.get(each, {})) for each in run.params])
+                if known.state:
+                    known.show(outside)  # lets go of what was copied, before the next run is
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
@@ -284,6 +328,11 @@ class StepTargets:
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether they are the parameters that these units are made of."""
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+
+    def show_counters(self) -> None:
+        """`show`, where the step has made nothing new."""
+        for flat_run in self.flats:
+            flat_run.show_counters()
 
     def swap_in(self) -> tuple[list[torch.Tensor], list[State]] | None:
         """The tensors to step on, with their gradients, and their states; None if a run is none any more.

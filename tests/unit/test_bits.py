@@ -61,10 +61,14 @@ def trained(make: Optimizer, values: Tensor, gradients: Tensor) -> Tensor:
     return parameter.detach()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ALIKE)
-def test_steps_on_a_piece_are_those_on_the_whole(name: str) -> None:
-    """For-loop and foreach optimizers in fp32 add, multiply, divide and take roots, each rounded for itself."""
-    values, gradients = torch.randn(NUMEL), torch.randn(NUMEL)
+def test_steps_on_a_piece_are_those_on_the_whole(name: str, dtype: torch.dtype) -> None:
+    """For-loop and foreach optimizers add, multiply, divide and take roots, each rounded for itself.
+
+    Ordinary optimizers step on runs of parameters for that reason, see `fsdp2.optim.ordinary.may_be_flat`.
+    """
+    values, gradients = torch.randn(NUMEL, dtype=dtype), torch.randn(NUMEL, dtype=dtype)
     whole = trained(ALIKE[name], values, gradients)
     for piece in pieces():
         assert torch.equal(trained(ALIKE[name], values[piece], gradients[piece]), whole[piece]), piece

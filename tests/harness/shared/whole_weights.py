@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,16 +114,23 @@ def shard(model: Net, layout: str) -> Net:
     return fully_shard(model, ignored_params={model.extra}, **settings)
 
 
+class _Memory(NamedTuple):
+    storage: StorageWeakRef
+    address: int
+    nbytes: int
+
+
 class _Allocations(TorchDispatchMode):
     """The storages that operators have made while it is on, and the most bytes that were in them at a time.
 
     The profiler's trace misses what the threads of gloo free: they are the last to hold what was broadcast.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counted: Iterable[Tensor]) -> None:
         super().__init__()
         self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        storages = [each.untyped_storage() for each in counted]
+        self._live = {each._cdata: _Memory(StorageWeakRef(each), each.data_ptr(), each.nbytes()) for each in storages}
         self._known: dict[int, StorageWeakRef] = {}  # whose identities are not used again while they are held
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,8 +141,8 @@ class _Allocations(TorchDispatchMode):
         for each in tree_leaves(result):
             if type(each) is Tensor and not each.is_meta:
                 storage = each.untyped_storage()
-                if storage._cdata not in self._known and storage.nbytes():
-                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage._cdata not in self._known and storage.nbytes() and not self._is_slice(storage.data_ptr()):
+                    self._live[storage._cdata] = _Memory(StorageWeakRef(storage), storage.data_ptr(), storage.nbytes())
                 del storage
         if self._sum() > self.peak:
             for _ in range(10):  # threads of gloo's may let go of it only now
@@ -144,12 +151,20 @@ class _Allocations(TorchDispatchMode):
         return result
 
     def _sum(self) -> int:
-        self._live = {key: (ref, nbytes) for key, (ref, nbytes) in self._live.items() if not ref.expired()}
-        return sum(nbytes for _, nbytes in self._live.values())
+        self._live = {key: memory for key, memory in self._live.items() if not memory.storage.expired()}
+        return sum(memory.nbytes for memory in self._live.values())
+
+    def _is_slice(self, address: int) -> bool:
+        """Of memory that is counted already."""
+        self._sum()
+        return any(memory.address <= address < memory.address + memory.nbytes for memory in self._live.values())
 
 
-def peak_bytes(function: Callable[[], object]) -> int:
-    """The most memory that tensors of this rank take at a time while it runs, beside those that were there before."""
-    with _Allocations() as allocations:
+def peak_bytes(function: Callable[[], object], counted: Iterable[Tensor] = ()) -> int:
+    """The most memory that tensors of this rank take at a time while it runs, beside those that were there before.
+
+    ``counted``: of those, the ones that count as long as they live.
+    """
+    with _Allocations(counted) as allocations:
         function()
     return allocations.peak

@@ -35,6 +35,7 @@ from tests.harness.shared.optimizers import (
     two_groups,
 )
 from tests.harness.shared.training import CASE, shard, trainable
+from tests.harness.shared.whole_weights import peak_bytes
 
 
 def nadam(parameters: Parameters) -> torch.optim.Optimizer:
@@ -137,11 +138,12 @@ def test_trains_like_the_reference(make: MakeOptimizer, world_size: int) -> None
 
 
 @multi_rank(2)
-def test_no_operation_of_a_step_is_on_dtensors() -> None:
-    """As many operations as of plain tensors, from the first step on."""
+@pytest.mark.parametrize("make", [adamw_foreach, adamw_fused], ids=lambda f: f.__name__)
+def test_no_operation_of_a_step_is_on_dtensors(make: MakeOptimizer) -> None:
+    """As many operations as of plain tensors, from the first step on; fewer on runs, once their state is shown."""
     model = shard()
-    optimizer = adamw_foreach(trainable(model))
-    twin = adamw_foreach([nn.Parameter(p.to_local().detach().clone()) for p in trainable(model)])
+    optimizer = make(trainable(model))
+    twin = make([nn.Parameter(p.to_local().detach().clone()) for p in trainable(model)])
     for step in range(3):
         loss_of(CASE, model, step).backward()
         for mine, other in zip(trainable(model), twin.param_groups[0]["params"], strict=True):
@@ -151,18 +153,21 @@ def test_no_operation_of_a_step_is_on_dtensors() -> None:
         with CountsDispatch() as expected:
             twin.step()
         assert counted.on_dtensors == 0
-        assert counted.all == expected.all, step
+        if make is adamw_fused:
+            assert counted.all == expected.all, step
+        elif step == 2:
+            assert counted.all <= expected.all
         optimizer.zero_grad()
 
 
-def calls_beyond_plain_tensors(layers: int) -> int:
+def calls_beyond_plain_tensors(layers: int, **options: object) -> int:
     """Python calls of one step of AdamW in steady state, less those of a step on plain tensors."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
     fully_shard(model[0])
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
     plain = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
-    twin = torch.optim.AdamW(plain, foreach=True)
+    twin = torch.optim.AdamW(plain, **options)
     for _ in range(2):
         model(torch.zeros(2, 4)).sum().backward()
         for parameter in plain:
@@ -173,9 +178,48 @@ def calls_beyond_plain_tensors(layers: int) -> int:
 
 def test_a_step_costs_next_to_nothing_beyond_plain_tensors() -> None:
     with fake_world(2):
-        few, many = calls_beyond_plain_tensors(2), calls_beyond_plain_tensors(40)
+        few, many = calls_beyond_plain_tensors(2, fused=True), calls_beyond_plain_tensors(40, fused=True)
+        in_runs = calls_beyond_plain_tensors(40, foreach=True)
     assert few == many, "the same for 4 and for 80 parameters"
-    assert few <= 140  # 95 with torch 2.13, 131 with 2.11
+    assert few <= 160  # 118 with torch 2.13
+    assert in_runs < -1000, "two runs take the place of 80 parameters"
+
+
+@multi_rank(2)
+def test_gradients_that_are_missing_now_and_then() -> None:
+    """Runs are made anew where they break, and after some times there are none: as through DTensor all the time."""
+    models = two_models()
+    optimizers = [adamw_foreach(trainable(model)) for model in models]
+    for step in range(8):
+        for model in models:
+            loss_of(CASE, model, step).backward()
+            for index, parameter in enumerate(trainable(model)):
+                if step in (1, 3, 4, 6) and index % 3 == step % 3:
+                    parameter.grad = None
+        optimizers[0].step()
+        with through_dtensor():
+            optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
+
+
+@multi_rank(2)
+def test_a_load_holds_no_second_copy_of_the_state() -> None:
+    """Run by run what was loaded is let go of as it is copied."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(2):
+        model(torch.zeros(2, 256)).sum().backward()
+        optimizer.step()
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    loaded = [state[name].to_local() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    nbytes = sum(each.nbytes for each in loaded)
+    peak = peak_bytes(optimizer.step, (loaded.pop() for _ in range(len(loaded))))
+    assert nbytes <= peak <= 1.7 * nbytes, "one copy, one of a run of eight, and what the arithmetic takes"
 
 
 @multi_rank(2)
