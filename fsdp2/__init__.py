@@ -5,6 +5,7 @@ import fsdp2._versions  # isort: skip  says what is known of the installed torch
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
+import fsdp2.optim.torch_clipping
 import fsdp2.optim.zeroing
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim

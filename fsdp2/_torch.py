@@ -186,6 +186,11 @@ def handle_operators(handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[st
     DTensor._op_dispatcher._custom_op_handlers.update(handlers)
 
 
+def forget_operator(func: Any) -> None:
+    """Take the handler of ``func`` away."""
+    DTensor._op_dispatcher._custom_op_handlers.pop(func, None)
+
+
 def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func``, which has a handler, as DTensor would without it."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -318,6 +323,12 @@ def foreach_norm(tensors: list[torch.Tensor], order: float, dtype: torch.dtype |
 def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply each of ``tensors`` by ``factor`` (), on their device, in place."""
     torch._foreach_mul_(tensors, factor)
+
+
+def foreach_clamp(tensors: list[torch.Tensor], least: float, most: float) -> None:
+    """Bring each element of ``tensors`` between two bounds, in place, as ``torch.nn.utils.clip_grad_value_`` does."""
+    torch._foreach_clamp_min_(tensors, least)
+    torch._foreach_clamp_max_(tensors, most)
 
 
 def unscale(tensors: list[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:

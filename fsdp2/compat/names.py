@@ -43,6 +43,16 @@ def counterparts() -> tuple[Counterpart, ...]:
     return tuple(pair for pair in pairs if pair.torchs is not None and pair.torchs is not pair.ours)
 
 
+CLIPPING = ("torch.nn.utils.clip_grad", "torch.nn.utils")
+"""Where gradients are clipped. Who holds torch's functions already calls, by them, what is replaced there."""
+
+
+def counterparts_of_clipping() -> tuple[Counterpart, ...]:
+    """Torch's functions that clip gradients, and ours with the same bits."""
+    pairs = fsdp2.optim.torch_clipping.substitutes().items()
+    return tuple(Counterpart(torchs.__name__, torchs, ours) for torchs, ours in pairs)
+
+
 # Torch's FSDP1, where each name is defined; a torch that has dropped it has none of these modules.
 WRAPPER = f"{PUBLIC}.fully_sharded_data_parallel"
 FLAT_PARAM = f"{PUBLIC}._flat_param"

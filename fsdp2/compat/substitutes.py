@@ -8,7 +8,16 @@ from types import ModuleType
 from typing import Any, cast
 
 from fsdp2.compat import bridges, memory_tracking
-from fsdp2.compat.names import FLAT_PARAM, HOME, IMPLEMENTATION, PUBLIC, STATES, Counterpart
+from fsdp2.compat.names import (
+    CLIPPING,
+    FLAT_PARAM,
+    HOME,
+    IMPLEMENTATION,
+    PUBLIC,
+    STATES,
+    Counterpart,
+    counterparts_of_clipping,
+)
 
 
 class Substitutes:
@@ -52,6 +61,8 @@ class Substitutes:
         ]
         self._put(offloading, HOME)
         self._put([state], STATES)
+        for clipping in CLIPPING:
+            self._put(list(counterparts_of_clipping()), clipping)
         self._put_instead(pipelining, everywhere, bridges.PIPELINING)
 
     def _bridge_fsdp1(self, everywhere: dict[str, Counterpart]) -> None:

@@ -1,0 +1,219 @@
+"""What stands in the place of torch's own clipping functions, see `substitutes`: the same bits, found on local tensors.
+
+Torch's functions send every gradient through DTensor's dispatch, once for its norm, once to stack that, once to scale.
+Here the norms are taken of the local tensors, put together as DTensor does it, and the local tensors are scaled.
+Gradients that do not lie alike, or are sharded over several dims of a mesh, go to torch's functions.
+(`fsdp2.clip_grad_norm_` is for those as well, and faster; its norm is a sum in float64 over the buffers of groups,
+whose last bits are others.)
+
+A program that calls torch's functions all the same is told of these once, by the operator that such a call begins with.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp2 import _torch
+from fsdp2.core.module import ON_SHARDING
+from fsdp2.optim import clip_grad
+
+LOG = logging.getLogger("fsdp2")
+
+MANY = 64
+"""How many gradients are worth a word."""
+
+TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
+
+_torchs_clip_norm = torch.nn.utils.clip_grad_norm_
+_torchs_total_norm = torch.nn.utils.get_total_norm
+_torchs_clip_with_norm = torch.nn.utils.clip_grads_with_norm_
+_torchs_clip_value = torch.nn.utils.clip_grad_value_
+
+_device_number = torch.Tensor.get_device
+_dtype = operator.attrgetter("dtype")
+_gradient_of = operator.attrgetter("grad")
+_is_there = functools.partial(operator.is_not, None)
+_FOREACH_DEVICES = ("cpu", "cuda")
+
+
+def _tell_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the norms of many DTensors as DTensor does, and say that there is another way."""
+    if len(args[0]) < MANY or torch.compiler.is_compiling():
+        return _torch.run_unhandled(func, args, kwargs)
+    _torch.forget_operator(func)
+    if dist.get_rank() == 0:
+        LOG.warning(
+            "torch.nn.utils.clip_grad_norm_ sends %d gradients through DTensor's dispatch, which takes several times "
+            "as long as on plain tensors. fsdp2.clip_grad_norm_(model, max_norm) does not; fsdp2.compat.install() at "
+            "the top of the program lets torch's function do so too, with the same bits.",
+            len(args[0]),
+        )
+    return func(*args, **kwargs)
+
+
+def watch(*, again: bool = False) -> None:
+    """Tell, from now on, the first who takes norms of many DTensors at once. Once in a process, or ``again``."""
+    if again or not _Watching.began:
+        _Watching.began = True
+        _torch.handle_operators({torch.ops.aten._foreach_norm.Scalar: _tell_once})
+
+
+class _Watching:
+    began = False
+
+
+def substitutes() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """For each of torch's functions that takes gradients in its hands, what gives the same and costs less."""
+    return {
+        _torchs_clip_norm: clip_grad_norm_,
+        _torchs_total_norm: get_total_norm,
+        _torchs_clip_with_norm: clip_grads_with_norm_,
+        _torchs_clip_value: clip_grad_value_,
+    }
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: TensorOrTensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_`. Collective, as that is, over the mesh of the gradients if they are DTensors."""
+    every = _as_list(parameters)
+    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
+    if alike is None or total is None:
+        given = parameters if isinstance(parameters, types.GeneratorType) and not every else every  # which it warns of
+        return _torchs_clip_norm(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    alike.scale(max_norm, total)
+    return total
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: TensorOrTensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+) -> torch.Tensor:
+    """`torch.nn.utils.get_total_norm`. Collective, as that is, over the mesh of ``tensors`` if they are DTensors."""
+    every = _as_list(tensors)
+    alike = None if foreach is False else _Alike.of(every)
+    total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
+    return _torchs_total_norm(every, norm_type, error_if_nonfinite, foreach) if total is None else total
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: TensorOrTensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+) -> None:
+    """`torch.nn.utils.clip_grads_with_norm_`. Not collective."""
+    every = _as_list(parameters)
+    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    if alike is None or not alike.is_whole(total_norm):
+        _torchs_clip_with_norm(every, max_norm, total_norm, foreach)
+    else:
+        alike.scale(max_norm, total_norm)
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: TensorOrTensors, clip_value: float, foreach: bool | None = None) -> None:
+    """`torch.nn.utils.clip_grad_value_`. Not collective."""
+    every = _as_list(parameters)
+    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    if alike is None:
+        _torchs_clip_value(every, clip_value, foreach)
+    else:
+        _torch.foreach_clamp(alike.below, -float(clip_value), float(clip_value))
+
+
+def _as_list(tensors: TensorOrTensors) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _gradients_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    with _torch.plain_attributes():
+        return list(filter(_is_there, map(_gradient_of, parameters)))
+
+
+class _Alike:
+    """DTensors of one device and dtype, all of them sharded over the same ranks, and the same on all others.
+
+    Attributes:
+        below: their local tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], below: list[torch.Tensor], mesh: Any, dim: int) -> None:
+        self.below = below
+        self._tensors = tensors
+        self._mesh = mesh
+        self._dim = dim  # of the mesh
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _Alike | None:
+        """None if ``tensors`` are anything else, or none, or while a graph is made of the call."""
+        if torch.compiler.is_compiling():
+            return None
+        try:
+            specs = list(map(_torch.spec_of, tensors))
+        except AttributeError:  # of a plain tensor
+            return None
+        below = list(map(_torch.local_of, tensors))
+        if set(map(type, below)) != {torch.Tensor} or len(set(map(_dtype, below))) > 1:
+            return None
+        if len(set(map(_device_number, below))) > 1 or below[0].device.type not in _FOREACH_DEVICES:
+            return None
+        examples = dict(zip(map(id, specs), specs, strict=True)).values()  # few: they are shared
+        mesh, dims = specs[0].mesh, {_sharded_dim(spec.placements) for spec in examples}
+        dim = dims.pop() if len(dims) == 1 else None
+        if dim is None or any(spec.mesh is not mesh for spec in examples) or mesh.get_coordinate() is None:
+            return None
+        return cls(tensors, below, mesh, dim) if mesh.size(dim) > 1 else None
+
+    def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
+        """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
+        order = float(norm_type)
+        if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
+            found = clip_grad.get_total_norm(self._tensors, order).to(self.below[0].dtype)
+        elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
+            powers = torch.stack(_torch.foreach_norm(self.below, order, None)) ** order
+            dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
+            found = torch.linalg.vector_norm(powers ** (1.0 / order), order)
+        else:
+            return None
+        if error_if_nonfinite and not math.isfinite(found.item()):
+            return None
+        return DTensor.from_local(found, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+    def scale(self, max_norm: float, total_norm: torch.Tensor) -> None:
+        """Multiply them in place, without asking the device whether the factor is below 1."""
+        factor = torch.clamp(float(max_norm) / (_torch.plain_of(total_norm) + 1e-6), max=1.0)
+        _torch.foreach_mul(self.below, factor)
+
+    def is_whole(self, total_norm: torch.Tensor) -> bool:
+        """Whether every rank of the mesh has all of ``total_norm``."""
+        return (
+            isinstance(total_norm, DTensor)
+            and total_norm.device_mesh == self._mesh
+            and all(each.is_replicate() for each in total_norm.placements)
+        )
+
+
+def _sharded_dim(placements: Sequence[Any]) -> int | None:
+    """The dim of the mesh that is sharded over; None if it is not one alone."""
+    if any(type(each) not in (Shard, Replicate) for each in placements):
+        return None
+    dims = [dim for dim, each in enumerate(placements) if type(each) is Shard]
+    return dims[0] if len(dims) == 1 else None
+
+
+ON_SHARDING.append(watch)
