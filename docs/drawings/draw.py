@@ -342,7 +342,8 @@ def recorded_step() -> list[tuple[str, str, bool]]:
     # The head's output is the root's, whose own hook is to come first, as those of the blocks do.
     model.register_forward_hook(lambda _module, inputs, output: watch_backward(model.head, inputs, output))
     model(TOKENS).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:  # 2.11 warns without
         model(TOKENS).sum().backward()
     found = []
     for event in sorted(profile.events(), key=lambda each: each.time_range.start):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.harness import multi_rank
@@ -27,12 +28,18 @@ ELSEWHERE = {
         "tests/clients/test_recipes.py",
     ),
 }
+INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
 PAGES = [page for page in pages() if page.name not in ELSEWHERE]
 
 
 def params(found: list[Page]) -> list[object]:
     """As parameters of a test; slow ones are left to the full suite."""
-    return [pytest.param(page.name, marks=pytest.mark.full if page.is_full else ()) for page in found]
+
+    def marks(page: Page) -> list[pytest.MarkDecorator]:
+        reason = f"the page says that it needs torch {'.'.join(map(str, page.torch))}"
+        return [pytest.mark.skipif(INSTALLED < page.torch, reason=reason), *[pytest.mark.full] * page.is_full]
+
+    return [pytest.param(page.name, marks=marks(page)) for page in found]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ A page says in a comment on what its code runs, and what it needs beside what it
     <!-- code: alone -->             in one process, without a process group
     <!-- code: ranks=2, sharded -->  `model` is sharded by its blocks, as on most pages
     <!-- code: fake=8, full -->      slow: run by `make test-full` only
+    <!-- code: ranks=2, torch=2.13 -->  needs that torch, as the page says
     <!-- code: ranks=2, warns -->    torch warns of what the page does (in tests, other warnings are errors)
 
     <!-- setup
@@ -118,6 +119,7 @@ class Page:
         is_sharded: whether `model` is sharded before the first piece.
         is_full: whether only the full suite runs it.
         warns: whether warnings are no errors.
+        torch: the first release, (major, minor), that has what the page shows.
         pieces: in the order of the page.
     """
 
@@ -127,6 +129,7 @@ class Page:
     is_sharded: bool
     is_full: bool
     warns: bool
+    torch: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
     @property
@@ -146,7 +149,7 @@ def read_page(path: Path) -> Page:
     default = "alone" if "init_process_group" in text else "fake=2"
     words = [word.strip() for word in (declared.group(1) if declared else default).split(",")]
     facts = dict(word.partition("=")[::2] for word in words)
-    unknown = set(facts) - {"ranks", "fake", "alone", "sharded", "full", "warns"}
+    unknown = set(facts) - {"ranks", "fake", "alone", "sharded", "full", "torch", "warns"}
     if unknown:
         raise ValueError(f"{path.name}: <!-- code: ... --> says {sorted(unknown)}, which is unknown")
     return Page(
@@ -156,6 +159,7 @@ def read_page(path: Path) -> Page:
         "sharded" in facts,
         "full" in facts,
         "warns" in facts,
+        tuple(map(int, facts.get("torch", "2.11").split("."))),
         tuple(_pieces(text)),
     )
 
