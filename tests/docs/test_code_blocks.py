@@ -37,7 +37,7 @@ def params(found: list[Page]) -> list[object]:
 
     def marks(page: Page) -> list[pytest.MarkDecorator]:
         reason = f"the page says that it needs torch {'.'.join(map(str, page.torch))}"
-        return [pytest.mark.skipif(INSTALLED < page.torch, reason=reason), *[pytest.mark.full] * page.is_full]
+        return [pytest.mark.skipif(page.torch > INSTALLED, reason=reason), *[pytest.mark.full] * page.is_full]
 
     return [pytest.param(page.name, marks=marks(page)) for page in found]
 
