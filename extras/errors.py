@@ -283,16 +283,16 @@ class _Package:
 
 def _read(path: Path, folder: Path) -> _Module:
     module = _Module(path.relative_to(folder).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
-    for node in module.tree.body:
-        if isinstance(node, ast.Assign):
-            module.constants.update({each.id: node.value for each in node.targets if isinstance(each, ast.Name)})
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            module.constants[node.target.id] = node.value
+    for each in module.tree.body:
+        if isinstance(each, ast.Assign):
+            module.constants.update({name.id: each.value for name in each.targets if isinstance(name, ast.Name)})
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name) and each.value is not None:
+            module.constants[each.target.id] = each.value
     for node in ast.walk(module.tree):
         if isinstance(node, ast.FunctionDef):
             module.functions.setdefault(node.name, node)
         elif isinstance(node, ast.ImportFrom):
-            module.imports.update({each.asname or each.name: (node.module or "", each.name) for each in node.names})
+            module.imports.update({name.asname or name.name: (node.module or "", name.name) for name in node.names})
     return module
 
 
@@ -376,17 +376,17 @@ def messages() -> list[Message]:
 
 def page() -> str:
     """The text of docs/errors.md."""
-    rows = []
-    for each in messages():
-        text = (
-            re.sub(r"\s*\n\s*", " ", each.text)
-            .replace("|", "\\|")
-            .replace("<", "&lt;")
-            .replace("*", "\\*")
-            .replace("_", "\\_")
-        )
-        rows.append(f"| {text} | `{each.error}` | `{each.where}` |\n")
+    rows = [f"| {_escaped(each.text)} | `{each.error}` | `{each.where}` |\n" for each in messages()]
     return _HEAD + "".join(rows)
+
+
+def _escaped(text: str) -> str:
+    """As Markdown shows it in a table; what stands between backticks is code there already."""
+    parts = re.sub(r"\s*\n\s*", " ", text).replace("|", "\\|").split("`")
+    for index, part in enumerate(parts):
+        if index % 2 == 0 or len(parts) % 2 == 0:
+            parts[index] = part.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+    return "`".join(parts)
 
 
 if __name__ == "__main__":
