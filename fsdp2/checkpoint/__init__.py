@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted, on torch's distributed checkpoints and safetensors; see `docs/checkpoints.md`.
+"""Checkpoints that can be trusted, on torch's distributed checkpoints and safetensors.
 
 Stands on the public surface of `fsdp2` and on the core; nothing of the engine knows it.
 """

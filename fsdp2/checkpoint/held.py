@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.names import names_of
-from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import device_of
 from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass
@@ -164,10 +164,11 @@ def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: s
     """
     failure = None if error is None else (type(error), str(error))
     found = ranks.all_gather((failure, fingerprint("\n".join(lines))), f"what {caller} is to do")
-    failures = {each for each, _ in found}
-    if failures != {None}:
-        place, (kind, text) = next((place, each) for place, (each, _) in enumerate(found) if each is not None)
-        raise _made(kind, text if len(failures) == 1 else f"rank {ranks.numbers[place]}: {text}") from error
+    if any(each is not None for each, _ in found):
+        failures = [each for each, _ in found]
+        first = next(each for each in failures if each is not None)
+        who = who_has(first, failures, ranks.numbers)
+        raise _made(first[0], f"{who}: {first[1]}" if who else first[1]) from error
     if len({each for _, each in found}) == 1:
         return
     everyone = ranks.all_gather(list(lines), f"how the ranks differ in what {caller} is to do")

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.arguments import checked
 from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.blocked import block, unblock
-from fsdp2.checkpoint.comparing import Difference, of_all_ranks, table
+from fsdp2.checkpoint.comparing import RENAME, Difference, hint_of_names, of_all_ranks, table
 from fsdp2.checkpoint.contents import (
     MODEL,
     PER_RANK,
@@ -45,7 +45,7 @@ from fsdp2.checkpoint.contents import (
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, shortened
-from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
 from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
@@ -235,11 +235,11 @@ class Load:
             raise CheckpointError(f"the checkpoint {self._path} was not loaded: {error}") from error
 
     def _refuse(self, failures: Sequence[_Failure | None]) -> None:
-        for rank, failure in enumerate(failures):
+        for failure in failures:
             if failure is not None:
-                where = "" if self._ranks.size == 1 else f" (rank {self._ranks.numbers[rank]})"
+                who = who_has(failure, failures, self._ranks.numbers)
                 kind = getattr(errors, failure.kind, CheckpointError)
-                raise kind(f"{failure.text}{where}")
+                raise kind(f"{failure.text} (found on {who}, raised on all)" if who else failure.text)
 
     def _agree(self, failure: _Failure | None) -> None:
         asked = [] if failure is not None else self._asked()
@@ -254,9 +254,7 @@ class Load:
                 )
         differences = of_all_ranks(each for _, each, _ in found)
         if differences:
-            raise CheckpointMismatch(
-                table(f"the checkpoint {self._path}", differences, "rename= finds what has another name")
-            )
+            raise CheckpointMismatch(table(f"the checkpoint {self._path}", differences))
 
     def _asked(self) -> list[str]:
         """What must be the same on all ranks."""
@@ -305,9 +303,10 @@ class Load:
         if only is not None and not self._missing:
             raise CheckpointError(f"only={only!r} takes nothing of the model: its names are as '{names[0]}'.")
         if self._unexpected:
+            hint = hint_of_names(names, self._unexpected)
             raise CheckpointError(
                 f"the checkpoint has nothing of the model: its names are as '{self._unexpected[0]}', and those of the "
-                f"model as '{names[0]}'. rename= finds what has another name."
+                f"model as '{names[0]}'. {RENAME}{': ' if hint else ''}{hint}."
             )
 
     def _compare_model(self) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,7 +1,7 @@
 """How the ranks of a save or a load tell each other what they found: objects, few and small, outside of any step.
 
 What the thread that trains exchanges goes the way of the engine's own comparisons, so that the watchdog names ranks
-that never come, or are gone, on all ranks (docs/failures.md). A background thread has a process group of its own.
+that never come, or are gone, on all ranks. A background thread has a process group of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -109,6 +110,32 @@ class InBackground(Ranks):
         """Give the group back. Also to end the waits of ranks that a failed one leaves alone."""
         if dist.is_initialized() and _torch.knows_group(self._own):
             dist.destroy_process_group(self._own)
+
+
+def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) -> str:
+    """The ranks that have ``failure``, of all that have ``found`` something, in words; "" where all of them have it.
+
+    An error is the same on all ranks, so it has to say who it is of; but not where that is everybody.
+
+    Args:
+        failure: one of ``found``.
+        found: for each rank.
+        numbers: of the ranks.
+
+    >>> who_has("full", ["full", "", "full"], [0, 1, 2]), who_has("full", ["", "full"], [4, 5])
+    ('ranks 0 and 2', 'rank 5')
+    """
+    ours = [number for number, each in zip(numbers, found, strict=True) if each == failure]
+    if len(ours) == len(found):
+        return ""
+    if len(ours) == 1:
+        return f"rank {ours[0]}"
+    if len(ours) > _SHOWN:
+        return f"ranks {', '.join(map(str, ours[:_SHOWN]))} and {len(ours) - _SHOWN} more"
+    return f"ranks {', '.join(map(str, ours[:-1]))} and {ours[-1]}"
+
+
+_SHOWN = 8
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:

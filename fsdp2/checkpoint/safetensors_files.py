@@ -24,7 +24,7 @@ from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, Checkpoi
 from fsdp2.checkpoint.folders import flush
 from fsdp2.checkpoint.held import Held, agree, company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.iterating import refuse_dtype, travelling
-from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.checkpoint.ranks import Ranks, who_has
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import PATH_RULE
 from fsdp2.checkpoint.whole import Offered, Source, Wanted, load_from
@@ -133,8 +133,6 @@ class _Stored(NamedTuple):
 
 class _Files(Source):
     """Files of one folder, or one."""
-
-    remedy = "rename= calls what is in the files as the model does"
 
     def __init__(self, path: Path, rename: Callable[[str], str] | None) -> None:
         self.path = str(path)
@@ -449,12 +447,12 @@ def _together(ranks: Ranks, folder: Path, action: Callable[[], None]) -> None:
     except Exception as error:  # whatever it is, the other ranks wait
         failure = f"{type(error).__name__}: {error}"
     found = ranks.all_gather(failure, f"the outcome of {_SAVES}")
-    failures = [(rank, each) for rank, each in zip(ranks.numbers, found, strict=True) if each is not None]
-    if failures:
-        rank, text = failures[0]
+    text = next((each for each in found if each is not None), None)
+    if text is not None:
+        who = who_has(text, found, ranks.numbers) or "all ranks"
         raise SaveFailed(
-            f"{_SAVES} to {folder} failed on rank {rank} ({text}); what was written of it is removed, and the model is "
-            "as it was."
+            f"{_SAVES} to {folder} failed on {who} ({text}); what was written of it is removed, and the model is as it "
+            "was."
         )
 
 

@@ -35,7 +35,7 @@ from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.folders import flush
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
-from fsdp2.checkpoint.ranks import Ranks, ranks_of
+from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
 from fsdp2.checkpoint.rules import OPTIMIZER_RULE, PATH_RULE, STEP_RULE, VALUES_RULE
 from fsdp2.checkpoint.writing import Part, Planner, Writer
 from fsdp2.errors import FSDPError
@@ -165,16 +165,18 @@ class Save:
             raise SaveFailed(f"the checkpoint {self._path} was not saved: {_cause(error)}") from error
 
     def _refuse(self, failures: list[str]) -> None:
-        failed = [(self._ranks.numbers[rank], failure) for rank, failure in enumerate(failures) if failure]
+        failed = [(number, each) for number, each in zip(self._ranks.numbers, failures, strict=True) if each]
         if not failed:
             return
         if self._ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-        rank, cause = failed[0]
+        cause = failed[0][1]
+        who = who_has(cause, failures, self._ranks.numbers)
+        where = f"{who}: " if who else ""
         others = [each for each, failure in failed[1:] if failure != cause]
         more = f" (also on the ranks {others}, for other reasons)" if others else ""
         raise SaveFailed(
-            f"the checkpoint {self._path} was not saved: rank {rank}: {cause}{more}\nThe model, the optimizer and "
+            f"the checkpoint {self._path} was not saved: {where}{cause}{more}\nThe model, the optimizer and "
             "earlier checkpoints are as they were; training may go on."
         )
 

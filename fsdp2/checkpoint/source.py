@@ -179,12 +179,20 @@ def _our_name(key: str, model: str, optimizers: list[str], names: frozenset[str]
         name = key[len(model) :]
         if not model and key == "step":
             return key
-        return f"{MODEL}.{name if rename is None else _renamed(rename, name)}"
+        return f"{MODEL}.{name if rename is None else renamed(rename, name)}"
     return key
 
 
-def _renamed(rename: Callable[[str], str], name: str) -> str:
-    found = rename(name)
+def renamed(rename: Callable[[str], str], name: str) -> str:
+    """What ``rename``, a function of the user's, makes of ``name``.
+
+    Raises:
+        CheckpointError: no name, or an exception.
+    """
+    try:
+        found = rename(name)
+    except Exception as error:
+        raise CheckpointError(f"rename raised {type(error).__name__} on '{name}': {error}") from error
     if not isinstance(found, str):
         raise CheckpointError(f"rename takes a function that returns names; of '{name}' it returned {found!r}.")
     return found

@@ -36,7 +36,8 @@ from fsdp2.checkpoint.held import (
 )
 from fsdp2.checkpoint.ranks import Ranks
 from fsdp2.checkpoint.report import LoadReport
-from fsdp2.checkpoint.rules import BYTES_RULE, is_int
+from fsdp2.checkpoint.rules import BYTES_RULE, RENAME_RULE, is_int
+from fsdp2.checkpoint.source import Rename, renamed
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
@@ -80,14 +81,12 @@ class Source(ABC):
     Attributes:
         path: for the report.
         what: for messages: "the state dict".
-        remedy: for names that differ, beside what there is for all sources.
         group: of the ranks that load together; None: there is one.
         ranks: the same.
     """
 
     path: str = ""
     what: str
-    remedy: str = ""
     group: dist.ProcessGroup | None = None
     ranks: Ranks
 
@@ -209,7 +208,7 @@ def _compare(held: Sequence[Held], source: Source, fit: _Fit, *, strict: bool, c
             if each not in missing and not any(name in offered for name in each.names)
         ]
     if found:
-        raise CheckpointMismatch(table(f"{caller}: {source.what}", found, source.remedy))
+        raise CheckpointMismatch(table(f"{caller}: {source.what}", found))
 
 
 _TRANSIENT = ", a buffer that is not persistent"
@@ -241,13 +240,14 @@ _LOADS = "load_full()"
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
-@checked(state_dict=_STATE, source=_SOURCE, budget_bytes=BYTES_RULE)
+@checked(state_dict=_STATE, source=_SOURCE, budget_bytes=BYTES_RULE, rename=RENAME_RULE)
 def load_full(
     model: nn.Module,
     state_dict: Mapping[str, Any] | None,
     *,
     source: Any = _EVERY_RANK,
     strict: bool = True,
+    rename: Rename = None,
     cast: bool = False,
     budget_bytes: int = 64 << 20,
 ) -> LoadReport:
@@ -266,6 +266,7 @@ def load_full(
             that lie otherwise than the model's. A rank of all: only its ``state_dict`` counts, and pieces of it are
             broadcast; the others may pass None.
         strict: False: names that only one of both has are in the report. Shapes and dtypes must fit all the same.
+        rename: a function from a name in the state dict to the model's.
         cast: floating-point tensors may be of another dtype.
         budget_bytes: of what is sent at a time: the memory that is taken beside the shards, at most.
 
@@ -274,7 +275,7 @@ def load_full(
 
     Raises:
         FSDPTypeError: not a module or a mapping; a value that is no tensor.
-        FSDPValueError: a ``source`` that does not hold ``model``.
+        FSDPValueError: a ``source`` that does not hold ``model``; two names are one after ``rename``.
         CheckpointMismatch: a table of all that does not fit; with ``strict``, also parameters and buffers on meta that
             nothing would write.
         FSDPRuntimeError: inside of a forward or backward, or of `full_parameters`; the ranks differ. On all ranks.
@@ -284,8 +285,9 @@ def load_full(
     """
     state = {} if state_dict is None else state_dict
     everyone = source == _EVERY_RANK
-    found: Source = _States(state, budget_bytes) if everyone else _FromRank(state, budget_bytes, source)
-    arguments = f"source={source!r}, budget_bytes={budget_bytes}"
+    states = _States(state, budget_bytes, rename)
+    found: Source = states if everyone else _FromRank(states, budget_bytes, source)
+    arguments = f"source={source!r}, budget_bytes={budget_bytes}, rename={'None' if rename is None else 'given'}"
     return load_from(model, found, _LOADS, arguments=arguments, strict=strict, cast=cast)
 
 
@@ -303,20 +305,29 @@ class _States(Source):
 
     what = "the state dict"
 
-    def __init__(self, state: Mapping[str, Any], budget: int) -> None:
-        self._budget = budget
+    def __init__(self, state: Mapping[str, Any], budget: int, rename: Rename) -> None:
+        self._budget, self._state, self._rename = budget, state, rename
         self.values: dict[str, Any] = {}
-        for name, value in state.items():
+
+    def _name(self) -> None:
+        """Call everything as the model does."""
+        names: dict[str, str] = {}
+        for key, value in self._state.items():
+            name = key if self._rename is None else renamed(self._rename, key)
             for wrapper in _WRAPPERS:
                 name = name.replace(wrapper, "")
-            self.values[name] = value
+            if self._rename is not None and name in names:
+                raise FSDPValueError(f"{_LOADS}: rename calls both '{names[name]}' and '{key}' '{name}'.")
+            names[name], self.values[name] = key, value
 
     def offered(self) -> dict[str, Offered]:
         """Of this rank's state dict.
 
         Raises:
             FSDPTypeError: a value is no tensor.
+            FSDPValueError: two names are one after the function for names; a DTensor lies on other ranks as well.
         """
+        self._name()
         for name, value in self.values.items():
             _refuse_value(name, value)
             refuse_of_another_rank(value, name)
@@ -412,11 +423,11 @@ class _FromRank(Source):
 
     what = "the state dict"
 
-    def __init__(self, state: Mapping[str, Any], budget: int, rank: int) -> None:
+    def __init__(self, states: _States, budget: int, rank: int) -> None:
         self._budget = budget
         self._rank = rank
         self._is_mine = not dist.is_initialized() or dist.get_rank() == rank
-        self._states = _States(state if self._is_mine else {}, budget)
+        self._states = states
         self._known: dict[str, Offered] = {}
 
     def offered(self) -> dict[str, Offered]:

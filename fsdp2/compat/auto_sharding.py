@@ -164,14 +164,16 @@ class ShardedDataParallel(nn.Module):
         """Refused."""
         raise fsdp2.FSDPNotImplementedError(
             "DistributedDataParallel.join() has no counterpart under --auto-shard: write 'on_divergence: join' in the "
-            "config, and call model.module.join_step() on ranks that have no batch left (docs/divergence.md)."
+            "config, and call model.module.join_step() on ranks that have no batch left: 'Ranks that run different "
+            "modules on purpose' in the documentation."
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Refused: DDP's hooks are given buckets, which there are none of."""
         raise fsdp2.FSDPNotImplementedError(
             "DistributedDataParallel.register_comm_hook() has no counterpart under --auto-shard: its hooks take "
-            "buckets. model.module.register_comm_hook of fsdp2 takes flat gradients (docs/comm_hooks.md)."
+            "buckets. model.module.register_comm_hook of fsdp2 takes flat gradients: 'Reduce gradients with a function "
+            "of your own' in the documentation."
         )
 
     def _set_static_graph(self) -> None:

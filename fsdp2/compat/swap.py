@@ -142,8 +142,8 @@ def install(*, fsdp1: bool = True) -> Swap:
     Torch's own implementation stays intact beneath: its private modules, and `replicate`, which is built on them.
 
     Args:
-        fsdp1: ``FullyShardedDataParallel`` and what belongs to it too (docs/fsdp1.md), and a question that Lightning
-            asks; else FSDP1 stays torch's.
+        fsdp1: ``FullyShardedDataParallel`` and what belongs to it too ('Programs written for FSDP1' in the
+            documentation), and a question that Lightning asks; else FSDP1 stays torch's.
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2._remedies import DIVERGENCE, RUN_ALIKE
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import RootSettings, described
@@ -107,8 +108,7 @@ class Number:
         if difference:
             raise FSDPRuntimeError(
                 f"the ranks run different modules of the class {name}, which are sharded alike, so that one would "
-                "compute with the parameters of another: all ranks must run the same ones in the same order. "
-                f"Difference:\n{difference}"
+                f"compute with the parameters of another. {RUN_ALIKE} Difference:\n{difference}"
             )
         shift = highest - self.value
         for each in there:
@@ -241,7 +241,8 @@ def refuse_disagreement(
             if difference is not None:
                 raise FSDPRuntimeError(
                     "the ranks have different plans, so their collectives would not match; every rank must build the "
-                    f"same model, shard it alike and set the same. Difference:\n{difference}"
+                    "same model, shard it alike, set the same and run the same modules (where a rank skips some on "
+                    f"purpose: {DIVERGENCE}). Difference:\n{difference}"
                 )
             highest, differ = max(found) // 2, len(set(found)) > 1 or any(each % 2 for each in found)
     if number is not None and differ:

@@ -437,7 +437,9 @@ class FSDPModule:
 
     @checked(on_error=ANYTHING)
     def set_recovery(self, on_error: str = "keep_accumulated", abort_together: bool = False) -> None:
-        """What a step that an exception leaves keeps, and whether all ranks leave it. See docs/failures.md.
+        """What a step that an exception leaves keeps, and whether all ranks leave it.
+
+        See 'When ranks fail, or differ' in the documentation.
 
         Parameters and optimizer states are never touched. Set it on the root, the same on all ranks, outside of forward
         and backward.
@@ -465,7 +467,9 @@ class FSDPModule:
 
     @checked(on_difference=ANYTHING)
     def set_divergence(self, on_difference: str = "error", order: Sequence[nn.Module] | None = None) -> None:
-        """Whether ranks may run different sharded modules in a step. See docs/divergence.md.
+        """Whether ranks may run different sharded modules in a step.
+
+        See 'Ranks that run different modules on purpose' in the documentation.
 
         Set it on the root, the same on all ranks, outside of forward and backward. The next forward compares it.
 

@@ -24,7 +24,7 @@ from fsdp2.core.mesh import DataParallelMesh, device_of
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 # `Partition`: how one parameter is dealt out, and where its rows lie. A new way of dealing out dim 0 is written
-# here, and gathers, reductions and graphs follow; of other dims see docs/design.md, "Where to add what".
+# here, and gathers, reductions and graphs follow; of other dims see docs/explanation/extending.md.
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -8,14 +8,18 @@ in vain, and reductions to which it contributes nothing. At the end of a pass it
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2._remedies import DIVERGENCE
 from fsdp2.arguments import checked
 from fsdp2.core.agreement import refuse_disagreement
 from fsdp2.core.group import FSDPParamGroup
@@ -90,6 +94,8 @@ class Joining:
         owner: Any = root.owner
         refuse_disagreement(root.name, root.groups, owner.mesh, names)
         self._is_agreed = True
+        if len(self._forward) == 1:
+            _warn_if_called_one_by_one(owner)
 
     def _given(self, order: Sequence[str]) -> tuple[FSDPState, ...]:
         owner: Any = self._root.owner
@@ -306,6 +312,31 @@ class Joining:
             root.recover_if_failed()
             root.begin_forward()
         root.end_forward()
+
+
+_ALONE: WeakSet[Any] = WeakSet()
+"""The roots that join, and have no other sharded module below: there is nothing in their forward to be skipped."""
+
+
+def _warn_if_called_one_by_one(owner: Any) -> None:
+    """Warn when the second of such roots begins a forward: once, as a program has as many of them as layers."""
+    if owner in _ALONE:
+        return
+    _ALONE.add(owner)
+    if len(_ALONE) != 2:
+        return
+    gc.collect()  # one of a model of before is not meant
+    if len(_ALONE) == 2:
+        names = " and ".join(sorted(each.class_name for each in _ALONE))
+        warnings.warn(
+            f"set_divergence('join') was called on sharded modules that are each a root of their own: {names}. It "
+            "joins what a rank skips inside of a root's forward, and these have no sharded module inside: a rank that "
+            "does not call one of them lets the others wait. Call fully_shard also on one module whose forward calls "
+            "them all, call set_divergence('join') on that one, and run its forward. (Roots that take turns, each with "
+            "its whole step, may stay as they are: a rank that does not run one calls its join_step() instead.) See "
+            f"{DIVERGENCE}.",
+            stacklevel=2,
+        )
 
 
 def _backward_of(forward: Sequence[FSDPState]) -> Iterator[Event]:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2._remedies import FEWER
 from fsdp2.core.buffers import ALLOCATOR, Arena, Resizable
 from fsdp2.core.gather import Transfer
 from fsdp2.core.places import PLACE, RECORDED, UNNAMED, Label, Record, raise_stopped
@@ -201,7 +202,7 @@ class Lost:
         rank = dist.get_global_rank(exchange.group, peer)
         return (
             f"{exchange.label.text} with rank {rank} failed, {PLACE.phase}: its process has ended, or raised and left, "
-            f"or the connection to it was lost. See what that rank said. ({failure})"
+            f"or the connection to it was lost. See what that rank said. {FEWER} ({failure})"
         )
 
     def first_number(self, group: dist.ProcessGroup) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp2._remedies import TOOLS
 from fsdp2.core.module import ON_SHARDING
 
 _IMPLEMENTATION = "torch.distributed.fsdp._fully_shard"
@@ -35,7 +36,7 @@ def warn_of_patches() -> None:
     if found:
         warnings.warn(
             f"this program has patched {', '.join(found)} of torch's fully_shard, which fsdp2 never calls: the patch "
-            "has no effect on modules that fsdp2 shards. docs/tools.md lists what can be set and read instead.",
+            f"has no effect on modules that fsdp2 shards. {TOOLS} lists what can be set and read instead.",
             stacklevel=3,
         )
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
+from fsdp2._remedies import TOOLS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp2.core.options import MixedPrecisionPolicy
@@ -69,7 +70,7 @@ _INSTEAD = {
 
 def _refuse(what: str, name: str) -> NoReturn:
     instead = _INSTEAD.get(name)
-    use = f"use FSDPModule.{instead}" if instead else "docs/tools.md lists what can be read, and what to use instead"
+    use = f"use FSDPModule.{instead}" if instead else f"{TOOLS} lists what can be read"
     raise AttributeError(f"fsdp2's {what} has no '{name}', which is private to torch's fully_shard: {use}.", name=name)
 
 

@@ -47,7 +47,8 @@ def set_local_steps(enabled: bool) -> None:
     Of all optimizers of this process, from their next step on. False: each operation of a step goes through DTensor's
     dispatch, as with torch's own `fully_shard`. Steps give the same numbers either way (where neither ``foreach`` nor
     ``fused`` was chosen, torch chooses as for plain tensors, which on accelerators is ``foreach``), and so does a
-    program that changes its mind between two steps. Not collective. See docs/how-to/local-optimizers.md.
+    program that changes its mind between two steps. Not collective. See 'Make optimizer steps cheap' in the
+    documentation.
 
     Raises:
         FSDPTypeError: not a bool.

@@ -117,7 +117,7 @@ class StepMetrics:
         tokens_per_second: of all ranks together; None if no tokens were counted.
         mfu: model FLOPs utilization, from 0 to 1: the operations that the model needs for the tokens, over what the
             devices could have done; None if one of them is not known.
-        peak_memory_bytes: the most that this process has had so far, see docs/metrics.md.
+        peak_memory_bytes: the most that this process has had so far.
         sent_bytes: what this rank sent in one step at the least; None if nothing was seen of it.
         exposed_share: part of the time for which this rank waited for communication; None as above.
         gradient_norm: as it was given.
@@ -351,13 +351,14 @@ def metrics(
 
     Every rank may call it, and `Metrics.step` in each step; lines and files are the first rank's, with its own memory,
     bytes and waits. Nothing is communicated. While it observes the model, about 20 more Python calls are made for each
-    gather and reduction; with ``observe=False`` none are, and bytes and waits are not known. See docs/metrics.md.
+    gather and reduction; with ``observe=False`` none are, and bytes and waits are not known. See 'Measure
+    every step' in the documentation.
 
     Args:
         model: sharded.
         flops_per_token: operations for one token, forward and backward; None: 6 for each parameter.
-        peak_flops: of one rank's device, operations per second; None: by the device's name, see docs/metrics.md. Where
-            that is not known (a CPU), there is no MFU.
+        peak_flops: of one rank's device, operations per second; None: by the device's name. Where that is not known
+            (a CPU), there is no MFU.
         every: steps of one report.
         first_step: how many steps were done before, by the run that is resumed.
         write: gets the line of each report, on the first rank; None: nobody does.

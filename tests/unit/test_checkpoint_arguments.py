@@ -74,6 +74,7 @@ CALLS: dict[str, Callable[[nn.Module, Path], dict[str, Any]]] = {
         "state_dict": m.state_dict(),
         "source": "every rank",
         "strict": True,
+        "rename": None,
         "cast": False,
         "budget_bytes": 10,
     },

@@ -55,6 +55,7 @@ def test_another_exchange_in_its_place_is_never_met() -> None:
     assert verdict.raises
     assert "ranks 0 and 1 can never meet: rank 0 waits for gather a" in verdict.text
     assert "rank 1 has begun gather b in its place" in verdict.text
+    assert "call set_divergence('join') on one root" in verdict.text and "join_step()" in verdict.text
     assert "train.py:0 in main" in verdict.text and "train.py:1 in main" in verdict.text, "both are shown"
 
 

@@ -1,7 +1,8 @@
 """FSDP1's interface, `FullyShardedDataParallel` and what goes with it, to the engine of `fully_shard`.
 
 ``from fsdp2.compat.fsdp1 import FullyShardedDataParallel as FSDP`` is all that a program changes. Nothing is flattened:
-parameters are DTensors under their own names. docs/fsdp1.md says what each argument and method comes to.
+parameters are DTensors under their own names. 'Programs written for FSDP1' in the documentation says what
+each argument and method comes to.
 
 Owns: the wrapper, wrapping policies, FSDP1's state dicts. Stands on the public face of fsdp2, and works with a torch
 that has no FSDP1.

@@ -30,7 +30,7 @@ class _Nothing(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
         raise fsdp2.FSDPTypeError(
             f"{cls.__name__} cannot be made: fsdp2 does not flatten parameters, which are DTensors under their own "
-            "names. docs/fsdp1.md says what takes its place."
+            "names. 'Programs written for FSDP1' in the documentation says what takes its place."
         )
 
     def __instancecheck__(cls, instance: object) -> bool:

@@ -30,7 +30,7 @@ _INSTEAD = {
 
 
 def _refuse(what: str, name: str) -> NoReturn:
-    instead = _INSTEAD.get(name, "docs/fsdp1.md lists what can be read")
+    instead = _INSTEAD.get(name, "'Programs written for FSDP1' in the documentation lists what can be read")
     raise AttributeError(f"{what} of fsdp2 has no '{name}', which is private to torch's FSDP1: {instead}.", name=name)
 
 

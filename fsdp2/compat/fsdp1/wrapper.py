@@ -50,8 +50,8 @@ class FullyShardedDataParallel(nn.Module):
     """A module around ``module``, whose parameters are sharded: FSDP1's interface to `fully_shard`.
 
     Parameters keep their names, and are DTensors of the whole's shape; nothing is flattened. All ranks must make the
-    same calls. The arguments are those of torch's class; docs/fsdp1.md says what each comes to, and where this class
-    differs on purpose.
+    same calls. The arguments are those of torch's class; 'Programs written for FSDP1' in the documentation says what
+    each comes to, and where this class differs on purpose.
 
     Attributes:
         rank: of this process, among those the unit is sharded over.

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp2._remedies import RUN_ALIKE
 from fsdp2.core.places import ORDERS, Order, label_of_bits
 from fsdp2.features.watchdog.release import is_live, key_of
 
 REMEDY = (
-    "All ranks must run the same sharded modules in the same order, with the same settings: docs/failures.md. These "
-    "collectives carry no name, so what the modules hold, and the steps since, may be wrong: end the program, and go "
-    "on from the last checkpoint."
+    f"{RUN_ALIKE} These collectives carry no name, so what the modules hold, and the steps since, may be wrong: end "
+    "the program, and go on from the last checkpoint."
 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2._remedies import FEWER
 from fsdp2.arguments import at_least, checked
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
@@ -139,7 +140,7 @@ class _OfWatchdog(Lost):
         names = " and ".join(map(str, gone))
         return (
             f"the process of rank {names} is gone, or stopped: {exchange.label.text} failed, {PLACE.phase}. See what "
-            f"that rank said. ({failure})"
+            f"that rank said. {FEWER} ({failure})"
         )
 
     def first_number(self, group: dist.ProcessGroup) -> int:

@@ -265,11 +265,9 @@ class Watchdog:
         step, phase = PLACE.step, PLACE.phase
         if not phase.startswith("backward of "):
             return False
-        frame = sys._current_frames().get(self._trains or 0)
-        while frame is not None:
-            if frame.f_code.co_name == _torch.BACKWARD_FUNCTION:
-                return False
-            frame = frame.f_back
+        # The thread goes on while its frames are read, and that of a generator that yields then loses its caller.
+        if any(_runs_backward(sys._current_frames().get(self._trains or 0)) for _ in range(_LOOKS)):
+            return False
         return (step, phase) == (PLACE.step, PLACE.phase)  # it has not ended meanwhile, nor another begun
 
     def abandon(self) -> None:
@@ -329,6 +327,17 @@ class Watchdog:
                 if host == _host() and not _runs(pid):
                     found.append(rank)
         return found
+
+
+_LOOKS = 5
+
+
+def _runs_backward(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == _torch.BACKWARD_FUNCTION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _identity(waiting: Any) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fsdp2._remedies import FEWER, RUN_ALIKE
 from fsdp2.features.watchdog.states import State, Waiting
 
 
@@ -49,11 +50,7 @@ class Verdict:
     gone: tuple[int, ...] = ()
 
 
-REMEDY = (
-    "All ranks must run the same sharded modules in the same order, with the same settings. Where batches, branches or "
-    "exceptions make ranks differ, let them agree first: docs/failures.md. The last exchanges of each rank: "
-    "fsdp2.flight_record()."
-)
+REMEDY = f"{RUN_ALIKE} The last exchanges of each rank: fsdp2.flight_record()."
 
 
 def judge(rank: int, known: Known) -> Verdict:
@@ -84,7 +81,7 @@ def _of_all(rank: int, seen: Mapping[int, None], known: Known) -> Verdict:
     gone = tuple(each for each, state in states.items() if state is Silence.GONE)
     if gone:
         names = ", ".join(f"rank {each} {Silence.GONE.value}" for each in gone)
-        return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}", gone)
+        return Verdict(True, True, f"{what}, and {names}.\n{_table(seen, known)}\n{FEWER}", gone)
     complete = Silence.NOT_YET not in states.values()
     slow = [each for each, state in states.items() if isinstance(state, Silence) or not _blockers(state, known)]
     if slow or not complete:

@@ -20,7 +20,8 @@ belongs to them. Options of fsdp2 come before the program, those of the program 
 
 With --auto-shard, or --config, a program that shards nothing is sharded: its DistributedDataParallel(model) calls
 fsdp2.auto_shard(model, config). The program goes on to train as under DDP; what it cannot do any more, saving the model
-on one rank for instance, is refused with what to write instead. docs/reference/command-line.md has the list.
+on one rank for instance, is refused with what to write instead. 'The command line' in the documentation
+has the list.
 
 Under a launcher, the launcher comes first: torchrun --nproc-per-node 8 -m fsdp2 run train.py"""
 

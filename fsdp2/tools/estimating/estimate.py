@@ -62,8 +62,8 @@ def estimate(
         >>> print(fsdp2.estimate(lambda: Llama(config), 1024, batch=batch, hardware="h100-8x"))
 
     The engine itself runs two steps of rank 0, on tensors without memory and a process group without peers, and
-    everything that is allocated, exchanged and computed is counted; see ``docs/estimate.md``. The process group is made
-    and destroyed inside. One process calls it, by itself.
+    everything that is allocated, exchanged and computed is counted. The process group is made and destroyed inside. One
+    process calls it, by itself. See 'Know before a run whether it fits, and how fast it is' in the documentation.
 
     Args:
         make_model: makes the model, on whatever device; it is called inside of the simulation, so that a model of any

@@ -1,7 +1,8 @@
 """`Hardware`: the numbers of a machine that an estimate is computed with, and a few machines by name.
 
 Peaks are those of the vendors' data sheets, without sparsity. What programs reach of them are fractions, which are
-written here too; see `docs/estimate.md` for where each of them comes from, and how far estimates are off with them.
+written here too; 'Know before a run whether it fits, and how fast it is' in the documentation says where each of
+them comes from, and how far estimates are off with them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdp2._remedies import ESTIMATE
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.quantities import shown_bytes, shown_count
 
@@ -73,7 +74,9 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of one step, from the written model of `docs/estimate.md`.
+    """Seconds of one step, from a written model.
+
+    'Know before a run whether it fits, and how fast it is' in the documentation has the model, with its errors.
 
     Attributes:
         seconds: of the whole step.
@@ -195,7 +198,7 @@ class Estimate:
             f"step: {shown_seconds(time.seconds)}: computes {shown_seconds(time.compute_seconds)}, waits for"
             f" communication {shown_seconds(time.exposed_seconds)} (of {shown_seconds(time.communication_seconds)});"
             f" MFU {time.mfu:.1%}",
-            "  from a model that is written down, with its errors, in docs/estimate.md",
+            f"  from a model that is written down, with its errors, in {ESTIMATE}",
         ]
 
 

@@ -172,7 +172,7 @@ def timeline(
 
     Outside of the context nothing of it runs. All ranks must enter and leave it, around the same steps; they meet over
     the store of the process group, and no collective is added. Times are the host's on CPU, and the device's on
-    devices with streams, by events. See docs/timeline.md.
+    devices with streams, by events. See 'See where a step's time goes' in the documentation.
 
     Args:
         model: sharded; or several, whose groups are then named with the model's class before them.

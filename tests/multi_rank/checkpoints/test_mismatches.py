@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.checkpoint import CheckpointIncomplete, CheckpointMismatch, LoadReport, load, save
+from fsdp2.checkpoint import CheckpointError, CheckpointIncomplete, CheckpointMismatch, LoadReport, load, save
 from tests.harness.checkpoints import Run, anew, assert_equal, begin, differences, snapshot
 
 
@@ -292,3 +293,24 @@ def nothing_there(folder: Path) -> None:
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     anew(2, nothing_there, tmp_path)
+
+
+def found_by_some(folder: Path, failing: int) -> str:
+    run = begin("1d", "groups", seed=1)
+
+    def rename(name: str) -> str:
+        if dist.get_rank() < failing:
+            raise KeyError(name)
+        return name
+
+    with pytest.raises(CheckpointError) as raised:
+        load(folder / "saved", run.model, rename=rename)
+    return str(raised.value)
+
+
+def test_an_error_says_whether_all_ranks_have_found_it(tmp_path: Path) -> None:
+    anew(2, make, tmp_path)
+    for failing, end in ((1, r" \(found on rank 0, raised on all\)"), (2, "")):
+        texts = anew(2, found_by_some, tmp_path, failing)
+        assert texts[0] == texts[1]
+        assert re.fullmatch(rf"rename raised KeyError on '([\w.]+)': '\1'{end}", texts[0]), texts[0]

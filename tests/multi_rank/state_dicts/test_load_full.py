@@ -269,6 +269,33 @@ def test_a_plain_model_on_meta_keeps_its_ties() -> None:
     assert torch.equal(outputs_of(model), outputs_of(plain))
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_names_of_a_ddp_program_are_told_how_to_fit(source: str | int) -> None:
+    model, plain = shard(build(), "zero3"), build(seed=1)
+    state = {f"module.{name}": value for name, value in whole_state(plain).items()}
+    with pytest.raises(CheckpointMismatch) as caught:
+        load_full(model, given(state, source), source=source)
+    line = str(caught.value).splitlines()[-1]
+    assert re.fullmatch(r"    \d+ names fit without their 'module\.': rename=lambda name: (.*)", line), line
+    load_full(model, given(state, source), source=source, rename=eval(line.partition("rename=")[2]))
+    assert_same("state", whole_state(model), whole_state(plain))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rename_that_cannot_be_is_said_on_all_ranks(source: str | int) -> None:
+    model, state = shard(build(), "zero3"), build().state_dict()
+    with pytest.raises(FSDPValueError, match=r"rename calls both '[\w.]+' and '[\w.]+' 'one'"):
+        load_full(model, given(state, source), source=source, rename=lambda name: "one")
+    with pytest.raises(FSDPRuntimeError, match="rename raised KeyError on 'extra'"):
+        load_full(model, given(state, source), source=source, rename={}.__getitem__)
+    with pytest.raises(FSDPRuntimeError, match="rename takes a function that returns names"):
+        load_full(model, given(state, source), source=source, rename=len)
+    with pytest.raises(FSDPValueError, match="a function, or None as 'rename'"):
+        load_full(model, given(state, source), source=source, rename="module.")  # type: ignore[arg-type]
+
+
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
@@ -306,7 +333,8 @@ def test_all_differences_are_in_one_table(source: str | int) -> None:
         "    missing: strict=False leaves what is missing as it is\n"
         "    unexpected: strict=False leaves them out\n"
         "    shape: build the model that was saved\n"
-        "    dtype: cast=True converts"
+        "    dtype: cast=True converts\n"
+        "    rename= finds what has another name"
     }
     assert_same("state", whole_state(model), whole_state(build()))
     outputs_of(model)

@@ -444,6 +444,31 @@ def test_ranks_that_follow_other_orders_are_told() -> None:
 
 
 @multi_rank(2)
+def test_layers_that_are_roots_of_their_own_are_told_to_get_a_common_one() -> None:
+    set_watchdog(1.0)
+    layers: Any = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
+    for layer in layers:
+        fully_shard(layer)
+        layer.set_divergence("join")
+    x = layers[0](torch.ones(2, 3))  # one root may be all that there is
+    with pytest.warns(UserWarning, match=r"each a root of their own: Linear and Linear\..*fully_shard also on one"):
+        x = layers[1](x)
+    layers[2](x).sum().backward()  # said once
+    with pytest.raises(FSDPRuntimeError, match=r"set_divergence\('join'\) on one root that contains all of these"):
+        layers[1 + dist.get_rank()](layers[0](torch.ones(2, 3))).sum().backward()
+    set_watchdog()
+
+
+@multi_rank(2)
+def test_a_root_after_another_that_is_gone_is_not_told() -> None:
+    for _ in range(2):
+        model: Any = fully_shard(nn.Linear(3, 3))
+        model.set_divergence("join")
+        model(torch.ones(2, 3)).sum().backward() if dist.get_rank() else model.join_step()
+        del model  # the warning would be an error
+
+
+@multi_rank(2)
 def test_words() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     fully_shard(model[0])
