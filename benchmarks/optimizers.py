@@ -2,9 +2,10 @@
 
 Five contenders take the same steps: plain tensors of the shapes of this rank's shards, torch's `fully_shard` with
 torch's optimizer, ours with the same optimizer as an ordinary program has it, with `fsdp2.optim.local`, and that with
-``flat=True``. On the fake process group, so that no figure contains communication. Times are CPU times of the calling
-thread; ratios are taken within a repetition. The other table shows the first step, which DTensor makes slow, at growing
-numbers of parameters.
+``flat=True``. Gradients are clipped by torch's function, of an ordinary program after `fsdp2.compat.install`, and by
+`fsdp2.clip_grad_norm_`. On the fake process group, so that no figure contains communication. Times are CPU times of the
+calling thread; ratios are taken within a repetition. The other table shows the first step, which DTensor makes slow, at
+growing numbers of parameters.
 """
 
 from __future__ import annotations
@@ -67,15 +68,18 @@ def optimizer_of(name: str, parameters: Parameters, *, fused: bool) -> torch.opt
 def runs_of(parameters: dict[str, Parameters]) -> dict[str, dict[str, Run]]:
     """What is timed, by kind and contender. Clipping has no flat form."""
 
+    torchs = torch.nn.utils.clip_grad_norm_
+    functions = {ORDINARY: fsdp2.optim.torch_clipping.substitutes()[torchs], LOCAL: fsdp2.clip_grad_norm_}
+
     def clip(name: str) -> Run:
-        function = fsdp2.clip_grad_norm_ if name == LOCAL else torch.nn.utils.clip_grad_norm_
+        function = functions.get(name, torchs)
         return lambda: function(parameters[name], 1.0)
 
     runs: dict[str, dict[str, Run]] = {}
     for kind in KINDS[:2]:
         fused = kind == "AdamW fused"
         runs[kind] = {name: optimizer_of(name, parameters[name], fused=fused).step for name in CONTENDERS}
-    runs[KINDS[2]] = {name: clip(name) for name in (PLAIN, TORCH, LOCAL)}
+    runs[KINDS[2]] = {name: clip(name) for name in CONTENDERS[:-1]}
     return runs
 
 
