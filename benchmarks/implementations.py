@@ -72,6 +72,14 @@ def fake_process_group(world_size: int, device_type: str = "cpu") -> Iterator[De
         torch.set_flush_denormal(False)
 
 
+def clipping_of(name: str) -> Callable[..., torch.Tensor]:
+    """Torch's `clip_grad_norm_`; for ours as it is in a program after `fsdp2.compat.install()`."""
+    torchs: Callable[..., torch.Tensor] = torch.nn.utils.clip_grad_norm_
+    if base_of(name) != "fsdp2":
+        return torchs
+    return importlib.import_module("fsdp2.optim.torch_clipping").substitutes()[torchs]  # type: ignore[no-any-return]
+
+
 def base_of(name: str) -> str:
     """The implementation that `name` is an instance of."""
     return name.removesuffix(AGAIN).removesuffix(_variant_of(name))

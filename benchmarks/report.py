@@ -9,13 +9,17 @@ from benchmarks.host_time import FORWARD_AND_BACKWARD
 from benchmarks.implementations import AGAIN, UNSHARDED
 from benchmarks.memory import StepMemory
 from benchmarks.results import Environment, Results, StepFigures
-from benchmarks.step import Phase
+from benchmarks.step import WHOLE_STEP, Phase
 from benchmarks.tables import Table
 
 REFERENCE = "torch"
 MISSING = "-"
 MIB = 1 << 20
-HOST_TIME_ROWS = {**{phase.value: (phase,) for phase in Phase}, "forward + backward": FORWARD_AND_BACKWARD}
+HOST_TIME_ROWS = {
+    **{phase.value: (phase,) for phase in Phase},
+    "forward + backward": FORWARD_AND_BACKWARD,
+    "whole step": WHOLE_STEP,
+}
 
 
 def render(results: Results) -> str:
@@ -49,6 +53,7 @@ def _host_time_table(results: Results) -> Table:
         ["", *names, *(f"{name}/{other}" for name, other in pairs)],
         notes=[
             "over unsharded: forward + backward minus those of the unsharded model: what sharding costs",
+            "whole step: with AdamW foreach; clip: torch's function, of fsdp2 as fsdp2.compat.install() has it",
             "ratios are taken within a step's repetition, then summarized",
             *(
                 f"{name} is a second {name.removesuffix(AGAIN)}: their ratio differs from 1 by noise alone"

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from benchmarks.implementations import ShardingOptions, build_contender
+from benchmarks.implementations import ShardingOptions, build_contender, clipping_of
 from benchmarks.models import ModelSpec
 
 # So small that the parameters stay where they started, however many steps are measured.
@@ -28,6 +28,10 @@ class Phase(Enum):
     ZERO_GRAD = "zero_grad"
 
 
+WHOLE_STEP = (Phase.FORWARD, Phase.BACKWARD, Phase.CLIP, Phase.ADAMW_FOREACH, Phase.ZERO_GRAD)
+"""What an ordinary program runs, with one of the optimizers."""
+
+
 class Trainer:
     """A model under one implementation, its optimizers, and the loss handed from forward to backward.
 
@@ -41,6 +45,7 @@ class Trainer:
         self.parameters = tuple(self.model.parameters())
         self._foreach = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, weight_decay=0.0, foreach=True)
         self._fused = torch.optim.AdamW(self.parameters, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+        self._clip = clipping_of(name)
         self._loss: torch.Tensor | None = None
 
     @property
@@ -65,7 +70,7 @@ class Trainer:
         elif phase is Phase.CLIP:
             own = getattr(self.model, "clip_grad_norm_", None)  # FSDP1's, which knows that gradients are flat
             if own is None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, max_norm=1.0)
+                self._clip(self.parameters, max_norm=1.0)
             else:
                 own(1.0)
         elif phase is Phase.ADAMW_FOREACH:
