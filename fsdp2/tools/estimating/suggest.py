@@ -215,8 +215,12 @@ class _Search:
 
     def found(self) -> list[Tried]:
         """All that was estimated."""
-        bases = list(self._bases())
-        least = [self._first_that_fits(each) for each in bases]
+        bases: list[Request] = []
+        least: list[Tried | None] = []
+        for base in self._bases():
+            if not self._never_fits(base, bases):
+                bases.append(base)
+                least.append(self._first_that_fits(base))
         if self._base.activation_bytes is None:
             for base, found in self._worth_microbatches(bases, least):
                 self._with_microbatches(base, found)
@@ -236,6 +240,15 @@ class _Search:
             for strategy in _STRATEGIES[:2]:
                 yield replace(self._base, mesh_shape=shape, mesh_dim_names=names_of(shape), strategy=strategy)  # type: ignore[arg-type]
 
+    def _never_fits(self, base: Request, bases: list[Request]) -> bool:
+        """Whether one that shards more of it is too large without any activations."""
+        for each in bases:
+            if each.strategy == base.strategy and each.mesh_shape[-1] > base.mesh_shape[-1]:
+                tried = self.known.get(written(replace(each, checkpointing="blocks")))
+                if tried is not None and _without_activations(tried.estimate) > base.hardware.usable_bytes:
+                    return True
+        return False
+
     def _first_that_fits(self, request: Request) -> Tried | None:
         """With one microbatch, and as little checkpointing as fits. (Of one microbatch, zero1 is zero2.)"""
         if request.strategy == "zero1":
@@ -248,12 +261,17 @@ class _Search:
             return None
         spare = request.hardware.usable_bytes - found.estimate.resting_bytes
         for how in _LESS_MEMORY[:-1]:
-            if how == "none" and found.estimate.activations.get("none", 0) > spare:
+            if self._activations(found.estimate, how) > spare:
                 continue
             tried = self._estimate(replace(request, checkpointing=how))  # type: ignore[arg-type]
             if tried.estimate.fits:
                 return tried
         return found
+
+    def _activations(self, estimate: Estimate, how: str) -> int:
+        """What one forward keeps: the same with every mesh and strategy, as every rank has as many samples."""
+        every = [estimate, *(each.estimate for each in self.known.values() if each.request.accumulation == 1)]
+        return next((each.activations[how] for each in every if how in each.activations), 0)
 
     def _known(self, request: Request) -> Tried | None:
         """The first that fits, of what was estimated already."""
@@ -346,14 +364,19 @@ def _may_fit(request: Request, alone: list[Estimate]) -> bool:
     if not alone:
         return True
     last = alone[-1]
-    peak = max(last.phases.values(), key=lambda each: each.nbytes)
-    rest = peak.nbytes - peak.by_use.get(Use.ACTIVATIONS.value, 0)
+    rest = _without_activations(last)
     if request.kept == "unsharded":
         dtype = request.mp_policy.reduce_dtype or torch.float32
         rest = max(rest, last.resting_bytes + last.parameters * dtype.itemsize)
     known = {how: nbytes for each in alone for how, nbytes in each.activations.items()}
     activations = known.get(request.checkpointing, known.get("blocks", 0))
     return rest + activations / request.accumulation <= request.hardware.usable_bytes
+
+
+def _without_activations(estimate: Estimate) -> int:
+    """What else is there at the peak."""
+    peak = max(estimate.phases.values(), key=lambda each: each.nbytes)
+    return peak.nbytes - peak.by_use.get(Use.ACTIVATIONS.value, 0)
 
 
 def shard_sizes(ranks: int, ranks_per_node: int) -> list[int]:
