@@ -107,32 +107,33 @@ def _ignored_but_trained(facts: ModelFacts) -> Iterator[Advice]:
 
 def _never_reduced(facts: ModelFacts) -> Iterator[Advice]:
     """Reductions that are switched off: right between microbatches, and wrong for a whole step."""
-    off = {
-        setter: tuple(group.title for group in facts.groups if (setting, "False") in group.settings and group.gradients)
-        for setting, setter in (
-            ("requires_gradient_sync", "set_requires_gradient_sync"),
-            ("requires_all_reduce", "set_requires_all_reduce"),
-        )
-    }
-    for setter, names in off.items():
-        if not names:
-            continue
-        whole = setter == "set_requires_gradient_sync"
-        becomes = (
-            "no backward reduces its gradients: they add up unsharded, in memory of the whole group, and the optimizer "
-            "gets none"
-            if whole
-            else "gradients are summed over the shards and not over the copies, which drift apart"
-        )
-        yield Advice(
-            "never-reduced",
-            "wrong",
-            names,
-            f"{setter}(False) is on for {shown_names(names)}: {becomes}. That is right between the microbatches of a "
-            "step; the last one must reduce.",
-            "with fsdp2.accumulate(model, last=index == count - 1): ...  "
-            f"# around each microbatch; or model.{setter}(True) before the last",
-        )
+    trained = [group for group in facts.groups if group.gradients]
+    unreduced = [group for group in trained if ("requires_gradient_sync", "False") in group.settings]
+    apart = [
+        group
+        for group in trained
+        if group not in unreduced and group.replicate_size > 1 and ("requires_all_reduce", "False") in group.settings
+    ]
+    for groups, setter, becomes in (
+        (
+            unreduced,
+            "set_requires_gradient_sync",
+            "no backward reduces its gradients. They add up unsharded, as large as the whole group, and the optimizer "
+            "gets none",
+        ),
+        (apart, "set_requires_all_reduce", "gradients are not summed over the copies, which drift apart"),
+    ):
+        names = tuple(group.title for group in groups)
+        if names:
+            yield Advice(
+                "never-reduced",
+                "wrong",
+                names,
+                f"{setter}(False) is on for {shown_names(names)}: {becomes}. That is right between the microbatches of "
+                "a step, and the last one must reduce.",
+                "with fsdp2.accumulate(model, last=index == count - 1): ...  "
+                f"# around each microbatch; or model.{setter}(True) before the last",
+            )
 
 
 def _still_on_meta(facts: ModelFacts) -> Iterator[Advice]:

@@ -245,7 +245,8 @@ def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
     if advice:
         parts.append("\n".join(["What could be better:", *advice_lines(advice)]))
     if facts.groups:
-        parts.append(f"More on one group: explain(model).details({_named(facts)})")
+        which = "one group" if len(facts.groups) > 1 else "the group"
+        parts.append(f"More on {which}: explain(model).details({_named(facts)})")
     return "\n\n".join(parts)
 
 
