@@ -2,6 +2,9 @@
 
 import fsdp2._versions  # isort: skip  says what is known of the installed torch, before anything else is imported
 
+import importlib
+from typing import TYPE_CHECKING
+
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
@@ -10,6 +13,7 @@ import fsdp2.optim.zeroing
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
+from fsdp2.arguments import nearest
 from fsdp2.compiled.entry import prepare_compile
 from fsdp2.compiled.report import CompiledGroup, CompileReport, compile_report
 from fsdp2.compiled.support import set_graph_capture
@@ -54,13 +58,52 @@ from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
 from fsdp2.ragged.placement import RaggedShard
 from fsdp2.tools.environment import warn_of_unknown
-from fsdp2.tools.estimating.estimate import estimate
-from fsdp2.tools.estimating.hardware import Hardware
-from fsdp2.tools.estimating.result import Estimate
-from fsdp2.tools.estimating.suggest import Suggestions, suggest
-from fsdp2.tools.explaining import Explanation, explain
-from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
-from fsdp2.tools.timeline.timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    from fsdp2.tools.estimating.estimate import estimate
+    from fsdp2.tools.estimating.hardware import Hardware
+    from fsdp2.tools.estimating.result import Estimate
+    from fsdp2.tools.estimating.suggest import Suggestions, suggest
+    from fsdp2.tools.explaining import Explanation, explain
+    from fsdp2.tools.metrics import Metrics, StepMetrics, metrics
+    from fsdp2.tools.timeline.timeline import Timeline, timeline
+
+_WHEN_ASKED_FOR = {
+    "Estimate": "estimating.result",
+    "Explanation": "explaining",
+    "Hardware": "estimating.hardware",
+    "Metrics": "metrics",
+    "StepMetrics": "metrics",
+    "Suggestions": "estimating.suggest",
+    "Timeline": "timeline.timeline",
+    "estimate": "estimating.estimate",
+    "explain": "explaining",
+    "metrics": "metrics",
+    "suggest": "estimating.suggest",
+    "timeline": "timeline.timeline",
+}
+"""Modules of `fsdp2.tools` by the names of theirs that are imported with the first use: most runs use none of them."""
+
+
+def __getattr__(name: str) -> object:
+    """One of the tools, which are imported when they are asked for.
+
+    Raises:
+        AttributeError: there is none of this name.
+    """
+    module = _WHEN_ASKED_FOR.get(name)
+    if module is None:
+        meant = "" if name.startswith("_") else nearest(name, __all__)
+        raise AttributeError(f"module 'fsdp2' has no attribute '{name}'.{meant}")
+    found = getattr(importlib.import_module(f"fsdp2.tools.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """All names, those of tools that are not imported yet too."""
+    return sorted({*globals(), *_WHEN_ASKED_FOR})
+
 
 know_former_names()
 warn_of_unknown()

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, FSDPValueError, Hardware, fully_shard
+from fsdp2.tools.estimating import rank
+from fsdp2.tools.estimating.costs import Cost, seconds_of
+from fsdp2.tools.estimating.scaling import scaled
+from fsdp2.tools.estimating.subject import depth_of, shorten
 from tests.harness import fake_world
 from tests.harness.allocations import Run, allocator_peaks, drawn_runs, estimated_peaks
 from tests.harness.llama import SIZES, Llama, next_token_loss
@@ -210,6 +215,20 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert layers(shard=None, blocks="Linear", batch=batch, hardware=small, remedies=False).remedies == ()
 
 
+def test_remedies_try_what_is_kept_of_gradients_and_more_microbatches() -> None:
+    """With 2 microbatches whole gradients are kept, 4 MiB; sharded they are a half: that is tried first."""
+    small = replace(MACHINE, memory_bytes=MIB, host_memory_bytes=MIB)
+    found = layers(
+        shard=None, blocks="Linear", batch=torch.empty(8 * 8, 512), hardware=small, accumulation=2, kept="unsharded"
+    )
+    tried = [remedy.change for remedy in found.remedies]
+    assert tried[0] == "kept='sharded'" and found.remedies[0].peak_bytes < found.peak_bytes - 2 * MIB
+    assert any("checkpointing='selective'" in each for each in tried)
+    assert any("accumulation=4, kept='sharded'" in each for each in tried)
+    assert any("accumulation=8, kept='sharded'" in each for each in tried)
+    assert not any("accumulation=2" in each for each in tried), "that is what there was"
+
+
 def test_activations_that_are_given() -> None:
     """The engine's part is that of a run that computes; what is given is added to what a forward has."""
     found = layers(activation_bytes=3 * MIB)
@@ -234,6 +253,47 @@ def test_tensor_parallelism() -> None:
     assert {("all-gather", 4), ("reduce-scatter", 4), ("all-gather", 2), ("reduce-scatter", 2)} <= among
     activations = sum(each.seconds for each in found.collectives if each.ranks == 2)
     assert found.time.exposed_seconds >= activations
+
+
+# -- microbatches, of which three are simulated, and deep models
+
+
+@pytest.mark.parametrize("kept", ["unsharded", "sharded"])
+def test_middle_microbatches_are_counted_as_if_they_were_simulated(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"batch": torch.empty(8 * 6, 512), "accumulation": 6, "kept": kept}
+    found = layers(**given)
+    monkeypatch.setattr(rank, "SIMULATED_MICROBATCHES", 6)
+    every = layers(**given)
+    assert found.phases == every.phases and found.time is not None and every.time is not None
+    assert [replace(each, seconds=0.0) for each in found.collectives] == [
+        replace(each, seconds=0.0) for each in every.collectives
+    ]
+    assert found.time.flops == every.time.flops and found.time.model_flops == every.time.model_flops
+    assert found.time.seconds == pytest.approx(every.time.seconds, rel=1e-3)
+    scatter = next(each for each in found.collectives if each.kind == "reduce-scatter")
+    assert scatter.count == (4 if kept == "unsharded" else 6 * 4)
+
+
+def test_a_deep_model_is_on_the_line_of_two_shallow_ones() -> None:
+    few, more, whole = (layers(depth) for depth in (3, 5, 14))
+    found = scaled(few, more, (3, 5, 14))
+    assert (found.parameters, found.groups, found.activations) == (whole.parameters, whole.groups, whole.activations)
+    assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
+    assert [(each.kind, each.count, each.nbytes) for each in found.collectives] == [
+        (each.kind, each.count, each.nbytes) for each in whole.collectives
+    ]
+    assert found.time is not None and whole.time is not None
+    # All of it is communication, whose order at both ends differs a little with the number of layers.
+    assert found.time.seconds == pytest.approx(whole.time.seconds, rel=0.02)
+    assert found.time.mfu == pytest.approx(whole.time.mfu, rel=0.02)
+
+
+def test_a_model_that_is_shortened() -> None:
+    model = Layers(14)
+    assert depth_of(model) == 14 and depth_of(Layers(4)) is None
+    assert depth_of(nn.ModuleList([Layers(14), Layers(12)])) is None, "two lengths"
+    shorten(model, 3)
+    assert [name for name, _ in model.layers.named_children()] == ["0", "1", "2"]
 
 
 # -- what it leaves as it was
@@ -291,6 +351,22 @@ def test_tied_and_frozen_parameters(ranks: int, make_optimizer: Any) -> None:
 
 
 # -- what it says
+
+
+def test_it_says_which_loss() -> None:
+    assert layers(1).settings["loss"] == "sum of the output (default)"
+    assert layers(1, loss=lambda output, x: output.mean()).settings["loss"] == "given (<lambda>)"
+    assert llama().settings["loss"] == "given (next_token_loss)" and "loss given" in str(llama())
+
+
+def test_operands_of_products_in_8_bits_are_cast() -> None:
+    """48 elements of 2 bytes: read for the largest, read, written; a compiler has found the largest before."""
+    product = Cost(0.0, 0.0, 1, torch.bfloat16, operands=48)
+    machine = replace(MACHINE, memory_bandwidth=1.0, achieved_memory=1.0, kernel_seconds=0.0)
+    plain = seconds_of(product, machine, None)
+    assert seconds_of(product, machine, torch.float8_e4m3fn) - plain == 48 * (2 + 2 + 1)
+    assert seconds_of(product, machine, torch.float8_e4m3fn, fuses=True) - plain == 48 * (2 + 1)
+    assert seconds_of(product, machine, torch.float32) == plain
 
 
 def test_as_text_and_as_json() -> None:
@@ -388,6 +464,26 @@ def test_suggestions() -> None:
     text = str(found)
     assert "mesh_shape=(2, 4)" in text + " ".join(asked) and "stay free" in text
     assert json.loads(found.to_json())["best"][0]["arguments"] == found.best[0].arguments
+
+
+@pytest.mark.full  # 9 s
+def test_microbatches_instead_of_checkpointing() -> None:
+    """On a machine that computes slowly, what fits without computing twice is the fastest: with microbatches."""
+    slow = replace(MACHINE, peak_flops={"bfloat16": 1e9, "float32": 1e9}, bandwidth_inside=1e12, bandwidth_between=1e12)
+    size, batch = replace(SIZES["tiny"], layers=2), torch.empty(64, 64, dtype=torch.int64, device="meta")
+    given: dict[str, Any] = {"batch": batch, "loss": next_token_loss, "mp_policy": POLICY, "blocks": "Block"}
+    make = partial(Llama, size, 64)
+    alone, both = (fsdp2.estimate(make, 8, hardware=slow, checkpointing=how, **given) for how in ("none", "blocks"))
+    between = replace(slow, memory_bytes=(alone.peak_bytes + both.peak_bytes) // 2)
+    found = fsdp2.suggest(make, 8, hardware=between, **given)
+    print(found)
+    first = found.best[0]
+    assert "checkpointing='none', accumulation=2, kept=" in first.arguments
+    assert "2 microbatches a step" in first.why and "keeps all activations" in first.why
+    assert "fsdp2.accumulate(model, last=index == 1, kept=" in first.program
+    compile(first.program, "program", "exec")
+    slower = [each for each in (*found.best, *found.others) if "checkpointing='blocks'" in each.arguments]
+    assert slower and all(each.estimate.time.seconds > first.estimate.time.seconds for each in slower)  # type: ignore[union-attr]
 
 
 def test_nothing_fits() -> None:

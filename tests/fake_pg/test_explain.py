@@ -243,6 +243,31 @@ def test_advice(kind: str, simulate: FakeWorlds) -> None:
     assert advice.where and advice.what.endswith(".") and advice.change
 
 
+def test_advice_where_nothing_reduces(simulate: FakeWorlds) -> None:
+    """A step that accumulates, and no last microbatch."""
+    simulate(8)
+    model = sharded(LM(), mesh=two_axes())
+    model.set_requires_gradient_sync(False)
+    step(model)
+    (advice,) = [each for each in fsdp2.explain(model).advice if each.kind == "never-reduced"]
+    assert advice.level == "wrong" and "blocks.0" in advice.where
+    assert "set_requires_gradient_sync(False) is on for LM, blocks.0" in advice.what
+    assert "fsdp2.accumulate(model, last=" in advice.change and "set_requires_gradient_sync(True)" in advice.change
+    model.set_requires_gradient_sync(True)
+    model.set_requires_all_reduce(False)
+    (advice,) = [each for each in fsdp2.explain(model).advice if each.kind == "never-reduced"]
+    assert "set_requires_all_reduce(False) is on" in advice.what and "copies, which drift apart" in advice.what
+    model.set_requires_all_reduce(True)
+    assert "never-reduced" not in kinds(model)
+
+
+def test_details_of_a_model_that_is_one_group(simulate: FakeWorlds) -> None:
+    simulate(8)
+    explanation = fsdp2.explain(fully_shard(nn.Linear(8, 8)))
+    assert str(explanation).endswith("More on the group: explain(model).details()")
+    assert explanation.details() == explanation.details("") and "weight" in explanation.details()
+
+
 def test_advice_that_is_followed_is_not_repeated(simulate: FakeWorlds) -> None:
     simulate(8)
     model = embedding_apart(large(words=40_000))

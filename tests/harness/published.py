@@ -18,11 +18,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.tools.estimating.estimate import estimate
 from fsdp2.tools.estimating.result import Estimate
-from tests.harness.llama import SIZES, Llama, next_token_loss
+from tests.harness.llama import SIZES, Llama, LlamaSize, next_token_loss
 
 TORCHTITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 MEGATRON = "https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html"
@@ -43,6 +44,7 @@ class Published:
         samples: of all ranks, in a step.
         arguments: of `fsdp2.estimate`.
         gibibytes: peak memory of a rank, where that was measured.
+        make: makes the model.
     """
 
     name: str
@@ -53,10 +55,11 @@ class Published:
     samples: int
     arguments: dict[str, Any] = field(default_factory=dict)
     gibibytes: float | None = None
+    make: Callable[[LlamaSize, int], nn.Module] = Llama
 
     def estimate(self) -> Estimate:
         """What is said of it before it is run."""
-        make: Callable[[], nn.Module] = partial(Llama, SIZES[self.size], self.length)
+        make: Callable[[], nn.Module] = partial(self.make, SIZES[self.size], self.length)
         batch = torch.empty(self.samples, self.length, dtype=torch.int64, device="meta")
         given = {"batch": batch, "loss": next_token_loss, "mp_policy": POLICY, "remedies": False}
         return estimate(make, **{**given, **self.arguments})
@@ -104,15 +107,80 @@ def with_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["shard"], mp_policy=POLICY)
 
 
-_TITAN_8B = {"hardware": "h100-hbm2e-8x", "checkpointing": "selective"}
+_KEPT = ("mm", "_scaled_dot_product", "reduce_scatter_tensor")
+
+
+def _keeping_every_second_product() -> Any:
+    """torchtitan's selective checkpointing: attention is kept, of matrix products the first, the third, ..."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = operator._schema.name.rpartition("::")[2]
+        if name == "mm":
+            counts[context.is_recompute] += 1
+        kept = name.startswith(_KEPT) and not (name == "mm" and counts[context.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def llama_of_torchtitan(size: LlamaSize, length: int) -> nn.Module:
+    """With blocks that are checkpointed as torchtitan's are with ``selective_ac_option = "op"``."""
+    model = Llama(size, length)
+    for block in model.blocks:
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=_keeping_every_second_product
+        )
+    return model
+
+
+_TITAN_8B = {"hardware": "h100-hbm2e-8x"}
 _COMPILED = {**_TITAN_8B, "compiled": True}
 
 RUNS = (
-    Published("torchtitan 8B on 8", TORCHTITAN, 5762, "8B", 8192, 16, {"mesh_shape": 8, **_TITAN_8B}, 82.4),
-    Published("torchtitan 8B on 8, compiled", TORCHTITAN, 6667, "8B", 8192, 16, {"mesh_shape": 8, **_COMPILED}, 77.0),
-    Published("torchtitan 8B on 128", TORCHTITAN, 5605, "8B", 8192, 256, {"mesh_shape": 128, **_TITAN_8B}, 67.0),
     Published(
-        "torchtitan 8B on 128, compiled", TORCHTITAN, 6514, "8B", 8192, 256, {"mesh_shape": 128, **_COMPILED}, 62.0
+        "torchtitan 8B on 8",
+        TORCHTITAN,
+        5762,
+        "8B",
+        8192,
+        16,
+        {"mesh_shape": 8, **_TITAN_8B},
+        82.4,
+        llama_of_torchtitan,
+    ),
+    Published(
+        "torchtitan 8B on 8, compiled",
+        TORCHTITAN,
+        6667,
+        "8B",
+        8192,
+        16,
+        {"mesh_shape": 8, **_COMPILED},
+        77.0,
+        llama_of_torchtitan,
+    ),
+    Published(
+        "torchtitan 8B on 128",
+        TORCHTITAN,
+        5605,
+        "8B",
+        8192,
+        256,
+        {"mesh_shape": 128, **_TITAN_8B},
+        67.0,
+        llama_of_torchtitan,
+    ),
+    Published(
+        "torchtitan 8B on 128, compiled",
+        TORCHTITAN,
+        6514,
+        "8B",
+        8192,
+        256,
+        {"mesh_shape": 128, **_COMPILED},
+        62.0,
+        llama_of_torchtitan,
     ),
     Published(
         "torchtitan 8B on 8, compiled, float8",
@@ -123,6 +191,7 @@ RUNS = (
         16,
         {"mesh_shape": 8, "matmul_dtype": torch.float8_e4m3fn, **_COMPILED},
         76.8,
+        llama_of_torchtitan,
     ),
     Published(
         "torchtitan 70B on 256, compiled, float8",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import FSDPTypeError, FSDPValueError
+from fsdp2 import FSDPTypeError, FSDPValueError, ShardingConfig
 from fsdp2.tools import progress
 from fsdp2.tools.commands import completion, main
 from fsdp2.tools.commands.entry import COMMANDS
+from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.commands.models import look_up, make_batch, make_model, mesh_shape_of
 from fsdp2.tools.commands.run import split
+from fsdp2.tools.commands.sharding import blocks_that_are_cut
 
 NAMES = [command.name for command in COMMANDS]
 
@@ -59,6 +62,9 @@ WRONG: list[tuple[list[str], str]] = [
     (["checkpoint", "prune", "run", "--keep-lst", "3", "--keep-last", "2"], "Did you mean '--keep-last'?"),
     (["completion", "bsh"], "Did you mean 'bash'?"),
     (["doctor", "--gpus"], "Did you mean '--gpu'?"),
+    (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
+    (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
+    (["doctor", "--ranks", "two"], "a number of ranks is needed, 8, got 'two'"),
     (["run"], "fsdp2 run: no program named."),
     (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
     (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
@@ -94,6 +100,35 @@ def test_options_of_run_come_before_the_program() -> None:
         ["-v", "-m", "mod", "--auto-shard"],
     )
     assert split(["--auto-shard", "--keep-fsdp1", "t.py"]) == (True, None, ["--keep-fsdp1", "t.py"])
+
+
+@pytest.mark.parametrize("name", ["explain", "estimate", "suggest", "timeline", "doctor"])
+def test_ranks_and_mesh_are_two_names_of_one_option(name: str) -> None:
+    (command,) = [each for each in COMMANDS if each.name == name]
+    needed = [] if name == "doctor" else ["a:b"]
+    needed += ["--batch", "8"] if name not in ("doctor", "explain") else []
+    one, other = (vars(command.parser().parse_all([*needed, option, "16"])) for option in ("--ranks", "--mesh"))
+    assert one == other and {"16", 16} & {one.get("ranks"), one.get("mesh")}
+
+
+def test_losses_by_name() -> None:
+    assert loss_named(None) is None
+    logits, targets = torch.zeros(2, 3, 4), torch.ones(2, 3, dtype=torch.int64)
+    total, entropy = loss_named("sum"), loss_named("cross-entropy")
+    assert total is not None and entropy is not None
+    assert total((logits + 1, None), targets).item() == 24
+    assert entropy(logits, targets).item() == pytest.approx(math.log(4))
+    assert entropy(logits, input_ids=targets - 1, labels=targets).item() == pytest.approx(math.log(4))
+    with pytest.raises(FSDPValueError, match=r"there is no loss 'cross_entropy'.*Did you mean 'cross-entropy'"):
+        loss_named("cross_entropy")
+
+
+def test_blocks_that_are_cut_are_named() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)])
+    said = blocks_that_are_cut(model, ShardingConfig(max_bytes=20_000, min_bytes=0))
+    assert said.startswith("3 blocks (0-2, Sequential) of up to 32.5 KiB are above max_bytes=20000 (19.5 KiB)")
+    assert "--max-bytes 33280" in said
+    assert blocks_that_are_cut(model, ShardingConfig(max_bytes=33280, min_bytes=0)) == ""
 
 
 # ---- models and batches -----------------------------------------------------------------------------

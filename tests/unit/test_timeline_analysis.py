@@ -119,11 +119,18 @@ def test_lanes_do_not_overlap() -> None:
 def test_a_picture_shows_a_choice_of_many_ranks_and_steps(ranks: int) -> None:
     slow = ranks - 2
     records = [
-        record(rank, forwards=(1.0, 3.0, 5.0), spans=() if rank == slow else (Span("wait for all-gather", "a", 6, 7),))
+        record(
+            rank,
+            forwards=(-5.0, -3.0, -1.0, 1.0, 3.0, 5.0),
+            spans=() if rank == slow else (Span("wait for all-gather", "a", 6, 7),),
+        )
         for rank in range(ranks)
     ]
     view = view_of(TimelineReport.of(records))
     assert len(view.ranks) <= MOST_RANKS
-    assert (view.begin, view.end) == (3, 10) and view.left_out.startswith("Shown are the last 2 of 3 steps")
+    assert (view.begin, view.end) == (-1, 10) and view.left_out.startswith("Shown are the last 4 of 6 steps")
+    assert [number for number, _ in view.steps] == [2, 3, 4, 5]
+    three = view_of(TimelineReport.of([record(forwards=(1.0, 3.0, 5.0))]))
+    assert [number for number, _ in three.steps] == [0, 1, 2] and not three.left_out
     if ranks > MOST_RANKS:
         assert [each.rank for each in view.ranks if each.is_slowest] == [slow]

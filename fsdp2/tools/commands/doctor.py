@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from fsdp2.tools.commands.parsing import Parser, add_json
+from fsdp2.tools.commands.sharding import add_ranks
 from fsdp2.tools.doctor.finding import Diagnosis, Finding
 from fsdp2.tools.environment import VARIABLES
 from fsdp2.tools.progress import progress
@@ -26,7 +27,7 @@ def parser() -> Parser:
     made = Parser("fsdp2 doctor", DESCRIPTION, "fsdp2 doctor --gpu")
     made.add_argument("--gpu", action="store_true", help="train on a GPU, too")
     made.add_argument("--no-exchange", action="store_true", help="start no ranks")
-    made.add_argument("--ranks", type=int, metavar="N", help="to start (default: one for each GPU, or 2)")
+    add_ranks(made, None, "how many to start (default: one for each GPU, or 2)")
     made.add_argument("--variables", action="store_true", help="list the variables that fsdp2 reads, and do no more")
     add_json(made)
     return made

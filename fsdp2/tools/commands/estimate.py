@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from fsdp2.arguments import nearest
 from fsdp2.errors import FSDPValueError
+from fsdp2.features.accumulation import Kept
 from fsdp2.grouping.config import ShardingConfig, default_of
 from fsdp2.tools.commands.models import BATCH_HELP, look_up, make_batch
 from fsdp2.tools.commands.parsing import Parser, add_json
@@ -38,6 +39,12 @@ def parser() -> Parser:
     add_sharding(made)
     made.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="of activations (default: none)")
     made.add_argument("--accumulation", type=int, default=1, metavar="N", help="microbatches of a step (default: 1)")
+    made.add_argument(
+        "--kept",
+        choices=get_args(Kept),
+        default="unsharded",
+        help="gradients, between microbatches (unsharded)",
+    )
     add_json(made)
     return made
 
@@ -51,7 +58,47 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="h100-8x, a100-8x, h200-8x, ... (default: h100-8x)"
     )
+    parser.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
     parser.add_argument("--compiled", action="store_true", help="as if torch.compile fused what lies between products")
+
+
+LOSS_HELP = (
+    "what is differentiated: sum, cross-entropy (in float32, of logits and the first tensor of the batch), or "
+    "MODULE:FUNCTION, called with the output and the batch (default: output.loss, or the sum of the output)"
+)
+
+
+def loss_named(name: str | None) -> Callable[..., torch.Tensor] | None:
+    """The loss of a name; None: as by default.
+
+    Raises:
+        FSDPValueError: there is none of this name.
+    """
+    if name is None:
+        return None
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" not in name:
+        raise FSDPValueError(
+            f"there is no loss '{name}': write {', '.join(LOSSES)}, or package.module:function.{nearest(name, LOSSES)}"
+        )
+    return look_up(name)
+
+
+def _sum(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
+    """Of the first tensor of the output."""
+    first = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+    return first.float().sum()  # type: ignore[no-any-return]
+
+
+def _cross_entropy(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
+    """Of logits, whose last dim are classes, in float32; targets are what the batch begins with, or its labels."""
+    logits = output[0] if isinstance(output, (tuple, list)) else getattr(output, "logits", output)
+    targets = more.get("labels", next(iter((*batch, *more.values()))))
+    return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {"sum": _sum, "cross-entropy": _cross_entropy}
 
 
 def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
@@ -112,6 +159,8 @@ def main(arguments: Sequence[str]) -> int:
             mesh_dim_names=names,
             checkpointing=options.checkpointing,
             accumulation=options.accumulation,
+            kept=options.kept,
+            loss=loss_named(options.loss),
             compiled=options.compiled,
             **sharding_arguments(config),
         )

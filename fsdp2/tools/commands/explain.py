@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -9,9 +10,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.tools.commands.models import make_model, ranks_of
 from fsdp2.tools.commands.parsing import Parser, add_json
-from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, config_of, mesh_of, shard
+from fsdp2.tools.commands.sharding import (
+    add_mesh,
+    add_sharding,
+    add_target,
+    blocks_that_are_cut,
+    config_of,
+    mesh_of,
+    shard,
+)
 from fsdp2.tools.estimating.simulation import simulated_world
 from fsdp2.tools.explaining import explain
+from fsdp2.tools.explaining.text import wrapped
 from fsdp2.tools.progress import working
 
 DESCRIPTION = """\
@@ -45,13 +55,17 @@ def main(arguments: Sequence[str]) -> int:
                 model = make_model(options.model)
             names = names or (("shard",) if len(shape) == 1 else ("replicate", "shard"))
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            note = blocks_that_are_cut(model, config)
             explanation = explain(shard(model, mesh, config), ranks_per_node=options.ranks_per_node)
         if options.html:
             explanation.to_html(options.html)
         if options.json:
-            print(explanation.to_json(indent=2))
+            found = {**json.loads(explanation.to_json()), "notes": [note] if note else []}
+            print(json.dumps(found, indent=2))
         elif options.group is not None:
             print(explanation.details(options.group))
         else:
             explanation.show()
+            if note:
+                print("\n" + "\n".join(wrapped(f"Note: {note}")))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from typing import Any, get_args
 
 import torch
@@ -15,9 +16,12 @@ from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPValueError
 from fsdp2.grouping.config import ShardingConfig
-from fsdp2.grouping.sharding import auto_shard
-from fsdp2.tools.commands.models import TARGET, TARGET_HELP, mesh_shape_of
+from fsdp2.grouping.group_choice import common_name
+from fsdp2.grouping.sharding import auto_shard, choose_groups
+from fsdp2.tools.commands.models import TARGET, TARGET_HELP, mesh_shape_of, ranks_of
+from fsdp2.tools.quantities import shown_bytes
 
+_NO_LIMIT = 2**62
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,8 +34,39 @@ def add_mesh(parser: argparse.ArgumentParser, default: str | None) -> None:
     """How many ranks there are."""
     said = "" if default is None else f" (default: {default})"
     parser.add_argument(
-        "--mesh", metavar="RANKS", default=default, help=f"how many ranks, 8, or replicas and shards, 4x8{said}"
+        *("--mesh", "--ranks"),
+        metavar="RANKS",
+        default=default,
+        help=f"how many ranks, 8, or replicas and shards, 4x8{said}; both names mean the same",
     )
+
+
+def add_ranks(parser: argparse.ArgumentParser, default: int | None, means: str) -> None:
+    """How many ranks there are, where a command makes the mesh itself."""
+    parser.add_argument(
+        *("--ranks", "--mesh"),
+        dest="ranks",
+        type=_number_of_ranks,
+        default=default,
+        metavar="N",
+        help=f"{means}; both names mean the same",
+    )
+
+
+def _number_of_ranks(text: str) -> int:
+    """argparse's: its error is of the wrong use of a command line.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number, but a mesh or something else.
+    """
+    if re.fullmatch(r"[1-9]\d*", text):
+        return int(text)
+    if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", text):
+        ranks = ranks_of(mesh_shape_of(text))
+        raise argparse.ArgumentTypeError(
+            f"this command chooses the mesh itself and takes a number of ranks, got '{text}': say --ranks {ranks}"
+        )
+    raise argparse.ArgumentTypeError(f"a number of ranks is needed, 8, got '{text}'")
 
 
 def add_sharding(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +74,7 @@ def add_sharding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="a ShardingConfig (.yaml or .json); the rest changes it")
     parser.add_argument("--strategy", choices=get_args(Strategy), help="a ZeRO stage; as the config says, or zero3")
     parser.add_argument("--blocks", metavar="CLASSES", help="names of the classes that are groups, with commas")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="cut blocks above it into layers (default: 2**30)")
     parser.add_argument("--dtype", choices=_DTYPES, help="compute and gather in it; gradients are reduced in float32")
 
 
@@ -54,6 +90,8 @@ def config_of(options: argparse.Namespace) -> ShardingConfig:
         changes["strategy"] = options.strategy
     if options.blocks is not None:
         changes["blocks"] = tuple(name.strip() for name in options.blocks.split(",") if name.strip())
+    if options.max_bytes is not None:
+        changes["max_bytes"] = options.max_bytes
     if options.dtype is not None:
         changes["mp_policy"] = MixedPrecisionPolicy(getattr(torch, options.dtype), torch.float32)
     return dataclasses.replace(config, **changes) if changes else config
@@ -76,6 +114,32 @@ def mesh_of(options: argparse.Namespace, config: ShardingConfig, default: str) -
 def without_mesh(config: ShardingConfig) -> ShardingConfig:
     """The config, to be used on a mesh that is there."""
     return dataclasses.replace(config, mesh_shape=None, mesh_dim_names=None, device_type=None)
+
+
+def blocks_that_are_cut(model: nn.Module, config: ShardingConfig) -> str:
+    """A sentence on blocks of ``model``, not yet sharded, that `shard` will cut into layers; "" if there are none."""
+    if any(isinstance(each, FSDPModule) for each in model.modules()):
+        return ""
+    policy: dict[str, Any] = {} if config.mp_policy is None else {"mp_policy": config.mp_policy}
+    sizes = {"min_bytes": config.min_bytes, "blocks": config.blocks, **policy}
+    names = [group.name for group in choose_groups(model, max_bytes=config.max_bytes, **sizes).groups]
+    whole = [group for group in choose_groups(model, max_bytes=_NO_LIMIT, **sizes).groups if group.name]
+    cut = [
+        each
+        for each in whole
+        if each.nbytes > config.max_bytes and any(name.startswith(f"{each.name}.") for name in names)
+    ]
+    if not cut:
+        return ""
+    largest = max(each.nbytes for each in cut)
+    plural = len(cut) > 1
+    return (
+        f"{len(cut)} block{'s' if plural else ''} ({common_name([each.name for each in cut])}, {cut[0].class_name}) "
+        f"of up to {shown_bytes(largest)} {'are' if plural else 'is'} above max_bytes={config.max_bytes} "
+        f"({shown_bytes(config.max_bytes)}), so {'each was' if plural else 'it was'} cut into smaller groups: a whole "
+        f"block would be unsharded twice, for computing and for the next one that is gathered ahead. To keep blocks "
+        f"whole, say --max-bytes {largest}, or max_bytes in the config."
+    )
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | None, config: ShardingConfig) -> nn.Module:

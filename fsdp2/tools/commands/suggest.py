@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from fsdp2.core.options import MixedPrecisionPolicy
-from fsdp2.tools.commands.estimate import add_workload, optimizer_named, target
+from fsdp2.tools.commands.estimate import add_workload, loss_named, optimizer_named, target
 from fsdp2.tools.commands.models import make_batch
 from fsdp2.tools.commands.parsing import Parser, add_json
-from fsdp2.tools.commands.sharding import add_target
+from fsdp2.tools.commands.sharding import add_ranks, add_target
 from fsdp2.tools.estimating.suggest import suggest
 
 DESCRIPTION = """\
@@ -25,7 +25,7 @@ def parser() -> Parser:
         "fsdp2 suggest", DESCRIPTION, "fsdp2 suggest my_package.models:llama --ranks 64 --batch 128x8192:int64"
     )
     add_target(made)
-    made.add_argument("--ranks", type=int, default=8, metavar="N", help="of all (default: 8)")
+    add_ranks(made, 8, "how many, of all (default: 8)")
     add_workload(made)
     made.add_argument("--blocks", metavar="CLASSES", help="names of the classes that are groups, with commas")
     made.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="compute and gather in it")
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         optimizer=optimizer_named(options.optimizer),
         mp_policy=policy,
         blocks=None if options.blocks is None else [name.strip() for name in options.blocks.split(",")],
+        loss=loss_named(options.loss),
         compiled=options.compiled,
         best=options.best,
         progress=_say if sys.stderr.isatty() else None,

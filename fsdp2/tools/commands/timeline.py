@@ -6,7 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2.errors import FSDPValueError
-from fsdp2.tools.commands.estimate import optimizer_named
+from fsdp2.tools.commands.estimate import LOSS_HELP, loss_named, optimizer_named
 from fsdp2.tools.commands.models import BATCH_HELP, make_batch, make_model
 from fsdp2.tools.commands.parsing import Parser, add_json
-from fsdp2.tools.commands.sharding import add_sharding, add_target, config_of, shard
+from fsdp2.tools.commands.sharding import add_ranks, add_sharding, add_target, config_of, shard
 from fsdp2.tools.timeline.timeline import Timeline, timeline
 
 DESCRIPTION = """\
@@ -32,9 +32,10 @@ def parser() -> Parser:
     made = Parser("fsdp2 timeline", DESCRIPTION, "fsdp2 timeline models.py:build --batch 8x512:int64 --out steps.html")
     add_target(made)
     made.add_argument("--batch", required=True, metavar="BATCH", help=BATCH_HELP)
-    made.add_argument("--ranks", type=int, metavar="N", help="to start on this machine (default: GPUs, or 2)")
+    add_ranks(made, None, "how many to start on this machine (default: GPUs, or 2)")
     add_sharding(made)
     made.add_argument("--optimizer", default="AdamW", metavar="NAME", help="as in fsdp2 estimate (default: AdamW)")
+    made.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
     made.add_argument("--steps", type=int, default=3, metavar="N", help="that are shown (default: 3)")
     made.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before them (default: 2)")
     made.add_argument("--out", action="append", default=[], metavar="FILE", help="a trace .json, a page .html, a .png")
@@ -73,11 +74,12 @@ def _run(options: argparse.Namespace, device: str) -> Timeline:
     make_optimizer = optimizer_named(options.optimizer)
     optimizer = None if make_optimizer is None else make_optimizer(list(model.parameters()))
     batch = _part_of(make_batch(options.batch, device))
+    loss = loss_named(options.loss)
     for _ in range(options.warmup):
-        step(model, optimizer, batch)
+        step(model, optimizer, batch, loss)
     with timeline(model) as found:
         for _ in range(options.steps):
-            step(model, optimizer, batch)
+            step(model, optimizer, batch, loss)
     for path in options.out:
         found.save(path)
     return found
@@ -98,15 +100,19 @@ def _part_of(batch: Any) -> Any:
     return tuple(_part_of(each) for each in batch) if isinstance(batch, (tuple, list)) else batch
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> None:
-    """One step: of the loss that the output has, or the sum of the output."""
-    if isinstance(batch, dict):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    loss = getattr(output, "loss", None)
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Any,
+    loss_of: Callable[..., torch.Tensor] | None = None,
+) -> None:
+    """One step: of ``loss_of(output, *batch)``, else of the loss that the output has, or the sum of the output."""
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    output = model(*args, **kwargs)
+    loss = getattr(output, "loss", None) if loss_of is None else loss_of(output, *args, **kwargs)
     output = output[0] if isinstance(output, (tuple, list)) else output
-    (output.float().sum() if loss is None else loss).backward()
+    (output.float().sum() if loss is None else loss).backward()  # type: ignore[no-untyped-call]
     if optimizer is not None:
         optimizer.step()
     model.zero_grad()

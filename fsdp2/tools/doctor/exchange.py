@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -25,8 +24,9 @@ from fsdp2.tools.doctor.finding import Finding
 MIB = 2**20
 LIMIT_SECONDS = 180
 ENOUGH = {"nccl": 0.5, "gloo": 0.05}
-"""Which part of what the link should give is expected of an all-gather. Gloo's of one machine goes through sockets, and
-is compared with copies in memory."""
+"""Which part of what the link should give is expected of an all-gather. NCCL reaches 70 to 90 % with 256 MiB. Gloo's of
+one machine goes through sockets, and is compared with copies in memory, of which 5 to 30 % are usual: as cores that
+others use make it slower, less is a note and no warning."""
 
 
 def measure(nbytes: int, repeats: int = 5) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def measure(nbytes: int, repeats: int = 5) -> dict[str, Any]:
 
     Args:
         nbytes: of what is gathered, on each rank; a multiple of the ranks.
-        repeats: of which the median counts.
+        repeats: of which the fastest counts.
 
     Returns:
         Sizes in bytes, times in seconds; ``bytes_per_second`` is what one rank receives.
@@ -52,7 +52,7 @@ def measure(nbytes: int, repeats: int = 5) -> dict[str, Any]:
     times = [
         _seconds(lambda: _torch.all_gather_single(output, shard, group, False), device) for _ in range(repeats + 1)
     ]
-    seconds = statistics.median(times[1:])
+    seconds = min(times[1:])  # what the link can do: on a busy machine the others say what the cores could not
     copies = [_seconds(lambda: output.copy_(output.clone()), device) for _ in range(3)]
     return {
         "ranks": ranks,

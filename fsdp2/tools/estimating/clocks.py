@@ -60,6 +60,18 @@ class Clocks:
         self.busy.append(0.0)
         return len(self.times) - 1
 
+    def copy(self) -> Clocks:
+        """As it is now."""
+        return Clocks(list(self.times), list(self.busy), self.current, dict(self.waited))
+
+    def repeat(self, since: Clocks, times: int) -> None:
+        """All that has happened since the copy ``since`` happens ``times`` more times."""
+        for stream, (time, busy) in enumerate(zip(since.times, since.busy, strict=False)):
+            self.times[stream] += times * (self.times[stream] - time)
+            self.busy[stream] += times * (self.busy[stream] - busy)
+        for why, seconds in self.waited.items():
+            self.waited[why] = seconds + times * (seconds - since.waited.get(why, 0.0))
+
     def reset(self) -> None:
         """Count from now on: times stay, what they were spent on does not."""
         self.waited = {}

@@ -1,11 +1,14 @@
 """What operators cost: operations, bytes, seconds. A roofline for each, and chains of them that a compiler fuses.
 
-    seconds of a matrix product  = max(operations / (peak * achieved), bytes / (bandwidth * achieved), kernel)
+    seconds of a matrix product  = max(operations / (peak * achieved), bytes / (bandwidth * achieved), kernel) + casts
     seconds of anything else     = max(bytes / (bandwidth * achieved), kernel)
 
 ``bytes`` are those of the tensors that are read, and of those that are written. Formulas for operations are those of
-``torch.utils.flop_counter``. Of causal attention half is computed (`Cost.flops`), and all of it counted for the
-utilization (`Cost.model_flops`), as torchtitan, Megatron and the PaLM paper do.
+``torch.utils.flop_counter``. A product in 8 bits casts its operands first: each element is read for the largest of all,
+by which it is scaled, read again, and written; a compiler finds the largest where the operand is made.
+
+Of causal attention half is computed (`Cost.flops`), and all of it counted for the utilization (`Cost.model_flops`), as
+torchtitan, Megatron and the PaLM paper do.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Cost:
         nbytes: read and written.
         dtype: in which matrices are multiplied; None: no matrix product.
         is_attention: fused attention.
+        operands: elements of what a matrix product multiplies.
     """
 
     flops: float
@@ -42,6 +46,7 @@ class Cost:
     nbytes: int
     dtype: torch.dtype | None = None
     is_attention: bool = False
+    operands: int = 0
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Cost:
@@ -62,8 +67,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Seque
     if formula is None:
         return Cost(0.0, 0.0, nbytes)
     flops = float(formula(*args, **kwargs, out_val=out))
-    matrix = next(arg for arg in args if isinstance(arg, torch.Tensor))
-    return Cost(flops, flops, nbytes, matrix.dtype)
+    matrices = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 1]
+    return Cost(flops, flops, nbytes, matrices[-1].dtype, operands=sum(each.numel() for each in matrices[-2:]))
 
 
 @functools.cache
@@ -137,8 +142,8 @@ class Fusion:
         return nbytes
 
 
-def seconds_of(cost: Cost, hardware: Hardware, dtype: torch.dtype | None) -> float:
-    """How long it runs. ``dtype``: of matrix products, if another than that of their tensors."""
+def seconds_of(cost: Cost, hardware: Hardware, dtype: torch.dtype | None, *, fuses: bool = False) -> float:
+    """How long it runs. ``dtype``: of matrix products, if another than that of their tensors; ``fuses``: compiled."""
     if not cost.nbytes:
         return 0.0
     moved = cost.nbytes / (hardware.memory_bandwidth * hardware.achieved_memory)
@@ -147,4 +152,12 @@ def seconds_of(cost: Cost, hardware: Hardware, dtype: torch.dtype | None) -> flo
         achieved = hardware.achieved_attention if cost.is_attention else hardware.achieved_flops
         peak = hardware.flops_of(cost.dtype if dtype is None or cost.is_attention else dtype)
         computed = cost.flops / (peak * achieved) if peak else 0.0
-    return max(moved, computed, hardware.kernel_seconds)
+    return max(moved, computed, hardware.kernel_seconds) + _cast_seconds(cost, hardware, dtype, fuses)
+
+
+def _cast_seconds(cost: Cost, hardware: Hardware, dtype: torch.dtype | None, fuses: bool) -> float:
+    """Of the operands of a product, to the narrower dtype that it is computed in."""
+    if cost.dtype is None or dtype is None or cost.is_attention or dtype.itemsize >= cost.dtype.itemsize:
+        return 0.0
+    nbytes = cost.operands * ((1 if fuses else 2) * cost.dtype.itemsize + dtype.itemsize)
+    return nbytes / (hardware.memory_bandwidth * hardware.achieved_memory)

@@ -17,7 +17,7 @@ from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
 from fsdp2.tools.estimating.memory import RESTS, Peak, Phase, Use
 from fsdp2.tools.estimating.rank import Observation, observe
-from fsdp2.tools.estimating.request import Checkpointing, MakeModel, MakeOptimizer, Request, Shard
+from fsdp2.tools.estimating.request import CHECKPOINTING, Checkpointing, MakeModel, MakeOptimizer, Request, Shard
 from fsdp2.tools.estimating.result import CollectiveSum, Estimate, PhasePeak, Remedy, StepTime
 
 DEFAULT_HARDWARE = "h100-8x"
@@ -157,7 +157,7 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
         parameters=seen.parameters,
         groups=seen.groups,
         mesh=dict(zip(request.mesh_dim_names, request.mesh_shape, strict=True)),
-        settings=_settings(request),
+        settings={**_settings(request), "loss": seen.loss},
         hardware=hardware,
         phases={phase.value: PhasePeak(peak.nbytes, _named(peak.by_use)) for phase, peak in peaks.items()},
         peak_bytes=peak_bytes,
@@ -263,6 +263,8 @@ def _tried(request: Request) -> Iterator[Remedy]:
     said: dict[str, str] = {}
     for change, words in _changes(request):
         request = replace(request, **change)
+        if "accumulation" in change:
+            said.pop("kept", None)  # it says that, too
         said[next(iter(change))] = words
         found = answer(request)
         seconds = None if found.time is None else found.time.seconds
@@ -272,21 +274,29 @@ def _tried(request: Request) -> Iterator[Remedy]:
 
 
 def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
+    """What is tried, the cheapest first: no change of numbers, less memory, and then more time."""
     assert {each.name for each in fields(Request)} >= {"checkpointing", "accumulation", "strategy", "offload_policy"}
-    if request.activation_bytes is None and request.checkpointing != "blocks":
-        yield {"checkpointing": "blocks"}, "checkpointing='blocks'"
-    if request.shard is None and request.strategy not in (None, "zero3"):
+    computes, by_itself = request.activation_bytes is None, request.shard is None
+    kept = request.kept
+    if request.accumulation > 1 and kept == "unsharded":
+        kept = "sharded"
+        yield {"kept": kept}, f"kept={kept!r}"
+    if computes:
+        for how in CHECKPOINTING[CHECKPOINTING.index(request.checkpointing) + 1 :]:
+            yield {"checkpointing": how}, f"checkpointing={how!r}"
+    if by_itself and request.strategy not in (None, "zero3"):
         yield {"strategy": "zero3"}, "strategy='zero3'"
-    if request.shard is None and len(request.mesh_shape) == 2 and request.mesh_shape[0] > 1:
+    if by_itself and len(request.mesh_shape) == 2 and request.mesh_shape[0] > 1:
         yield {"mesh_shape": (request.ranks,), "mesh_dim_names": ("shard",)}, f"mesh_shape={request.ranks}"
-    if request.accumulation == 1 and request.activation_bytes is None:
+    if computes:
         for count in microbatches_of(request):
-            yield {"accumulation": count, "kept": "sharded"}, f"accumulation={count}, kept='sharded'"
-    if not isinstance(offload(request.offload_policy), CPUOffloadPolicy) and request.shard is None:
+            if count > request.accumulation:
+                yield {"accumulation": count, "kept": "sharded"}, f"accumulation={count}, kept='sharded'"
+    if not isinstance(offload(request.offload_policy), CPUOffloadPolicy) and by_itself:
         yield {"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy()"
 
 
 def microbatches_of(request: Request) -> list[int]:
-    """Numbers of microbatches that are worth a try: 2, 4, 8 and 16, of those that divide a rank's samples."""
+    """Numbers of microbatches that are worth a try: powers of two up to 64, of those that divide a rank's samples."""
     samples = request.samples // request.data_parallel
-    return [count for count in (2, 4, 8, 16) if samples % count == 0]
+    return [count for count in (2, 4, 8, 16, 32, 64) if samples % count == 0]

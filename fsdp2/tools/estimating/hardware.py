@@ -172,6 +172,14 @@ def _check_number(name: str, value: Any, *, positive: bool) -> None:
         raise FSDPValueError(f"Hardware takes a number {'> 0' if positive else '>= 0'} as '{name}', got {value!r}.")
 
 
+def _clock_at(watts: float, full_watts: float) -> float:
+    """Which part of its clock a chip keeps at a power limit.
+
+    Power goes with clock times voltage squared, and voltage with the clock: the clock with the cube root of power.
+    """
+    return (watts / full_watts) ** (1 / 3)
+
+
 _H100 = Hardware(
     name="h100-8x",
     ranks_per_node=8,
@@ -198,7 +206,14 @@ KNOWN: Mapping[str, Hardware] = MappingProxyType(
         ),
         "h100": _H100,
         # torchtitan's published runs: HBM2e, and a power limit of 500 W, of which vendors give no peak.
-        "h100-hbm2e": replace(_H100, name="h100-hbm2e-8x", memory_bytes=96 * GIB, memory_bandwidth=2.4e12),
+        "h100-hbm2e": replace(
+            _H100,
+            name="h100-hbm2e-8x",
+            memory_bytes=96 * GIB,
+            memory_bandwidth=2.4e12,
+            achieved_flops=0.7 * _clock_at(500, 700),
+            achieved_attention=0.35 * _clock_at(500, 700),
+        ),
         "h200": replace(_H100, name="h200-8x", memory_bytes=141 * 10**9, memory_bandwidth=4.8e12),
         "b200": replace(
             _H100,

@@ -172,7 +172,7 @@ class Observer(_torch.TorchDispatchMode):
         if self._on_host:
             self._clocks.run(cost.nbytes / self._hardware.host_memory_bandwidth)
         else:
-            self._clocks.run(seconds_of(cost, self._hardware, self._dtype))
+            self._clocks.run(seconds_of(cost, self._hardware, self._dtype, fuses=fusion is not None))
 
     def _end_chain(self) -> None:
         if self._fusion is not None and self._clocks is not None and self._hardware is not None:

@@ -33,9 +33,13 @@ from fsdp2.tools.estimating.subject import (
     can_stand_in,
     made,
     sharded,
+    shorten,
     stand_in,
 )
 from fsdp2.tools.estimating.traffic import Traffic, transports_observed
+
+SIMULATED_MICROBATCHES = 3
+"""Of a step, at the most: the first, one in the middle, the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class Observation:
         matmul_dtype: in which most operations of matrix products are.
         parameters: elements of the model.
         groups: how many.
+        loss: what was differentiated, in words.
     """
 
     model: str
@@ -69,6 +74,7 @@ class Observation:
     matmul_dtype: torch.dtype
     parameters: int
     groups: int
+    loss: str
 
 
 def observe(request: Request, caller: str) -> Observation:
@@ -153,11 +159,14 @@ class Rank:
         self._computes = request.activation_bytes is None
         self._can_switch = request.checkpointing != "none" or request.shard is None
         self._hooked: set[int] = set()
+        self._loss_said = "none: nothing is computed"
 
     def build(self, mesh: DeviceMesh) -> None:
         """Make the model, shard it over ``mesh``, make the optimizer and the batch."""
         request = self._request
         model = made(request.make_model)
+        if request.depth is not None:
+            shorten(model, request.depth)
         self._name = type(model).__name__
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         if self._computes and self._can_switch:
@@ -258,14 +267,20 @@ class Rank:
             matmul_dtype=self.observer.matmul_dtype,
             parameters=self._parameters,
             groups=sum(len(state.unit) for state in states_below(self.model)),
+            loss=self._loss_said,
         )
 
     def _step(self) -> None:
         request, count = self._request, self._request.accumulation
-        for index in range(count):
+        # Those between the second and the last do what the second does.
+        simulated = range(count) if count <= SIMULATED_MICROBATCHES else (0, 1, count - 1)
+        for index in simulated:
             is_last = index == count - 1
+            since = self._so_far()
             with accumulate(self.model, last=is_last, kept=request.kept) if count > 1 else nullcontext():
                 self._microbatch()
+            if index == 1 and not is_last:
+                self._repeat(since, count - len(simulated))
         if self.optimizer is not None:
             for parameter, local in self._steps_on:
                 local.grad = None if parameter.grad is None else _local(parameter.grad)
@@ -275,6 +290,19 @@ class Rank:
                 local.grad = None
             self._know(self._states(), Use.OPTIMIZER_STATE)
         self.model.zero_grad()
+
+    def _so_far(self) -> tuple[Traffic, Clocks | None, float, float]:
+        clocks = None if self._clocks is None else self._clocks.copy()
+        return self.traffic.snapshot(), clocks, self.observer.flops, self.observer.model_flops
+
+    def _repeat(self, since: tuple[Traffic, Clocks | None, float, float], times: int) -> None:
+        """All that was exchanged and computed since then, ``times`` more times. (Memory is the same each time.)"""
+        traffic, clocks, flops, model_flops = since
+        self.traffic.repeat(traffic, times)
+        if self._clocks is not None and clocks is not None:
+            self._clocks.repeat(clocks, times)
+        self.observer.flops += times * (self.observer.flops - flops)
+        self.observer.model_flops += times * (self.observer.model_flops - model_flops)
 
     def _microbatch(self) -> None:
         with self.observer.during(Phase.FORWARD):
@@ -289,8 +317,12 @@ class Rank:
     def _loss(self) -> torch.Tensor:
         try:
             output = self.model(*self._args, **self._kwargs)
-            if self._request.loss is None or not self._computes:
-                return _default_loss(output)
+            if not self._computes:
+                return _default_loss(output)[0]
+            if self._request.loss is None:
+                found, self._loss_said = _default_loss(output)
+                return found
+            self._loss_said = f"given ({name_of_function(self._request.loss)})"
             return self._request.loss(output, *self._args, **self._kwargs)
         except _torch.unsupported_without_memory() as error:
             raise FSDPRuntimeError(
@@ -371,11 +403,16 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _default_loss(output: Any) -> torch.Tensor:
-    """What is differentiated if nobody says: ``output.loss``, or the sum of the first tensor of it."""
+def name_of_function(function: Any) -> str:
+    """What it is called in the program, or its class."""
+    return str(getattr(function, "__qualname__", type(function).__name__)).rpartition("<locals>.")[2]
+
+
+def _default_loss(output: Any) -> tuple[torch.Tensor, str]:
+    """What is differentiated if nobody says: ``output.loss``, or the sum of the first tensor of it; and in words."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
-        return loss
+        return loss, "output.loss (default)"
     found = output
     while isinstance(found, (tuple, list)) and found:
         found = found[0]
@@ -386,4 +423,4 @@ def _default_loss(output: Any) -> torch.Tensor:
             f"the model returned a {type(output).__name__}, of which an estimate does not know what to differentiate; "
             "pass loss=, a function of the output and the batch that returns a tensor of one element."
         )
-    return found.sum()
+    return found.sum(), "sum of the output (default)"

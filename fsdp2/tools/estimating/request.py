@@ -29,7 +29,7 @@ SAME_SAMPLES = ("tp", "cp", "pp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `fsdp2.estimate` is asked. Fields are its arguments.
+    """What `fsdp2.estimate` is asked. Fields are its arguments; with a ``depth`` the model has only so many blocks.
 
     Raises:
         FSDPTypeError: the batch holds no tensor, the optimizer cannot be called.
@@ -54,6 +54,7 @@ class Request:
     activation_bytes: int | None
     matmul_dtype: torch.dtype | None
     compiled: bool
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without a model."""

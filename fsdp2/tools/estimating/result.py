@@ -154,7 +154,8 @@ class Estimate:
         usable = self.hardware.usable_bytes
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
-            f"{self.model}: {shown_count(self.parameters)} parameters, {self.groups} groups, on {mesh}",
+            f"{self.model}: {shown_count(self.parameters)} parameters, {self.groups} "
+            f"group{'' if self.groups == 1 else 's'}, on {mesh}",
             f"  {said}",
             f"{verdict}: {shown_bytes(self.peak_bytes)} of {shown_bytes(usable)} on {self.hardware.name}"
             f" ({shown_bytes(self.hardware.memory_bytes)}, less {shown_bytes(self.hardware.reserved_bytes)} for the"

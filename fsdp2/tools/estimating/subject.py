@@ -25,6 +25,9 @@ from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.tools.estimating.request import Request
 
 CPU = torch.device("cpu")
+LEAST_DEPTH = 12
+"""Of a list of blocks that may be shortened."""
+
 _ANY = 2**62
 
 
@@ -60,6 +63,37 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+# -- fewer blocks
+
+
+def depth_of(model: nn.Module) -> int | None:
+    """How many blocks that are all alike follow each other; None if there are few, or lists of other lengths beside."""
+    lengths = {len(each) for each in _lists_of_blocks(model)}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def shorten(model: nn.Module, depth: int) -> None:
+    """Keep the first ``depth`` of these blocks."""
+    for blocks in list(_lists_of_blocks(model)):
+        for name in list(blocks._modules)[depth:]:
+            del blocks._modules[name]
+
+
+def _lists_of_blocks(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
+    is_long = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= LEAST_DEPTH
+    if is_long and len({_shape_of(each) for each in module.children()}) == 1:
+        yield module  # type: ignore[misc]
+        return
+    for child in module.children():
+        yield from _lists_of_blocks(child)
+
+
+def _shape_of(module: nn.Module) -> tuple[Any, ...]:
+    named = module.named_parameters(remove_duplicate=False)
+    parameters = [(name, each.shape, each.dtype, each.requires_grad) for name, each in named]
+    return type(module), *parameters
 
 
 # -- activation checkpointing

@@ -52,6 +52,12 @@ class Sum:
         self.sent_between += cost.sent_between
         self.seconds += cost.seconds
 
+    def repeat(self, since: Sum, times: int) -> None:
+        """What was added since the copy ``since`` is added ``times`` more times."""
+        for name in self.__slots__:
+            now = getattr(self, name)
+            setattr(self, name, now + times * (now - getattr(since, name)))
+
 
 @dataclass(slots=True)
 class Traffic:
@@ -100,6 +106,12 @@ class Traffic:
     def snapshot(self) -> Traffic:
         """What was exchanged so far, which does not change any more."""
         return replace(self, sums={key: replace(each) for key, each in self.sums.items()})
+
+    def repeat(self, since: Traffic, times: int) -> None:
+        """All that was exchanged since the snapshot ``since`` is exchanged ``times`` more times."""
+        for key, each in self.sums.items():
+            each.repeat(since.sums.get(key, Sum()), times)
+        self.to_host += times * (self.to_host - since.to_host)
 
     def reset(self) -> None:
         """Count from now on."""

@@ -105,6 +105,37 @@ def _ignored_but_trained(facts: ModelFacts) -> Iterator[Advice]:
         )
 
 
+def _never_reduced(facts: ModelFacts) -> Iterator[Advice]:
+    """Reductions that are switched off: right between microbatches, and wrong for a whole step."""
+    trained = [group for group in facts.groups if group.gradients]
+    unreduced = [group for group in trained if ("requires_gradient_sync", "False") in group.settings]
+    apart = [
+        group
+        for group in trained
+        if group not in unreduced and group.replicate_size > 1 and ("requires_all_reduce", "False") in group.settings
+    ]
+    for groups, setter, becomes in (
+        (
+            unreduced,
+            "set_requires_gradient_sync",
+            "no backward reduces its gradients. They add up unsharded, as large as the whole group, and the optimizer "
+            "gets none",
+        ),
+        (apart, "set_requires_all_reduce", "gradients are not summed over the copies, which drift apart"),
+    ):
+        names = tuple(group.title for group in groups)
+        if names:
+            yield Advice(
+                "never-reduced",
+                "wrong",
+                names,
+                f"{setter}(False) is on for {shown_names(names)}: {becomes}. That is right between the microbatches of "
+                "a step, and the last one must reduce.",
+                "with fsdp2.accumulate(model, last=index == count - 1): ...  "
+                f"# around each microbatch; or model.{setter}(True) before the last",
+            )
+
+
 def _still_on_meta(facts: ModelFacts) -> Iterator[Advice]:
     if facts.is_meta and facts.groups:
         yield Advice(
@@ -405,6 +436,7 @@ _CHECKS: tuple[Callable[[ModelFacts], Iterator[Advice]], ...] = (
     _nothing_sharded,
     _in_no_group,
     _ignored_but_trained,
+    _never_reduced,
     _still_on_meta,
     _not_reached,
     _one_group,

@@ -83,11 +83,11 @@ class Explanation:
         lines = [f"  {line}" for line in self.config.splitlines()]
         return "\n".join(["\n\nThe settings of its ShardingConfig:", *lines]) if lines else ""
 
-    def details(self, name: str) -> str:
+    def details(self, name: str = "") -> str:
         """All that is known of one group, as text.
 
         Args:
-            name: of a group ("" is the model itself), of a parameter, or of a module inside of a group.
+            name: of a group, of a parameter, or of a module inside of a group; without it, of the model's own group.
 
         Raises:
             FSDPValueError: there is no such name in any group.

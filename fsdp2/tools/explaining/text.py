@@ -227,6 +227,12 @@ def plain_lines(facts: ModelFacts) -> list[str]:
     return lines
 
 
+def _named(facts: ModelFacts) -> str:
+    """What `details` is called with: a group's name; nothing, where the model is the only group."""
+    name = next((group.name for group in facts.groups if group.name), "")
+    return f'"{name}"' if name else ""
+
+
 def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
     """All but the details."""
     parts = ["\n".join(wrapped(summary(facts)))]
@@ -239,8 +245,8 @@ def overview(facts: ModelFacts, advice: Sequence[Advice]) -> str:
     if advice:
         parts.append("\n".join(["What could be better:", *advice_lines(advice)]))
     if facts.groups:
-        named = next((group for group in facts.groups if group.name), facts.groups[0])
-        parts.append(f'More on one group: explain(model).details("{named.name}")')
+        which = "one group" if len(facts.groups) > 1 else "the group"
+        parts.append(f"More on {which}: explain(model).details({_named(facts)})")
     return "\n\n".join(parts)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from fsdp2.tools.timeline.report import MIB, TimelineReport
 from fsdp2.tools.timeline.view import COLOURS, WORDS, RankView, View, view_of
 
+_MEMORY_ALPHA = 0.5
+
 
 def draw(report: TimelineReport, path: Path) -> None:
     """Write the picture to ``path``. Needs matplotlib, and no display."""
@@ -22,8 +24,12 @@ def draw(report: TimelineReport, path: Path) -> None:
     for rank, place in zip(view.ranks, axes[:, 0], strict=True):
         _draw_rank(place, rank, view)
     axes[-1, 0].set_xlabel("ms")
-    figure.suptitle("\n".join(report.headlines()), fontsize=9, x=0.01, ha="left")
-    handles = [Patch(color=COLOURS[kind][0], label=WORDS.get(kind, kind)) for kind in view.used]
+    said = [*report.headlines(), view.left_out] if view.left_out else report.headlines()
+    figure.suptitle("\n".join(said), fontsize=9, x=0.01, ha="left")
+    handles = [
+        Patch(color=COLOURS[kind][0], alpha=_MEMORY_ALPHA if kind == "memory" else 1.0, label=WORDS.get(kind, kind))
+        for kind in view.used
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -46,10 +52,11 @@ def _draw_rank(axes: Any, rank: RankView, view: View) -> None:
     times = [ms(each) for each, _ in rank.memory] + [ms(view.end)]
     levels = [nbytes / view.peak_bytes for _, nbytes in rank.memory]
     levels = [y + each for each in (*levels, levels[-1])]
-    axes.fill_between(times, levels, y, step="post", color=COLOURS["memory"][0], alpha=0.5, linewidth=0)
-    for _, begin in view.steps:
+    axes.fill_between(times, levels, y, step="post", color=COLOURS["memory"][0], alpha=_MEMORY_ALPHA, linewidth=0)
+    for number, begin in view.steps:
         axes.axvline(ms(begin), color="gray", linestyle=":", linewidth=0.8)
+        axes.annotate(f" step {number + 1}", (ms(begin), 1.06), fontsize=7, color="gray", annotation_clip=False)
     axes.set_xlim(0, ms(view.end))
-    axes.set_ylim(y, 1.1)
+    axes.set_ylim(y, 1.35)
     axes.set_yticks([0.5, y + 0.5], [f"rank {rank.rank}", f"≤ {view.peak_bytes / MIB:.3g} MiB"], fontsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)

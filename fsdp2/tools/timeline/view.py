@@ -12,7 +12,7 @@ from fsdp2.tools.timeline.records import MemorySample, RankRecord, Span
 from fsdp2.tools.timeline.report import TimelineReport
 
 MOST_RANKS = 8
-MOST_STEPS = 2
+MOST_STEPS = 4
 MOST_MARKS = 6000
 """Of what is drawn, so that a page stays a page."""
 
