@@ -711,11 +711,6 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def is_without_memory(tensor: object) -> bool:
-    """Whether ``tensor`` was made in `fake_tensors`, or is one of another mode like it (there is no public type)."""
-    return isinstance(tensor, FakeTensor)
-
-
 def is_made_in(tensor: object, mode: Any) -> bool:
     """Whether ``tensor`` was made in ``mode``, of `fake_tensors`."""
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode

@@ -57,7 +57,6 @@ def set_local_steps(enabled: bool) -> None:
 
 
 _STEPS = frozenset(_torch.without_hooks(each.step) for each in ELEMENTWISE)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def ordinary_of(optimizer: Optimizer) -> Ordinary | None:
@@ -69,9 +68,9 @@ def ordinary_of(optimizer: Optimizer) -> Ordinary | None:
     sharded = [parameter for parameter in params if isinstance(parameter, DTensor)]
     if not any(fsdp_param_of(parameter) is not None for parameter in sharded):
         return None
-    if any(
-        type(_torch.local_of(each)) not in _PLAIN or any(p.is_partial() for p in each.placements) for each in sharded
-    ):
+    if not _torch.only_plain_or_fake([type(_torch.local_of(each)) for each in sharded]):
+        return None
+    if any(placement.is_partial() for each in sharded for placement in each.placements):
         return None
     return Ordinary()
 

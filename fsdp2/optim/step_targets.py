@@ -152,7 +152,7 @@ class _Counters:
     __slots__ = ("_all", "_version", "each")
 
     def __init__(self, value: torch.Tensor, count: int) -> None:
-        self._all = value.detach().expand(count).clone()
+        self._all = value.detach().repeat(count)
         self.each = self._all.unbind()
         self._version = _torch.version_of(self._all)
 
@@ -266,7 +266,8 @@ def _agreement(state: State) -> object:
         if isinstance(value, DTensor):
             found.append((name, value.dtype, _torch.local_of(value).device))
         elif isinstance(value, torch.Tensor):
-            found.append((name, value.dtype, value.device, value.item() if value.numel() == 1 else id(value)))
+            has_value = value.numel() == 1 and not _torch.is_fake(value)
+            found.append((name, value.dtype, value.device, value.item() if has_value else value.shape))
         else:
             found.append((name, value if isinstance(value, (int, float, bool, str, type(None))) else id(value)))
     return tuple(found)

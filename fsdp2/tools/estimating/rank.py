@@ -182,7 +182,6 @@ class Rank:
         for parameter in self.model.parameters():
             self.log.use(_local(parameter).untyped_storage(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
-        self._steps_on = _local_in_place(self.optimizer)
         if self.optimizer is not None and self._clocks is not None and not request.offloads_parameters:
             _step_as_on_devices(self.optimizer)
         self._args, self._kwargs = request.local_batch()
@@ -282,12 +281,8 @@ class Rank:
             if index == 1 and not is_last:
                 self._repeat(since, count - len(simulated))
         if self.optimizer is not None:
-            for parameter, local in self._steps_on:
-                local.grad = None if parameter.grad is None else _local(parameter.grad)
             with self.observer.during(Phase.OPTIMIZER, on_host=request.offloads_parameters):
                 self.optimizer.step()
-            for _, local in self._steps_on:
-                local.grad = None
             self._know(self._states(), Use.OPTIMIZER_STATE)
         self.model.zero_grad()
 
@@ -362,25 +357,6 @@ class Rank:
     def _know_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             self._know([parameter.grad], Use.UNSHARDED_GRADIENTS)
-
-
-def _local_in_place(optimizer: torch.optim.Optimizer | None) -> list[tuple[torch.Tensor, nn.Parameter]]:
-    """Let one of torch's optimizers, which has not stepped, step on local tensors, not on the DTensors around them.
-
-    The memory is the same: operators on DTensors run on local tensors. But they ask how the result is placed, which for
-    hundreds of parameters takes longer than all else.
-
-    Returns:
-        Each parameter, and what is in its place.
-    """
-    pairs: list[tuple[torch.Tensor, nn.Parameter]] = []
-    if optimizer is None or not type(optimizer).__module__.startswith("torch.optim"):
-        return pairs
-    for group in optimizer.param_groups:
-        locals_ = [nn.Parameter(_local(each.detach()), each.requires_grad) for each in group["params"]]
-        pairs += zip(group["params"], locals_, strict=True)
-        group["params"] = locals_
-    return pairs
 
 
 def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:

@@ -54,7 +54,7 @@ def made(make_model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
 
 
 def _is_as_needed(tensor: torch.Tensor) -> bool:
-    return _torch.is_without_memory(tensor) and tensor.device.type == "cpu"
+    return _torch.is_fake(tensor) and tensor.device.type == "cpu"
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

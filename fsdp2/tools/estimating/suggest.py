@@ -432,8 +432,8 @@ def program(request: Request) -> str:
 
 
 _HOW_TO_CHECKPOINT = {
-    "blocks": "before that, checkpoint_wrapper(block) around each block: docs/how-to/make-it-fit.md",
-    "selective": "before that, checkpoint_wrapper(block, context_fn=...) around each block: docs/how-to/make-it-fit.md",
+    "blocks": "before that, checkpoint_wrapper(block) around each block: see 'Make a model fit'",
+    "selective": "before that, checkpoint_wrapper(block, context_fn=...) around each block: see 'Make a model fit'",
 }
 
 
