@@ -360,10 +360,11 @@ def without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def before_zero_grad(owner: Any, action: Callable[[Any, bool], None]) -> None:
+def around_zero_grad(owner: Any, action: Callable[[Any, bool], Callable[[], None]]) -> None:
     """Let ``zero_grad`` of all instances of ``owner`` (and of subclasses that call it) call ``action`` first.
 
-    With the instance, and whether gradients are set to None. (There is no hook for it.) Once for each class.
+    With the instance, and whether gradients are set to None; what it returns is called last. (There is no hook for it.)
+    Once for each class.
     """
     original = owner.zero_grad
     if hasattr(original, "_fsdp2_action"):
@@ -371,8 +372,9 @@ def before_zero_grad(owner: Any, action: Callable[[Any, bool], None]) -> None:
 
     @functools.wraps(original)
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        action(self, set_to_none)
+        at_the_end = action(self, set_to_none)
         original(self, set_to_none)
+        at_the_end()
 
     zero_grad._fsdp2_action = action  # type: ignore[attr-defined]
     owner.zero_grad = torch._disable_dynamo(zero_grad)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ The reduce-scatter writes into one flat buffer under gradient DTensors that are 
 more than the rest of the reduction. The buffer is used again only when no ``.grad`` is set and nobody else holds what
 lies on it: the Python references of every gradient and of its local tensor, and the users of the buffer's storage, are
 at the counts they had when they were built. Otherwise a new buffer is built, so a gradient (or a view of one) that the
-user keeps never changes. From the first forward after gradients were cleared until they are reduced again the buffer
-has no memory, as if it did not exist.
+user keeps never changes. From ``zero_grad`` on (or the first forward after gradients were cleared otherwise) until they
+are reduced again the buffer has no memory, as if it did not exist.
 
 Where gradients are delivered in another dtype or place than they are reduced in, the reduction arrives in a temporary,
 and one copy of it goes to the buffer.
@@ -86,7 +86,7 @@ class GradientBuffer:
 
     def release(self) -> None:
         """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
-        if self.resizable.has_memory and self._counts() == self._baseline:
+        if self._counts() == self._baseline:
             self.resizable.free()
 
 
@@ -523,9 +523,13 @@ class GradientBucket:
         """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
         return self._buffer
 
+    def has_memory(self) -> bool:
+        """Whether the gradient buffer has any."""
+        return self._buffer is not None and self._buffer.resizable.has_memory
+
     def release(self) -> None:
         """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
-        if self._buffer is not None and self._are_cleared():
+        if self._buffer is not None and self._buffer.resizable.has_memory and self._are_cleared():
             self._buffer.release()
 
     def leave_buffer(self) -> None:

@@ -5,7 +5,7 @@ Unshard, reshard and reduce: a phase machine over flat buffers. Does not know mo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NoReturn, Protocol
 
@@ -706,7 +706,6 @@ class FSDPParamGroup:
         """
         reducer = self.reducer
         self.refuse_set_data()
-        reducer.release()
         if not ends_by_itself:
             return
         if self.settings.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():
@@ -738,3 +737,22 @@ class FSDPParamGroup:
 
 def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
     return len(ones) == len(others) and all(map(is_, ones, others))
+
+
+def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
+    """Free the memory of sharded gradients that have been cleared, and that nobody holds.
+
+    Outside of any forward and backward. While a graph is captured it stays.
+    """
+    by_comm: dict[FSDPCommContext, list[FSDPParamGroup]] = {}
+    for group in groups:
+        if group.comm is not None and group.reducer.has_memory():
+            by_comm.setdefault(group.comm, []).append(group)
+    for comm, together in by_comm.items():
+        if comm.device.is_capturing():
+            continue
+        if comm.device.has_streams:
+            last = [group.reducer.last_stream(comm) for group in together]
+            comm.reduces_follow_readers((comm.reduce_scatter_stream, *last))
+        for group in together:
+            group.reducer.release()

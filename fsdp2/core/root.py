@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR
-from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
 from fsdp2.core.places import PLACE
@@ -297,9 +297,9 @@ class FSDPRoot:
         PLACE.step += 1
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
-        if self.comm.device.has_streams and not self.comm.begin_forward():  # a captured stream must come back
-            last = [group.reducer.last_stream(self.comm) for group in self.groups]
-            self.comm.reduces_follow_readers((self.comm.reduce_scatter_stream, *last))
+        if self.comm.device.has_streams:
+            self.comm.begin_forward()
+        free_cleared_gradients(self.groups)
         for group in self.groups:
             group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
         if self.groups:

@@ -328,16 +328,14 @@ class FSDPCommContext:
                 "takes it along when it is deleted."
             )
 
-    def begin_forward(self) -> bool:
-        """A forward begins. Whether it is captured: the addresses of memory that is kept then lie in a graph."""
+    def begin_forward(self) -> None:
+        """A forward begins. If it is captured, the addresses of memory that is kept lie in a graph from then on."""
         self._compute_stream = self.device.current_stream()
-        is_capturing = self.device.is_capturing()
-        if is_capturing:
+        if self.device.is_capturing():
             self.was_captured = True
             self._holds_pools = self._holds_pools or self.gather_arena is not ALLOCATOR
             for arena in self._arenas():
                 arena.hold()
-        return is_capturing
 
     def end_step(self) -> None:
         """A step that reduced gradients is over: keep of the pools what such steps need.

@@ -184,7 +184,7 @@ class FlatRun:
         for name, value in states[0].items():
             if isinstance(value, DTensor):
                 local = _torch.local_of(value)
-                flat = torch.zeros(run.numel, dtype=local.dtype, device=local.device)
+                flat = local.new_zeros(run.numel)
                 for parameter, offset, state in zip(run.params, run.offsets, states, strict=True):
                     self._slice(flat, offset, parameter).copy_(_torch.local_of(state[name]))
                 value = flat

@@ -5,13 +5,17 @@ communication wait on unsharded parameters, those that stopped before their all-
 their way or add up on the host. A program that gives an accumulation up (its loss or its loader raised) calls
 ``zero_grad`` and begins again: what waits must be gone then.
 
+Nor does memory stay for gradients that nobody has any more: what they lay on is used again, step by step, and would
+otherwise be freed by the next forward.
+
 ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` have no hooks, so the first `fully_shard` wraps
 both: optimizers know nothing of groups, and a model may be a plain module around sharded ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
-from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.reduce import GradientReducer
@@ -27,11 +31,11 @@ from fsdp2.core.reduce import GradientReducer
 
 def install() -> None:
     """Let ``zero_grad`` of optimizers and modules drop what waits."""
-    _torch.before_zero_grad(Optimizer, _before_optimizers)
-    _torch.before_zero_grad(nn.Module, _before_modules)
+    _torch.around_zero_grad(Optimizer, _of_optimizers)
+    _torch.around_zero_grad(nn.Module, _of_modules)
 
 
-def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None:
+def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Callable[[], None]:
     """Drop the gradients of ``parameters`` that wait anywhere but in their ``.grad``; or make them zeros.
 
     Args:
@@ -40,7 +44,11 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
         set_to_none: as of ``zero_grad``.
 
     No communication; reductions in flight are waited for.
+
+    Returns:
+        What to call once ``.grad`` is cleared: it frees the memory that gradients lie on, unless somebody holds some.
     """
+    groups: dict[FSDPParamGroup | None, None] = {}
     cleared: dict[FSDPParamGroup, set[FSDPParam]] = {}
     unseen: list[torch.Tensor] = []
     for parameter in parameters:
@@ -51,8 +59,10 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
             if owner is None:
                 continue
             unseen.append(owner.sharded)
-        if owner.group is not None and owner.group.reducer in GradientReducer.owing:
-            cleared.setdefault(owner.group, set()).add(owner)
+        group = owner.group
+        groups[group] = None
+        if group is not None and group.reducer in GradientReducer.owing:
+            cleared.setdefault(group, set()).add(owner)
     for group, params in cleared.items():
         group.clear_waiting(params, set_to_none)
     for sharded in unseen:
@@ -62,12 +72,23 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> None
             sharded.grad.zero_()
 
 
-def _before_optimizers(optimizer: Any, set_to_none: bool) -> None:
-    clear_waiting((each for group in optimizer.param_groups for each in group["params"]), set_to_none)
+    return partial(_free, groups) if set_to_none else _nothing
 
 
-def _before_modules(module: Any, set_to_none: bool) -> None:
-    clear_waiting(module.parameters(), set_to_none)
+def _free(groups: Iterable[FSDPParamGroup | None]) -> None:
+    free_cleared_gradients(group for group in groups if group is not None)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _of_optimizers(optimizer: Any, set_to_none: bool) -> Callable[[], None]:
+    return clear_waiting((each for group in optimizer.param_groups for each in group["params"]), set_to_none)
+
+
+def _of_modules(module: Any, set_to_none: bool) -> Callable[[], None]:
+    return clear_waiting(module.parameters(), set_to_none)
 
 
 ON_SHARDING.append(install)

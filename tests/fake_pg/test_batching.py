@@ -79,10 +79,35 @@ def test_at_rest_a_rank_holds_its_rows_and_alignment(world_size: int) -> None:
                     if tensor is not parameter.grad:  # gradients lie on one buffer, looked at above
                         assert local.untyped_storage().nbytes() <= limit * math.prod(shape[1:]) * 4
                     assert tensor.shape == shape
+            del tensor, local
+            optimizer.zero_grad()
+            assert gradients.untyped_storage().nbytes() == 0, "as of a plain model"
         model = nn.Module()
         for index, shape in enumerate(shapes):
             model.register_parameter(f"p{index}", nn.Parameter(torch.randn(shape)))
         model.forward = lambda x, model=model: sum(p.square().sum() for p in model.parameters()) * x  # type: ignore[method-assign,misc]
+
+
+@pytest.mark.parametrize("who", ["optimizer", "module", "part of it"])
+def test_gradients_that_somebody_holds_keep_their_memory(who: str) -> None:
+    with fake_world(4):
+        model = stack(3, width=16, layers=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step(model)
+        buffers = [buffer for group in groups_of(model) for buffer in gradient_buffers(group)]
+        parameter = next(model[1].parameters())
+        held = parameter.grad
+        assert isinstance(held, DTensor)
+        held.to_local().fill_(3.0)
+        {"optimizer": optimizer, "module": model, "part of it": model[1]}[who].zero_grad()
+        has_memory = [buffer.untyped_storage().nbytes() > 0 for buffer in buffers]
+        assert held.to_local().eq(3.0).all() and parameter.grad is None
+        assert sum(has_memory) == (len(buffers) if who == "part of it" else 1)
+        optimizer.zero_grad(set_to_none=False)
+        assert [buffer.untyped_storage().nbytes() > 0 for buffer in buffers] == has_memory
+        del held
+        optimizer.zero_grad()
+        assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
 
 
 # ---- peaks -------------------------------------------------------------------------------------------
