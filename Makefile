@@ -79,6 +79,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.fsdp1
 	$(BIN)/python -m benchmarks.state
+	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.compile
+	$(BIN)/python -m benchmarks.scaling --columns 1,4
 
 faults: $(STAMP)
 	$(BIN)/python -m extras.faults $(ARGS)
