@@ -14,8 +14,10 @@ Stands on the public face of fsdp2.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 
 import fsdp2
+
+LOG = logging.getLogger("fsdp2")
 
 MEANS_NOTHING = frozenset(
     {
@@ -88,6 +92,9 @@ class ShardedDataParallel(nn.Module):
         self._broadcast_names = [
             name for name, _ in module.named_buffers() if broadcast_buffers and name not in ignored_names
         ]
+        shards = config is None or config.strategy != "replicate"
+        if shards and not ShardedDataParallel.made and dist.get_rank() == 0 and dist.get_world_size() > 1:
+            LOG.warning("--auto-shard: the model is sharded. torch.save of what is sharded will be refused. %s", SAVING)
         type(self).made += 1
 
     @staticmethod
@@ -183,33 +190,57 @@ class ShardedDataParallel(nn.Module):
 ShardedDataParallel.__name__ = ShardedDataParallel.__qualname__ = "DistributedDataParallel"
 
 
-def refuse_shards(value: Any, seen: set[int]) -> None:
-    """Refuse what holds tensors of which this rank has only a part.
+def to_save(value: Any, name: str = "", within: frozenset[int] = frozenset()) -> Any:
+    """``value`` with plain tensors for DTensors that every rank has all of, as a DDP program would save it.
+
+    ``name``: where it was found, for the message.
 
     Raises:
-        FSDPRuntimeError: there is one.
+        FSDPRuntimeError: it holds a tensor of which this rank has only a part.
     """
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+    if id(value) in within:
+        return value
+    within |= {id(value)}
     if isinstance(value, DTensor):
-        cut = [not placement.is_replicate() for placement in value.placements]
-        if any(is_cut and size > 1 for is_cut, size in zip(cut, value.device_mesh.shape, strict=True)):
-            raise fsdp2.FSDPRuntimeError(
-                "torch.save was called with a sharded tensor: under --auto-shard a rank has only its part of the "
-                "model, and the file would hold no more. Save on all ranks with fsdp2.checkpoint, or let all ranks "
-                "enter `with fsdp2.full_parameters(model.module):`, inside of which rank 0 may save a state dict of "
-                "whole tensors, or write 'strategy: replicate' in the config."
-            )
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            refuse_shards(each, seen)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            refuse_shards(each, seen)
-    elif isinstance(value, nn.Module):
-        for tensor in (*value.parameters(), *value.buffers()):
-            refuse_shards(tensor, seen)
+        return _whole(value, name)
+    if isinstance(value, nn.Module):
+        for each, tensor in (*value.named_parameters(), *value.named_buffers()):
+            to_save(tensor, _below(name, each), within)
+    elif isinstance(value, dict):
+        found = {key: to_save(each, _below(name, key), within) for key, each in value.items()}
+        if any(found[key] is not each for key, each in value.items()):
+            value = copy.copy(value)
+            value.update(found)
+    elif isinstance(value, (list, tuple)):
+        items = [to_save(each, _below(name, index), within) for index, each in enumerate(value)]
+        if any(one is not other for one, other in zip(items, value, strict=True)):
+            value = type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value
+
+
+def _below(name: str, key: object) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _whole(tensor: DTensor, name: str) -> torch.Tensor:
+    cut = [not placement.is_replicate() for placement in tensor.placements]
+    if any(is_cut and size > 1 for is_cut, size in zip(cut, tensor.device_mesh.shape, strict=True)):
+        which = f", {name!r}" if name else ""
+        raise fsdp2.FSDPRuntimeError(
+            f"torch.save was called with a sharded tensor{which}: under --auto-shard a rank has only its part of the "
+            f"model and the optimizer, and the file would hold no more. {SAVING}"
+        )
+    local = tensor.to_local().detach()
+    return nn.Parameter(local, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
+
+
+SAVING = (
+    "Save on all ranks with fsdp2.checkpoint.save(path, model, optimizer). Or for a file as DDP's: the model's state "
+    "dict on rank 0, while all ranks are inside of `with fsdp2.full_parameters(model.module):`, and the optimizer's as "
+    "all ranks get it from torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer, "
+    "options=StateDictOptions(full_state_dict=True)). Or write 'strategy: replicate' in the config."
+)
+"""How a program saves what is sharded."""
 
 
 class AutoSharding:
@@ -238,8 +269,7 @@ class AutoSharding:
     def _guarded(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
         def guarded(obj: Any, *arguments: Any, **kwargs: Any) -> Any:
-            refuse_shards(obj, set())
-            return save(obj, *arguments, **kwargs)
+            return save(to_save(obj), *arguments, **kwargs)
 
         return guarded
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import fsdp2
@@ -109,6 +109,54 @@ def test_files_of_ddp_are_loaded_and_shards_are_not_saved_by_one_rank() -> None:
         assert all(torch.equal(each, expected[name]) for name, each in torch.load(kept).items())
         torch.save({"step": 3, "loss": torch.ones(2)}, io.BytesIO())
     assert torch.save is save
+
+
+@multi_rank(2)
+def test_a_file_as_ddps_can_be_written_as_the_error_says() -> None:
+    """The model's and the optimizer's state; the error names which tensor is sharded."""
+    with sharded(SMALL):
+        ours = torch.nn.parallel.DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(ours.parameters())
+        sum(p.square().sum() for p in ours.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        with fsdp2.full_parameters(ours.module):
+            model = {name: value.clone() for name, value in ours.module.state_dict().items()}
+        with pytest.raises(FSDPRuntimeError, match=r"sharded tensor, 'optimizer\.state\.\d\.exp_avg'"):
+            torch.save({"model": model, "optimizer": optimizer.state_dict()}, io.BytesIO())
+        whole = get_optimizer_state_dict(ours.module, optimizer, options=StateDictOptions(full_state_dict=True))
+        kept = io.BytesIO()
+        torch.save({"model": model, "optimizer": whole}, kept)
+        kept.seek(0)
+        assert torch.load(kept)["model"].keys() == model.keys()
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@multi_rank(2)
+def test_whole_tensors_are_saved_as_plain_ones() -> None:
+    """What is replicated, wherever it is; the program's own objects stay as they are."""
+    with sharded(ShardingConfig(strategy="replicate")):
+        ours = torch.nn.parallel.DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(ours.parameters())
+        sum(p.square().sum() for p in ours.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        cycle: list[Any] = [1]
+        cycle.append(cycle)
+        state = {"model": ours.state_dict(), "of": Pair([optimizer.state_dict()], ()), "cycle": cycle}
+        kept = io.BytesIO()
+        torch.save(state, kept)
+        assert sum(isinstance(each, DTensor) for each in state["model"].values()) == 6
+    kept.seek(0)
+    found = torch.load(kept, weights_only=False)
+    assert type(found["of"]) is Pair and type(found["model"]) is type(state["model"])
+    assert all(type(each) is torch.Tensor for each in found["model"].values())
+    (saved,) = found["of"].first
+    assert type(saved["state"][0]["exp_avg"]) is torch.Tensor
+    for name, value in state["model"].items():
+        assert torch.equal(found["model"][name], value.to_local() if isinstance(value, DTensor) else value)
 
 
 @multi_rank(2)
