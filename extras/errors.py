@@ -1,4 +1,4 @@
-"""``python -m extras.errors``: writes docs/errors.md, every message of an error that fsdp2 raises, from the source.
+"""``python -m extras.errors``: writes docs/errors.md, every error that fsdp2 raises, every warning, from the source.
 
 A message is found where its error is made, and followed from there to where its parts are: constants of the package,
 variables of the function, joined lists, functions that return text, and what a function that makes errors is given.
@@ -35,8 +35,8 @@ _HEAD = """# Errors
 
 <!-- Written by `python -m extras.errors` from the source; a test compares. -->
 
-Every message of fsdp2, in the order of the alphabet: search for what you see. "…" stands for names and values. First
-comes what was found, then what to do. A message of the form "x must be y, got z" names what to pass. All classes
+Every error and warning of fsdp2, in the order of the alphabet: search for what you see. "…" stands for names and
+values. First comes what was found, then what to do. A message of the form "x must be y, got z" names what to pass. All classes
 derive from `fsdp2.FSDPError`, and from the built-in class of the same name (`FSDPValueError` is a `ValueError`),
 so both can be caught. The classes of `fsdp2.checkpoint` derive from `FSDPRuntimeError`.
 
@@ -48,6 +48,7 @@ other ranks is raised on all of them; the rest is found by each rank for itself,
 """
 _OTHERS = ("AttributeError", "ImportError", "ValueError")
 """Of Python's own, which are listed where they are raised with a sentence."""
+_WARNINGS = {"warnings.warn": "a warning", "LOG.warning": "logged"}
 _UNKNOWN = "…"
 _MOST = 12  # texts of one place
 _DEPTH = 4  # functions that are followed
@@ -125,7 +126,12 @@ class _Package:
                 errors = self.classes_of(call.func, scope)
                 if not errors and id(call) in raised and ast.unparse(call.func) in _OTHERS:
                     errors = (ast.unparse(call.func),)
-                if errors and call.args:
+                said = _WARNINGS.get(ast.unparse(call.func))
+                if said is not None and call.args:
+                    texts = tuple(text for text in self.texts(call.args[0], scope) if _words(text) > 2)
+                    if texts:  # else it is passed on
+                        yield Site((said,), texts, module.where, call.lineno)
+                elif errors and call.args:
                     yield Site(errors, self.texts(call.args[0], scope), module.where, call.lineno)
                 elif not errors:
                     yield from self._through(call, scope)

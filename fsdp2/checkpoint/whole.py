@@ -283,9 +283,8 @@ def load_full(
 
     Stream: the current one.
     """
-    state = {} if state_dict is None else state_dict
     everyone = source == _EVERY_RANK
-    states = _States(state, budget_bytes, rename)
+    states = _States(state_dict, budget_bytes, rename)
     found: Source = states if everyone else _FromRank(states, budget_bytes, source)
     arguments = f"source={source!r}, budget_bytes={budget_bytes}, rename={'None' if rename is None else 'given'}"
     return load_from(model, found, _LOADS, arguments=arguments, strict=strict, cast=cast)
@@ -305,8 +304,10 @@ class _States(Source):
 
     what = "the state dict"
 
-    def __init__(self, state: Mapping[str, Any], budget: int, rename: Rename) -> None:
-        self._budget, self._state, self._rename = budget, state, rename
+    def __init__(self, state: Mapping[str, Any] | None, budget: int, rename: Rename) -> None:
+        self._budget, self._rename = budget, rename
+        self._state: Mapping[str, Any] = {} if state is None else state
+        self._is_none = state is None
         self.values: dict[str, Any] = {}
 
     def _name(self) -> None:
@@ -325,8 +326,13 @@ class _States(Source):
 
         Raises:
             FSDPTypeError: a value is no tensor.
-            FSDPValueError: two names are one after the function for names; a DTensor lies on other ranks as well.
+            FSDPValueError: there is none; two names are one after the function for names; a DTensor lies on other ranks
+                as well.
         """
+        if self._is_none:
+            raise FSDPValueError(
+                f"{_LOADS} was given None for a state dict. Where one rank alone has it, all ranks say which: source=0."
+            )
         self._name()
         for name, value in self.values.items():
             _refuse_value(name, value)

@@ -381,6 +381,16 @@ def test_a_state_dict_that_differs_on_one_rank_is_an_error_on_all(problem: str) 
 
 
 @multi_rank(2)
+def test_none_where_every_rank_is_to_have_it() -> None:
+    """What is to be said on all ranks is said, as of the rank that has none."""
+    model = shard_case(UNEVEN_MLP)
+    state = UNEVEN_MLP.build().state_dict() if dist.get_rank() == 0 else None
+    with pytest.raises(FSDPValueError, match=r"rank 1: load_full\(\) was given None.*source=0"):
+        load_full(model, state)
+    load_full(model, state, source=0)
+
+
+@multi_rank(2)
 def test_what_is_refused() -> None:
     model, state = shard(build(), "zero3"), build(seed=1).state_dict()
     mine = given(state, 0)
