@@ -36,9 +36,9 @@ _HEAD = """# Errors
 <!-- Written by `python -m extras.errors` from the source; a test compares. -->
 
 Every error and warning of fsdp2, in the order of the alphabet: search for what you see. "…" stands for names and
-values. First comes what was found, then what to do. A message of the form "x must be y, got z" names what to pass. All classes
-derive from `fsdp2.FSDPError`, and from the built-in class of the same name (`FSDPValueError` is a `ValueError`),
-so both can be caught. The classes of `fsdp2.checkpoint` derive from `FSDPRuntimeError`.
+values. First comes what was found, then what to do. A message of the form "x must be y, got z" names what to pass.
+All classes derive from `fsdp2.FSDPError`, and from the built-in class of the same name (`FSDPValueError` is a
+`ValueError`), so both can be caught. The classes of `fsdp2.checkpoint` derive from `FSDPRuntimeError`.
 
 Errors of ranks that differ, or fail, while they train are explained in [failures.md](failures.md). What depends on
 other ranks is raised on all of them; the rest is found by each rank for itself, before it communicates.

@@ -94,7 +94,7 @@ class ShardedDataParallel(nn.Module):
         ]
         shards = config is None or config.strategy != "replicate"
         if shards and not ShardedDataParallel.made and dist.get_rank() == 0 and dist.get_world_size() > 1:
-            LOG.warning("--auto-shard: the model is sharded. torch.save of what is sharded will be refused. %s", SAVING)
+            LOG.warning("fsdp2 --auto-shard: the model is sharded, and torch.save of it will be refused. %s", SAVING)
         type(self).made += 1
 
     @staticmethod

@@ -126,8 +126,8 @@ class OptimizerGuard:
             if all(param.sharded.grad is None for param in group.params):
                 self._has_warned = True
                 LOG.warning(
-                    "an optimizer steps, and parameters of '%s' have no gradient: what backwards have computed was "
-                    "accumulated, and never reduced over the ranks. The last backward of a step must run with "
+                    "fsdp2: an optimizer steps, and parameters of '%s' have no gradient: what backwards have computed "
+                    "was accumulated, and never reduced over the ranks. The last backward of a step must run with "
                     "set_requires_gradient_sync(True), or inside of fsdp2.accumulate(model, last=True).",
                     group.name,
                 )

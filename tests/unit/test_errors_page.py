@@ -107,6 +107,8 @@ def test_all_classes_are_there() -> None:
         "FSDPTypeError",
         "FSDPValueError",
         "ImportError",
+        "a warning",
+        "logged",
         "SaveFailed",
         "UsageError",
         "ValueError",
