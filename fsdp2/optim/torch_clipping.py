@@ -54,8 +54,8 @@ def _tell_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dist.get_rank() == 0:
         LOG.warning(
             "fsdp2: torch.nn.utils.clip_grad_norm_ sends %d gradients through DTensor's dispatch, which takes several "
-            "times as long as on plain tensors. fsdp2.clip_grad_norm_(model, max_norm) does not; fsdp2.compat.install() "
-            "at the top of the program lets torch's function do so too, with the same bits.",
+            "times as long as on plain tensors. fsdp2.clip_grad_norm_(model, max_norm) does not. After "
+            "fsdp2.compat.install(), at the top of the program, torch's function does not either, with the same bits.",
             len(args[0]),
         )
     return func(*args, **kwargs)
