@@ -226,6 +226,7 @@ class GradientBucket:
                 offloading, self._delivery_dtype or functools.reduce(torch.promote_types, dtypes, dtype)
             )
         self._buffer: GradientBuffer | None = None
+        self._is_due = False  # something is on its way to the buffer, or lies there and is no parameter's ``.grad`` yet
         self._carried = layout.carried
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
         self._presence_is_apart = layout.presence_offset >= layout.packed_numel
@@ -473,6 +474,7 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Forget what waits."""
+        self._is_due = False
         self.reduce_scattered = None
         self.sum.drop()
 
@@ -516,6 +518,7 @@ class GradientBucket:
             flat = self._home.empty(self.layout.numel, self._delivery_dtype)
             self._buffer = GradientBuffer(flat, self._gradients_on(flat))
         self._buffer.resizable.allocate(ALLOCATOR if self._home.is_host else arena)
+        self._is_due = True
         return self._buffer.flat
 
     @property
@@ -524,12 +527,12 @@ class GradientBucket:
         return self._buffer
 
     def has_memory(self) -> bool:
-        """Whether the gradient buffer has any."""
-        return self._buffer is not None and self._buffer.resizable.has_memory
+        """Whether the gradient buffer has any, of gradients that were delivered."""
+        return self._buffer is not None and self._buffer.resizable.has_memory and not self._is_due
 
     def release(self) -> None:
         """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
-        if self._buffer is not None and self._buffer.resizable.has_memory and self._are_cleared():
+        if self._buffer is not None and self.has_memory() and self._are_cleared():
             self._buffer.release()
 
     def leave_buffer(self) -> None:
@@ -618,6 +621,7 @@ class GradientBucket:
             buffer.flat.add_(delivered)
         else:
             self._accumulate_each(delivered, absent)
+        self._is_due = False
         self._call_hooks(absent)
 
     @staticmethod

@@ -52,6 +52,34 @@ def test_optimizer_steps_in_backward(make: MakeOptimizer, case: ModelCase, world
     assert len(optimizers) == len(trainable(model))
 
 
+class TwoDtypes(nn.Module):
+    """Two matrices of one group, whose gradients are reduced apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.linspace(-1, 1, 15).reshape(5, 3))
+        self.wide = nn.Parameter(torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(3, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.narrow).double() @ self.wide
+
+
+@multi_rank(2)
+def test_clearing_one_gradient_leaves_those_that_are_still_to_be_delivered() -> None:
+    """They have arrived, and are no parameter's yet, when a hook of another one clears what it has."""
+    plain, model = TwoDtypes(), fully_shard(TwoDtypes())
+    step_in_backward(trainable(model), sgd_momentum)
+    optimizer = sgd_momentum(trainable(plain))
+    for step in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), other.data, msg=name)
+
+
 @multi_rank(2)
 def test_hooks_from_before_wrapping_step_in_backward_too() -> None:
     """If they were dropped, the model would not train, and nothing would say so."""
