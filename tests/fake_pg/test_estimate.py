@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, FSDPValueError, Hardware, fully_shard
+from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.estimating import rank
 from fsdp2.tools.estimating.costs import Cost, seconds_of
 from fsdp2.tools.estimating.scaling import scaled
@@ -357,6 +358,32 @@ def test_it_says_which_loss() -> None:
     assert layers(1).settings["loss"] == "sum of the output (default)"
     assert layers(1, loss=lambda output, x: output.mean()).settings["loss"] == "given (<lambda>)"
     assert llama().settings["loss"] == "given (next_token_loss)" and "loss given" in str(llama())
+
+
+def test_logits_of_a_loss_of_the_command_line_are_activations() -> None:
+    ranks, rows, classes = 2, 6, 500
+
+    def own(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+    def estimated(loss: Any) -> Estimate:
+        batch = torch.empty(ranks, rows, dtype=torch.int64, device="meta")
+        policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return fsdp2.estimate(
+            lambda: nn.Sequential(nn.Embedding(classes, 4), nn.Linear(4, classes)),
+            ranks,
+            batch=batch,
+            loss=loss,
+            mp_policy=policy,
+            hardware="cpu",
+        )
+
+    named, mine = estimated(loss_named("cross-entropy")), estimated(own)
+    assert named.phases == mine.phases
+    forward = named.phases["forward"].by_use
+    assert forward["activations"] >= rows * classes * 4  # the logits in float32
+    assert forward.get("communication buffers", 0) < rows * classes * 4
+    assert named.settings["loss"] == "given (cross-entropy)"
 
 
 def test_operands_of_products_in_8_bits_are_cast() -> None:
