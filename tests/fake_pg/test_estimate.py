@@ -423,6 +423,27 @@ def test_forwards_that_depend_on_values() -> None:
     assert fsdp2.estimate(lambda: Reads(8, 8), 2, batch=torch.empty(2, 8), activation_bytes=64).fits
 
 
+class Fails(nn.Linear):
+    """Its forward has a mistake."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(3, -1))
+
+
+def test_forwards_that_refuse_the_batch() -> None:
+    with pytest.raises(
+        FSDPValueError, match=r"forward of Linear refused the batch \(8x3:float32\): .*[Ss]hapes?.*takes"
+    ):
+        fsdp2.estimate(lambda: nn.Linear(8, 8), 2, batch=torch.empty(8, 3))
+    with pytest.raises(
+        FSDPValueError, match=r"refused the batch \(4x8:float32\).*\(test_estimate.py, line \d+\)"
+    ) as raised:
+        fsdp2.estimate(lambda: Fails(8, 8), 2, batch={"x": torch.empty(4, 8)})
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(FSDPValueError, match=r"write 4x2:int64 .*dtype=torch.int64 in a program"):
+        fsdp2.estimate(lambda: nn.Embedding(8, 8), 2, batch=torch.empty(4, 2))
+
+
 @fake_world(2)
 def test_a_process_group_that_exists() -> None:
     with pytest.raises(FSDPRuntimeError, match=r"fsdp2.estimate simulates 8 ranks.*already rank 0 of 2"):

@@ -65,6 +65,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
     (["doctor", "--ranks", "two"], "a number of ranks is needed, 8, got 'two'"),
+    (["estimate", "a:b", "--ranks", "8x", "--batch", "8"], "a mesh is a number of ranks, 8, or sizes of its dims, 4x8"),
+    (["explain", "a:b", "--mesh", "0"], "got '0'."),
+    (["estimate", "a:b", "--batch", "8x8:int6"], "a batch has no dtype 'int6'"),
+    (["suggest", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
     (["run"], "fsdp2 run: no program named."),
     (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
     (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
@@ -197,8 +201,12 @@ def test_batches(models: str) -> None:
     assert tokens.shape == (8, 16) and tokens.dtype is torch.int64 and tokens.is_meta
     assert mask.shape == (8,) and mask.dtype is torch.float32
     assert make_batch(f"{models}:batch", "meta")["input"].is_meta
-    with pytest.raises(FSDPValueError, match=r"there is no dtype 'int65'\. Did you mean 'int64'"):
+    with pytest.raises(
+        FSDPValueError, match=r"a batch has no dtype 'int65'; there are bool, .*\. Did you mean 'int64'"
+    ):
         make_batch("8:int65", "cpu")
+    with pytest.raises(FSDPValueError, match="a batch has no dtype 'int6'"):  # which is a name of torch's
+        make_batch("8:int6", "cpu")
     with pytest.raises(FSDPValueError, match="'eight' is no batch"):
         make_batch("eight", "cpu")
 

@@ -36,9 +36,23 @@ def add_mesh(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument(
         *("--mesh", "--ranks"),
         metavar="RANKS",
+        type=_mesh,
         default=default,
         help=f"how many ranks, 8, or replicas and shards, 4x8{said}; both names mean the same",
     )
+
+
+def _mesh(text: str) -> str:
+    """argparse's, as `_number_of_ranks`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no mesh.
+    """
+    try:
+        mesh_shape_of(text)
+    except FSDPValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: int | None, means: str) -> None:
