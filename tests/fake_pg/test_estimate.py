@@ -396,6 +396,12 @@ def test_operands_of_products_in_8_bits_are_cast() -> None:
     assert seconds_of(product, machine, torch.float32) == plain
 
 
+def test_what_does_not_fit_names_the_search() -> None:
+    found = layers(1, hardware=replace(MACHINE, memory_bytes=1000, reserved_bytes=0), remedies=False)
+    assert not found.fits and "`fsdp2 suggest`, or fsdp2.suggest in Python, may find a faster one" in str(found)
+    assert "suggest" not in str(layers(1))
+
+
 def test_as_text_and_as_json() -> None:
     found = llama(checkpointing="blocks", accumulation=2)
     text = str(found)

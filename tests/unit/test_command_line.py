@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,21 @@ def test_meshes() -> None:
 
 
 # ---- progress ---------------------------------------------------------------------------------------
+
+
+def test_what_takes_minutes_says_so_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tell = progress.Telling("estimating")
+    for now[0] in (0.0, 1.0, progress.LINE_SECONDS - 0.1, progress.LINE_SECONDS, progress.LINE_SECONDS + 1):
+        tell(f"at {now[0]:.0f}")
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["estimating (1): at 0", "estimating (4): at 15"] and not said.out
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    tell("more")
+    assert capsys.readouterr().err == "\r\033[Kestimating more\r"
 
 
 def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +11,11 @@ from fsdp2.tools.commands.estimate import add_workload, target, workload_of
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_ranks, add_target
 from fsdp2.tools.estimating.suggest import suggest
+from fsdp2.tools.progress import Telling
 
 DESCRIPTION = """\
 Search for settings to train a model with: strategies, meshes, checkpointing, microbatches, offloading. Each is
-estimated, as by fsdp2 estimate; a dozen or two are. On a terminal it says which one is being estimated."""
+estimated, as by fsdp2 estimate; a dozen or two are. It says on stderr which one is being estimated."""
 
 
 def parser() -> Parser:
@@ -49,12 +49,8 @@ def main(arguments: Sequence[str]) -> int:
             mp_policy=policy,
             blocks=None if options.blocks is None else [name.strip() for name in options.blocks.split(",")],
             best=options.best,
-            progress=_say if sys.stderr.isatty() else None,
+            progress=Telling("estimating"),
             **workload,
         )
     print(found.to_json() if options.json else found)
     return 0 if found.best else 1
-
-
-def _say(arguments: str) -> None:
-    print(f"\r\033[Kestimating {arguments}"[:100], end="\r", flush=True, file=sys.stderr)
