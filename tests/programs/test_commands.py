@@ -88,6 +88,14 @@ def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "There are: " in said(capsys, *arguments, "--group", "9", status=1)
 
 
+def test_explain_says_first_that_blocks_are_cut(
+    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, max_bytes=40_000).to_file(tmp_path / "a.json")
+    text = said(capsys, "explain", f"{models}:build", "--ranks", "2", "--config", str(config))
+    assert text.startswith("Note: 3 blocks") and text.index("Note: ") < text.index("sharded over 2 ranks")
+
+
 def test_explain_takes_a_model_that_is_sharded_at_its_word(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "explain", f"{models}:by_hand", "--mesh", "8", "--json"))
     assert {group["name"] for group in found["groups"]} == {"", "2"}

@@ -56,7 +56,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["--versoin"], "fsdp2: there is no option '--versoin'. Did you mean '--version'?"),
     (["explain"], "fsdp2 explain: this is missing: MODULE:FUNCTION."),
     (["explain", "a:b", "--startegy", "zero1"], "there is no option --startegy zero1. Did you mean '--strategy'?"),
-    (["explain", "a:b", "--strategy", "zero4"], "there is no --strategy 'zero4'; there are"),
+    (
+        ["explain", "a:b", "--strategy", "zero4"],
+        "there is no --strategy 'zero4'; there are 'replicate', 'zero1', 'zero2', 'zero3'.\n",
+    ),
     (["explain", "a:b", "c"], "there is no such argument c."),
     (["estimate", "a:b"], "this is missing: --batch."),
     (["checkpoint", "lst"], "Did you mean 'list'?"),

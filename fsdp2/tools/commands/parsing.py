@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         if found and found[1].startswith("-"):
             yield nearest(found[1].partition("=")[0], self.options())
         found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if found:
+        if found and not message.startswith("argument -"):  # of a few words all of which are listed, none is nearer
             yield nearest(found[1], re.findall(r"[\w./+-]+", found[2]))
 
 
