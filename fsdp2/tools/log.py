@@ -6,7 +6,7 @@ Read when a module is sharded; where it is not set, nothing is tapped, and a ste
 plan    at the first step, on the first rank: what is sharded how, a line for each group
 order   when it is learned, and when it changes: in which order groups are gathered
 comm    each exchange: what it is of, bytes, ranks
-memory  after each step: the most memory of unsharded parameters, and that of the process
+memory  after each backward: the most memory of unsharded parameters, and that of the process
 ======  ====================================================================================================
 """
 
@@ -54,12 +54,12 @@ def _logger(word: str) -> logging.Logger:
 
 
 class _OfRank(logging.Formatter):
-    """With the number of the rank in front."""
+    """With the number of the rank in front of each line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """``[rank 1] fsdp2.comm: ...``."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return f"[rank {rank}] {super().format(record)}"
+        return "\n".join(f"[rank {rank}] {line}" for line in super().format(record).splitlines())
 
 
 def prepare_logger() -> None:
@@ -82,7 +82,7 @@ def describe_plan(groups: Sequence[FSDPParamGroup], settings: dict[FSDPParamGrou
     """A line for each group; ``settings``: what is to be said of its resharding."""
     parameters = sum(len(group.params) for group in groups)
     numel = sum(param.sharding.partition.numel for group in groups for param in group.params)
-    lines = [f"{len(groups)} groups, {parameters} parameters of {numel:,} elements"]
+    lines = [f"{_counted(len(groups), 'group')}, {_counted(parameters, 'parameter')} of {numel:,} elements"]
     for group in groups:
         shard = sum(each.shard.numel() * each.shard.element_size() for each in group.storage.buffers)
         frozen = sum(not param.requires_grad for param in group.params)
@@ -92,11 +92,15 @@ def describe_plan(groups: Sequence[FSDPParamGroup], settings: dict[FSDPParamGrou
         kinds = f"{direct} direct, {frozen} frozen" if frozen else f"{direct} direct"
         sizes = f"{shard / MIB:.3f} MiB a rank, {group.storage.unsharded_bytes / MIB:.3f} MiB unsharded"
         line = (
-            f"  {group.name}: {len(group.params)} parameters ({kinds}), {sizes}, over {group.plan.ranks}; {dtypes}; "
-            f"reduced in {reduced}; {settings.get(group, '')}"
+            f"  {group.name}: {_counted(len(group.params), 'parameter')} ({kinds}), {sizes}, "
+            f"over {group.plan.ranks}; {dtypes}; reduced in {reduced}; {settings.get(group, '')}"
         )
         lines.append(line.replace("torch.", ""))
     return "\n".join(lines)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 class _Logged(Listener):
@@ -121,7 +125,7 @@ class _Logged(Listener):
         if "comm" in self._words:
             ahead = ", ahead" if exchange.ahead else ""
             _logger("comm").info(
-                "step %d, %s: %s of '%s'%s, %d bytes (%d sent) in %d buffers over %d ranks",
+                "forward %d, %s: %s of '%s'%s, %d bytes (%d sent) in %s over %d ranks",
                 PLACE.step,
                 PLACE.phase,
                 exchange.kind.value,
@@ -129,7 +133,7 @@ class _Logged(Listener):
                 ahead,
                 exchange.nbytes,
                 exchange.sent_bytes,
-                exchange.collectives,
+                _counted(exchange.collectives, "buffer"),
                 exchange.ranks,
             )
 
@@ -146,7 +150,7 @@ class _Logged(Listener):
             _logger("order").info("%s: groups are gathered in this order: %s", root.name, ", ".join(order))
         if "memory" in self._words:
             _logger("memory").info(
-                "step %d: %.3f MiB unsharded and staged at most, %.1f MiB of the process at most so far",
+                "forward %d: %.3f MiB unsharded and staged at most, %.1f MiB of the process at most so far",
                 PLACE.step,
                 self._most / MIB,
                 peak_bytes(root.groups[0].mesh.device) / MIB if root.groups else 0.0,

@@ -1,8 +1,12 @@
-"""Bars for what takes longer than a second, on a terminal, with tqdm if it is installed; elsewhere nothing is shown."""
+"""Bars for what takes longer than a second, on a terminal, with tqdm if it is installed; elsewhere nothing is shown.
+
+But for `Telling`: what takes minutes says so elsewhere, too, a line now and then.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -10,6 +14,8 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 AFTER_SECONDS = 1.0
+LINE_SECONDS = 15.0
+"""Between two lines of `Telling`."""
 
 
 def _bar(total: int | None, what: str) -> Any:
@@ -47,3 +53,26 @@ def working(what: str) -> Iterator[None]:
     finally:
         if shows:
             print(f"\r{' ' * (len(what) + 4)}\r", end="", flush=True, file=sys.stderr)
+
+
+class Telling:
+    """Says on stderr what is being worked on, when it is called: on a terminal in one line that the next one replaces.
+
+    Elsewhere (a file, a job's log) it is a line of its own, at once and then every ``LINE_SECONDS``.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._last: float | None = None
+        self._count = 0
+
+    def __call__(self, what: str) -> None:
+        """``what`` begins."""
+        self._count += 1
+        if sys.stderr.isatty():
+            print(f"\r\033[K{self._verb} {what}"[:100], end="\r", flush=True, file=sys.stderr)
+            return
+        now = time.monotonic()
+        if self._last is None or now - self._last >= LINE_SECONDS:
+            self._last = now
+            print(f"{self._verb} ({self._count}): {what}", flush=True, file=sys.stderr)

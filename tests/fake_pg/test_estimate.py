@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, Estimate, FSDPRuntimeError, FSDPTypeError, FSDPValueError, Hardware, fully_shard
+from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.estimating import rank
 from fsdp2.tools.estimating.costs import Cost, seconds_of
 from fsdp2.tools.estimating.scaling import scaled
@@ -359,6 +360,32 @@ def test_it_says_which_loss() -> None:
     assert llama().settings["loss"] == "given (next_token_loss)" and "loss given" in str(llama())
 
 
+def test_logits_of_a_loss_of_the_command_line_are_activations() -> None:
+    ranks, rows, classes = 2, 6, 500
+
+    def own(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+    def estimated(loss: Any) -> Estimate:
+        batch = torch.empty(ranks, rows, dtype=torch.int64, device="meta")
+        policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return fsdp2.estimate(
+            lambda: nn.Sequential(nn.Embedding(classes, 4), nn.Linear(4, classes)),
+            ranks,
+            batch=batch,
+            loss=loss,
+            mp_policy=policy,
+            hardware="cpu",
+        )
+
+    named, mine = estimated(loss_named("cross-entropy")), estimated(own)
+    assert named.phases == mine.phases
+    forward = named.phases["forward"].by_use
+    assert forward["activations"] >= rows * classes * 4  # the logits in float32
+    assert forward.get("communication buffers", 0) < rows * classes * 4
+    assert named.settings["loss"] == "given (cross-entropy)"
+
+
 def test_operands_of_products_in_8_bits_are_cast() -> None:
     """48 elements of 2 bytes: read for the largest, read, written; a compiler has found the largest before."""
     product = Cost(0.0, 0.0, 1, torch.bfloat16, operands=48)
@@ -367,6 +394,12 @@ def test_operands_of_products_in_8_bits_are_cast() -> None:
     assert seconds_of(product, machine, torch.float8_e4m3fn) - plain == 48 * (2 + 2 + 1)
     assert seconds_of(product, machine, torch.float8_e4m3fn, fuses=True) - plain == 48 * (2 + 1)
     assert seconds_of(product, machine, torch.float32) == plain
+
+
+def test_what_does_not_fit_names_the_search() -> None:
+    found = layers(1, hardware=replace(MACHINE, memory_bytes=1000, reserved_bytes=0), remedies=False)
+    assert not found.fits and "`fsdp2 suggest`, or fsdp2.suggest in Python, may find a faster one" in str(found)
+    assert "suggest" not in str(layers(1))
 
 
 def test_as_text_and_as_json() -> None:
@@ -394,6 +427,27 @@ def test_forwards_that_depend_on_values() -> None:
     with pytest.raises(FSDPRuntimeError, match=r"the forward of \w*Reads depends on values.*activation_bytes="):
         fsdp2.estimate(lambda: Reads(8, 8), 2, batch=torch.empty(2, 8))
     assert fsdp2.estimate(lambda: Reads(8, 8), 2, batch=torch.empty(2, 8), activation_bytes=64).fits
+
+
+class Fails(nn.Linear):
+    """Its forward has a mistake."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(3, -1))
+
+
+def test_forwards_that_refuse_the_batch() -> None:
+    with pytest.raises(
+        FSDPValueError, match=r"forward of Linear refused the batch \(8x3:float32\): .*[Ss]hapes?.*takes"
+    ):
+        fsdp2.estimate(lambda: nn.Linear(8, 8), 2, batch=torch.empty(8, 3))
+    with pytest.raises(
+        FSDPValueError, match=r"refused the batch \(4x8:float32\).*\(test_estimate.py, line \d+\)"
+    ) as raised:
+        fsdp2.estimate(lambda: Fails(8, 8), 2, batch={"x": torch.empty(4, 8)})
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(FSDPValueError, match=r"write 4x2:int64 .*dtype=torch.int64 in a program"):
+        fsdp2.estimate(lambda: nn.Embedding(8, 8), 2, batch=torch.empty(4, 2))
 
 
 @fake_world(2)

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp2 import FSDPValueError, fully_shard
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
-from fsdp2.tools.log import VARIABLE, WORDS
+from fsdp2.tools.log import VARIABLE, WORDS, _OfRank
 from fsdp2.tools.observing.taps import Tap
 from tests.harness import FakeWorlds
 from tests.harness.internals import groups_of
@@ -67,14 +67,27 @@ def test_each_word(simulate: FakeWorlds, monkeypatch: pytest.MonkeyPatch, caplog
     comm = said(caplog, "comm")
     assert len(comm) == 2 * 2 * (2 + 1)
     assert comm[0] == (
-        "step 1, forward of Sequential: all-gather of '0', 320 bytes (240 sent) in 1 buffers over 4 ranks"
-    ).replace("step 1", comm[0].split(",")[0])
+        "forward 1, forward of Sequential: all-gather of '0', 320 bytes (240 sent) in 1 buffer over 4 ranks"
+    ).replace("forward 1", comm[0].split(",")[0])
     assert sum("reduce-scatter" in line for line in comm) == 4
     assert sum(", ahead" in line for line in comm) >= 2
     memory = said(caplog, "memory")
     assert len(memory) == 2 and re.fullmatch(
-        r"step \d+: 0\.\d{3} MiB unsharded and staged at most, [\d.]+ MiB of the process at most so far", memory[0]
+        r"forward \d+: 0\.\d{3} MiB unsharded and staged at most, [\d.]+ MiB of the process at most so far", memory[0]
     )
+
+
+def test_every_line_has_the_rank_in_front(
+    simulate: FakeWorlds, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    simulate(4)
+    monkeypatch.setenv(VARIABLE, "plan")
+    model: Any = fully_shard(nn.Linear(8, 8, bias=False))
+    model(torch.ones(2, 8)).sum().backward()
+    (record,) = [each for each in caplog.records if each.name == "fsdp2.plan"]
+    first, *others = _OfRank("%(name)s: %(message)s").format(record).splitlines()
+    assert first == "[rank 0] fsdp2.plan: Linear: 1 group, 1 parameter of 64 elements"
+    assert len(others) == 1 and others[0].startswith("[rank 0]   ") and ": 1 parameter (" in others[0]
 
 
 def test_only_what_is_asked_for(

@@ -33,6 +33,9 @@ class Block(nn.Module):
 def build():
     return nn.Sequential(nn.Linear(64, 64), *[Block() for _ in range(3)], nn.Linear(64, 64))
 
+def words():
+    return nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+
 def by_hand():
     model = build()
     fsdp2.fully_shard(model[2])
@@ -85,6 +88,14 @@ def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "There are: " in said(capsys, *arguments, "--group", "9", status=1)
 
 
+def test_explain_says_first_that_blocks_are_cut(
+    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, max_bytes=40_000).to_file(tmp_path / "a.json")
+    text = said(capsys, "explain", f"{models}:build", "--ranks", "2", "--config", str(config))
+    assert text.startswith("Note: 3 blocks") and text.index("Note: ") < text.index("sharded over 2 ranks")
+
+
 def test_explain_takes_a_model_that_is_sharded_at_its_word(models: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(said(capsys, "explain", f"{models}:by_hand", "--mesh", "8", "--json"))
     assert {group["name"] for group in found["groups"]} == {"", "2"}
@@ -93,7 +104,7 @@ def test_explain_takes_a_model_that_is_sharded_at_its_word(models: str, capsys: 
 def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean 'build'" in said(capsys, "explain", f"{models}:biuld", status=1)
     assert "torch.optim has no optimizer 'AdanW'. Did you mean 'AdamW'" in said(
-        capsys, "estimate", f"{models}:build", "--batch", "8x64", "--optimizer", "AdanW", status=1
+        capsys, "estimate", f"{models}:build", "--batch", "8x64", "--optimizer", "AdanW", status=2
     )
     assert "there is no run" in said(capsys, "checkpoint", "list", str(tmp_path / "none"), status=1)
     wanted = ("--to", "full", "--model", "models:build", "--use-orig-params")
@@ -101,6 +112,14 @@ def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.Capt
     config = fsdp2.ShardingConfig(mesh_shape=(2, -1)).to_file(tmp_path / "a.json")
     text = said(capsys, "explain", f"{models}:build", "--config", str(config), status=1)
     assert "depends on the number of ranks: say it, --mesh 4x8" in text
+
+
+def test_a_batch_without_its_dtype_is_refused_in_a_sentence(
+    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = said(capsys, "estimate", f"{models}:words", "--ranks", "2", "--batch", "8x4", "--hardware", "cpu", status=2)
+    assert text.startswith("fsdp2 estimate: the forward of Sequential refused the batch (8x4:float32): Expected tensor")
+    assert "If its numbers are indices, write 8x4:int64 on the command line" in text and "Traceback" not in text
 
 
 def test_convert(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

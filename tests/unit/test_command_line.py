@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["--versoin"], "fsdp2: there is no option '--versoin'. Did you mean '--version'?"),
     (["explain"], "fsdp2 explain: this is missing: MODULE:FUNCTION."),
     (["explain", "a:b", "--startegy", "zero1"], "there is no option --startegy zero1. Did you mean '--strategy'?"),
-    (["explain", "a:b", "--strategy", "zero4"], "there is no --strategy 'zero4'; there are"),
+    (
+        ["explain", "a:b", "--strategy", "zero4"],
+        "there is no --strategy 'zero4'; there are 'replicate', 'zero1', 'zero2', 'zero3'.\n",
+    ),
     (["explain", "a:b", "c"], "there is no such argument c."),
     (["estimate", "a:b"], "this is missing: --batch."),
     (["checkpoint", "lst"], "Did you mean 'list'?"),
@@ -64,7 +68,13 @@ WRONG: list[tuple[list[str], str]] = [
     (["doctor", "--gpus"], "Did you mean '--gpu'?"),
     (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
+    (["timeline", "a:b", "--batch", "8", "--out", "steps.pdf"], "writes .json, .html, .png, by the ending of the path"),
+    (["timeline", "a:b", "--batch", "8", "--loss", "mse"], "there is no loss 'mse'"),
     (["doctor", "--ranks", "two"], "a number of ranks is needed, 8, got 'two'"),
+    (["estimate", "a:b", "--ranks", "8x", "--batch", "8"], "a mesh is a number of ranks, 8, or sizes of its dims, 4x8"),
+    (["explain", "a:b", "--mesh", "0"], "got '0'."),
+    (["estimate", "a:b", "--batch", "8x8:int6"], "a batch has no dtype 'int6'"),
+    (["suggest", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
     (["run"], "fsdp2 run: no program named."),
     (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
     (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
@@ -197,8 +207,12 @@ def test_batches(models: str) -> None:
     assert tokens.shape == (8, 16) and tokens.dtype is torch.int64 and tokens.is_meta
     assert mask.shape == (8,) and mask.dtype is torch.float32
     assert make_batch(f"{models}:batch", "meta")["input"].is_meta
-    with pytest.raises(FSDPValueError, match=r"there is no dtype 'int65'\. Did you mean 'int64'"):
+    with pytest.raises(
+        FSDPValueError, match=r"a batch has no dtype 'int65'; there are bool, .*\. Did you mean 'int64'"
+    ):
         make_batch("8:int65", "cpu")
+    with pytest.raises(FSDPValueError, match="a batch has no dtype 'int6'"):  # which is a name of torch's
+        make_batch("8:int6", "cpu")
     with pytest.raises(FSDPValueError, match="'eight' is no batch"):
         make_batch("eight", "cpu")
 
@@ -211,6 +225,21 @@ def test_meshes() -> None:
 
 
 # ---- progress ---------------------------------------------------------------------------------------
+
+
+def test_what_takes_minutes_says_so_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tell = progress.Telling("estimating")
+    for now[0] in (0.0, 1.0, progress.LINE_SECONDS - 0.1, progress.LINE_SECONDS, progress.LINE_SECONDS + 1):
+        tell(f"at {now[0]:.0f}")
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["estimating (1): at 0", "estimating (4): at 15"] and not said.out
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: True, raising=False)
+    tell("more")
+    assert capsys.readouterr().err == "\r\033[Kestimating more\r"
 
 
 def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

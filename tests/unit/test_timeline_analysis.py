@@ -92,6 +92,22 @@ def test_the_slowest_is_the_one_that_does_not_wait() -> None:
     assert slowest_of([summary_of(late)]) is None
 
 
+def test_the_slowest_line_says_where_all_of_it_is() -> None:
+    spans = (Span("forward", "a", 1, 3), Span("backward", "a", 3, 7), Span("optimizer", "AdamW", 7, 8))
+    others = [
+        record(rank, spans=(Span("backward", "a", 3, 4), Span("wait for all-gather", "a", 4, 10))) for rank in (0, 2)
+    ]
+    late = record(1, spans=spans)
+    line = TimelineReport.of([others[0], late, others[1]]).headlines()[1]
+    assert "for 6.00 s longer" in line and line.endswith(
+        "3.00 s of that in the backward of 'a', 2.00 s in the forward of 'a', 1.00 s in the optimizer of 'AdamW'."
+    )
+    more = record(1, spans=(*spans, Span("forward", "b", 8, 9), Span("forward", "c", 9, 10)))
+    others = [record(rank, spans=(Span("wait for all-gather", "a", 1, 10),)) for rank in (0, 2)]
+    line = TimelineReport.of([others[0], more, others[1]]).headlines()[1]
+    assert "for 9.00 s longer" in line and line.endswith("; the rest is in many places.")
+
+
 def test_ranks_of_one_machine_share_a_clock_and_others_the_time_of_day() -> None:
     first, near = record(begin=5.0, end=9.0), record(1, begin=6.0, end=9.0)
     moved, shared = on_one_scale([first, near])

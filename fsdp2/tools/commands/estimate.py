@@ -17,6 +17,7 @@ from fsdp2.tools.commands.models import BATCH_HELP, look_up, make_batch
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_mesh, add_sharding, add_target, config_of, mesh_of, shard
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, estimate
+from fsdp2.tools.estimating.hardware import KNOWN, hardware_of
 from fsdp2.tools.estimating.request import CHECKPOINTING
 from fsdp2.tools.progress import working
 
@@ -55,13 +56,30 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, MODULE:CLASS, or none (AdamW)"
     )
-    parser.add_argument(
-        "--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="h100-8x, a100-8x, h200-8x, ... (default: h100-8x)"
-    )
+    parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help=HARDWARE_HELP)
     parser.add_argument("--loss", metavar="LOSS", help=LOSS_HELP)
     parser.add_argument("--compiled", action="store_true", help="as if torch.compile fused what lies between products")
 
 
+def workload_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_workload` has understood, as arguments of `estimate` and `suggest`.
+
+    Raises:
+        FSDPValueError: there is no such batch, optimizer, loss or hardware.
+    """
+    return {
+        "batch": make_batch(options.batch, "meta"),
+        "optimizer": optimizer_named(options.optimizer),
+        "hardware": hardware_of(options.hardware),
+        "loss": loss_named(options.loss),
+        "compiled": options.compiled,
+    }
+
+
+HARDWARE_HELP = (
+    f"{', '.join(KNOWN)}: nodes of 8, as many as the ranks need; h100-4x: nodes of 4; h100-8x16: 16 nodes of 8, and no "
+    f"more (default: {DEFAULT_HARDWARE})"
+)
 LOSS_HELP = (
     "what is differentiated: sum, cross-entropy (in float32, of logits and the first tensor of the batch), or "
     "MODULE:FUNCTION, called with the output and the batch (default: output.loss, or the sum of the output)"
@@ -99,6 +117,8 @@ def _cross_entropy(output: Any, *batch: Any, **more: Any) -> torch.Tensor:
 
 
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {"sum": _sum, "cross-entropy": _cross_entropy}
+for _name, _function in LOSSES.items():
+    _function.__qualname__ = _name  # as an estimate shows it
 
 
 def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
@@ -144,24 +164,23 @@ def target(name: str) -> Callable[[], nn.Module]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print it; the exit status: 1 if it does not fit."""
-    options = parser().parse_all(arguments)
+    understood = parser()
+    options = understood.parse_all(arguments)
+    with understood.understanding():
+        workload = workload_of(options)
     config = config_of(options)
     shape, names = mesh_of(options, config, "8")
     if config.dp_mesh_dims != default_of("dp_mesh_dims") and names is None:
         raise FSDPValueError("the config names dims in 'dp_mesh_dims' that --mesh has not: write 'mesh_shape' there.")
-    with working("estimating"):
+    with working("estimating"), understood.understanding():
         found = estimate(
             target(options.model),
             shape,
-            batch=make_batch(options.batch, "meta"),
-            optimizer=optimizer_named(options.optimizer),
-            hardware=options.hardware,
             mesh_dim_names=names,
             checkpointing=options.checkpointing,
             accumulation=options.accumulation,
             kept=options.kept,
-            loss=loss_named(options.loss),
-            compiled=options.compiled,
+            **workload,
             **sharding_arguments(config),
         )
     print(found.to_json() if options.json else found)

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         elif options.group is not None:
             print(explanation.details(options.group))
         else:
+            if note:  # before tables of the groups that it is about
+                print("\n".join(wrapped(f"Note: {note}")) + "\n", flush=True)
             explanation.show()
-            if note:
-                print("\n" + "\n".join(wrapped(f"Note: {note}")))
     return 0

@@ -105,10 +105,12 @@ def make_batch(text: str, device: str) -> Any:
 
 
 def _tensor(shape: str, dtype: str, device: str) -> torch.Tensor:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise FSDPValueError(f"there is no dtype '{dtype}'.{nearest(dtype, _DTYPES)}")
-    return torch.zeros([int(size) for size in shape.split("x")], dtype=found, device=device)
+    if dtype not in _DTYPES:  # (torch has names of more, of which it makes no tensors)
+        raise FSDPValueError(
+            f"a batch has no dtype '{dtype}'; there are {', '.join(_DTYPES)}.{nearest(dtype, _DTYPES)} For another, "
+            "let a function make the batch."
+        )
+    return torch.zeros([int(size) for size in shape.split("x")], dtype=getattr(torch, dtype), device=device)
 
 
 def mesh_shape_of(text: str) -> tuple[int, ...]:

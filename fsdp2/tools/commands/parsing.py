@@ -6,9 +6,11 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fsdp2.arguments import nearest
+from fsdp2.errors import FSDPValueError
 
 WRONG_USE = 2
 """The exit status of a command line that cannot be understood."""
@@ -63,12 +65,20 @@ class Parser(argparse.ArgumentParser):
         print(f"{self.prog} --help says more.", file=sys.stderr)
         sys.exit(WRONG_USE)
 
+    @contextmanager
+    def understanding(self) -> Iterator[None]:
+        """A FSDPValueError that is raised inside is about the command line: leave as `error` does."""
+        try:
+            yield
+        except FSDPValueError as error:
+            self.error(str(error))
+
     def _meant(self, message: str) -> Iterator[str]:
         found = re.match(r"unrecognized arguments: (\S+)", message)
         if found and found[1].startswith("-"):
             yield nearest(found[1].partition("=")[0], self.options())
         found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        if found:
+        if found and not message.startswith("argument -"):  # of a few words all of which are listed, none is nearer
             yield nearest(found[1], re.findall(r"[\w./+-]+", found[2]))
 
 
@@ -83,7 +93,7 @@ def _plainer(message: str) -> str:
     found = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
     if found:
         return f"there is no {found[1]} '{found[2]}'; there are {found[3]}."
-    return f"{message}."
+    return message if message.endswith((".", "?")) else f"{message}."
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

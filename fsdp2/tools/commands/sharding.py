@@ -36,9 +36,23 @@ def add_mesh(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument(
         *("--mesh", "--ranks"),
         metavar="RANKS",
+        type=_mesh,
         default=default,
         help=f"how many ranks, 8, or replicas and shards, 4x8{said}; both names mean the same",
     )
+
+
+def _mesh(text: str) -> str:
+    """argparse's, as `_number_of_ranks`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no mesh.
+    """
+    try:
+        mesh_shape_of(text)
+    except FSDPValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: int | None, means: str) -> None:
@@ -133,12 +147,14 @@ def blocks_that_are_cut(model: nn.Module, config: ShardingConfig) -> str:
         return ""
     largest = max(each.nbytes for each in cut)
     plural = len(cut) > 1
+    as_is = config.mp_policy is None or config.mp_policy.param_dtype is None
+    halves = " (they count in the dtype that is gathered: --dtype bfloat16 halves those of float32)" if as_is else ""
     return (
         f"{len(cut)} block{'s' if plural else ''} ({common_name([each.name for each in cut])}, {cut[0].class_name}) "
         f"of up to {shown_bytes(largest)} {'are' if plural else 'is'} above max_bytes={config.max_bytes} "
         f"({shown_bytes(config.max_bytes)}), so {'each was' if plural else 'it was'} cut into smaller groups: a whole "
         f"block would be unsharded twice, for computing and for the next one that is gathered ahead. To keep blocks "
-        f"whole, say --max-bytes {largest}, or max_bytes in the config."
+        f"whole, say --max-bytes {largest}, or max_bytes in the config{halves}."
     )
 
 

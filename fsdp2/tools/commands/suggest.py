@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 
 from fsdp2.core.options import MixedPrecisionPolicy
-from fsdp2.tools.commands.estimate import add_workload, loss_named, optimizer_named, target
-from fsdp2.tools.commands.models import make_batch
+from fsdp2.tools.commands.estimate import add_workload, target, workload_of
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_ranks, add_target
 from fsdp2.tools.estimating.suggest import suggest
+from fsdp2.tools.progress import Telling
 
 DESCRIPTION = """\
 Search for settings to train a model with: strategies, meshes, checkpointing, microbatches, offloading. Each is
-estimated, as by fsdp2 estimate; a dozen or two are. On a terminal it says which one is being estimated."""
+estimated, as by fsdp2 estimate; a dozen or two are. It says on stderr which one is being estimated."""
 
 
 def parser() -> Parser:
@@ -36,26 +35,22 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Print them; the exit status: 1 if nothing fits."""
-    options = parser().parse_all(arguments)
+    understood = parser()
+    options = understood.parse_all(arguments)
+    with understood.understanding():
+        workload = workload_of(options)
     policy = MixedPrecisionPolicy()
     if options.dtype is not None:
         policy = MixedPrecisionPolicy(getattr(torch, options.dtype), torch.float32)
-    found = suggest(
-        target(options.model),
-        options.ranks,
-        batch=make_batch(options.batch, "meta"),
-        hardware=options.hardware,
-        optimizer=optimizer_named(options.optimizer),
-        mp_policy=policy,
-        blocks=None if options.blocks is None else [name.strip() for name in options.blocks.split(",")],
-        loss=loss_named(options.loss),
-        compiled=options.compiled,
-        best=options.best,
-        progress=_say if sys.stderr.isatty() else None,
-    )
+    with understood.understanding():
+        found = suggest(
+            target(options.model),
+            options.ranks,
+            mp_policy=policy,
+            blocks=None if options.blocks is None else [name.strip() for name in options.blocks.split(",")],
+            best=options.best,
+            progress=Telling("estimating"),
+            **workload,
+        )
     print(found.to_json() if options.json else found)
     return 0 if found.best else 1
-
-
-def _say(arguments: str) -> None:
-    print(f"\r\033[Kestimating {arguments}"[:100], end="\r", flush=True, file=sys.stderr)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from fsdp2.tools.commands.estimate import LOSS_HELP, loss_named, optimizer_named
 from fsdp2.tools.commands.models import BATCH_HELP, make_batch, make_model
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_ranks, add_sharding, add_target, config_of, shard
-from fsdp2.tools.timeline.timeline import Timeline, timeline
+from fsdp2.tools.timeline.timeline import Timeline, refuse_path, timeline
 
 DESCRIPTION = """\
 Train some steps of a model on zeros, and show what each rank computes, gathers, reduces and waits for. It starts the
@@ -45,7 +46,13 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or be one; the exit status is theirs."""
-    options = parser().parse_all(arguments)
+    understood = parser()
+    options = understood.parse_all(arguments)
+    with understood.understanding():  # here, and not by each of the ranks
+        for path in options.out:
+            refuse_path(Path(path))
+        optimizer_named(options.optimizer)
+        loss_named(options.loss)
     if "RANK" not in os.environ:
         return _launch(options, arguments)
     with_gpu = torch.accelerator.is_available()

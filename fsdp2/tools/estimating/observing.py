@@ -24,7 +24,7 @@ from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use
 from fsdp2.tools.estimating.workspaces import workspace_bytes
 
 _ENGINE = str(Path(fsdp2.__file__).parent)
-_TOOLS = str(Path(__file__).parent)
+_TOOLS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _OF_MODELS = tuple(str(Path(_TORCH) / part) for part in ("nn", "autograd", "optim", "utils/checkpoint.py"))
 

@@ -23,6 +23,7 @@ from fsdp2.features.accumulation import accumulate
 from fsdp2.tools.estimating.clocks import COMPUTE, Clocks, SimulatedDevice
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
 from fsdp2.tools.estimating.observing import Observer
+from fsdp2.tools.estimating.refused import refused_batch
 from fsdp2.tools.estimating.request import Request
 from fsdp2.tools.estimating.simulation import simulated_world
 from fsdp2.tools.estimating.subject import (
@@ -87,7 +88,7 @@ def observe(request: Request, caller: str) -> Observation:
     Raises:
         FSDPRuntimeError: a process group exists, or the forward needs values.
         FSDPTypeError: what `subject.made` and `Request.local_batch` raise.
-        FSDPValueError: the same.
+        FSDPValueError: the same; or the forward refuses the batch.
     """
     with ExitStack() as stack:
         stack.enter_context(simulated_world(request.ranks, caller))
@@ -311,7 +312,7 @@ class Rank:
 
     def _loss(self) -> torch.Tensor:
         try:
-            output = self.model(*self._args, **self._kwargs)
+            output = self._output()
             if not self._computes:
                 return _default_loss(output)[0]
             if self._request.loss is None:
@@ -326,6 +327,15 @@ class Rank:
                 "on shapes only, or measure the bytes that one forward keeps for backward, and pass them as "
                 "activation_bytes=; the engine's memory is then estimated without running the model."
             ) from error
+
+    def _output(self) -> Any:
+        try:
+            return self.model(*self._args, **self._kwargs)
+        except Exception as error:
+            refused = refused_batch(error, self._name, self._request.batch) if self._computes else None
+            if refused is None or isinstance(error, _torch.unsupported_without_memory()):
+                raise
+            raise refused from error
 
     # -- what memory is for
 

@@ -168,6 +168,10 @@ class Estimate:
             word = "would fit" if remedy.fits else "would not"
             time = "" if remedy.step_seconds is None else f", {shown_seconds(remedy.step_seconds)} a step"
             lines.append(f"  {word}: {remedy.change} ({shown_bytes(remedy.peak_bytes)}{time})")
+        if not self.fits:
+            lines.append(
+                "  `fsdp2 suggest`, or fsdp2.suggest in Python, may find a faster one, of all meshes and strategies"
+            )
         return lines
 
     def _memory(self) -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +29,10 @@ from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.grouping.blocks import names_of as names_of_blocks
 from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, microbatches_of, names_of
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
 from fsdp2.tools.estimating.memory import Use
+from fsdp2.tools.estimating.program import program
 from fsdp2.tools.estimating.request import MakeModel, MakeOptimizer, Request
 from fsdp2.tools.estimating.result import Estimate, shown_seconds
 from fsdp2.tools.estimating.scaling import scaled
@@ -124,8 +124,7 @@ class Suggestions:
         if not self.best:
             lines.append("nothing that was tried fits: use more ranks, shorter samples, or another machine")
         if self.unfit:
-            lines.append("does not fit:")
-            lines += [f"   {each.arguments}: {each.why}" for each in self.unfit]
+            lines += ["does not fit:", *(f"   {line}" for line in _unfit_lines(self.unfit))]
         return "\n".join(lines)
 
 
@@ -402,41 +401,6 @@ def written(request: Request) -> str:
     return ", ".join(said)
 
 
-def program(request: Request) -> str:
-    """How a training program says ``request``, as Python; ``model``, ``batch`` and ``loss_of`` are the program's."""
-    shape, names = request.mesh_shape, request.mesh_dim_names
-    device = "cuda" if request.hardware.has_streams else "cpu"
-    lines = [f'mesh = init_device_mesh("{device}", {shape}, mesh_dim_names={names})']
-    if request.checkpointing != "none":
-        lines.append(f"# {_HOW_TO_CHECKPOINT[request.checkpointing]}")
-    arguments = [f'strategy="{request.strategy}"']
-    if request.blocks is not None:
-        arguments.append(f"blocks={names_of_blocks(request.blocks).strip('()').split(', ')}")
-    if request.mp_policy != MixedPrecisionPolicy():
-        policy = request.mp_policy
-        arguments.append(f"mp_policy=fsdp2.MixedPrecisionPolicy({policy.param_dtype}, {policy.reduce_dtype})")
-    if request.offload_policy is not None:
-        arguments.append("offload_policy=fsdp2.CPUOffloadPolicy()")
-    lines.append(f"fsdp2.auto_shard(model, mesh, {', '.join(arguments)})")
-    count = request.accumulation
-    if count == 1:
-        return "\n".join([*lines, "loss_of(model, batch).backward()  # one microbatch"])
-    return "\n".join(
-        [
-            *lines,
-            f"for index, microbatch in enumerate(batch.chunk({count})):",
-            f'    with fsdp2.accumulate(model, last=index == {count - 1}, kept="{request.kept}"):',
-            f"        (loss_of(model, microbatch) / {count}).backward()",
-        ]
-    )
-
-
-_HOW_TO_CHECKPOINT = {
-    "blocks": "before that, checkpoint_wrapper(block) around each block: see 'Make a model fit'",
-    "selective": "before that, checkpoint_wrapper(block, context_fn=...) around each block: see 'Make a model fit'",
-}
-
-
 def _ranked(found: list[Tried], best: int) -> Suggestions:
     fit = sorted((each for each in found if each.estimate.fits), key=lambda each: _speed(each.estimate))
     unfit = sorted((each for each in found if not each.estimate.fits), key=lambda each: each.estimate.peak_bytes)
@@ -447,6 +411,17 @@ def _ranked(found: list[Tried], best: int) -> Suggestions:
         tuple(shown[best:]),
         tuple(_suggestion(each, _why_not(each.estimate)) for each in unfit),
     )
+
+
+def _unfit_lines(unfit: Sequence[Suggestion]) -> Iterator[str]:
+    """One for each that is different in more than zero1 and zero2, if these need the same."""
+    shared: dict[tuple[str, str], list[str]] = {}
+    for each in unfit:
+        alike = each.arguments.replace("'zero1'", "'zero2'")
+        shared.setdefault((alike, each.why), []).append(each.arguments)
+    for (alike, why), arguments in shared.items():
+        also = " (and with zero1, which gathers less often and has the same peak)" if len(arguments) > 1 else ""
+        yield f"{alike if also else arguments[0]}{also}: {why}"
 
 
 def _suggestion(tried: Tried, why: str) -> Suggestion:

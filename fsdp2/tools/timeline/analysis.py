@@ -218,6 +218,7 @@ class Slowest:
         what: in which activity most of that is.
         name: of which module, group or optimizer.
         where_seconds: for how much longer there.
+        also: what, name and seconds of the next places, while these say much of the rest.
     """
 
     rank: int
@@ -225,6 +226,12 @@ class Slowest:
     what: str
     name: str
     where_seconds: float
+    also: tuple[tuple[str, str, float], ...] = ()
+
+
+MOST_ALSO = 2
+LITTLE = 0.1
+"""Of what a rank is slower by: places of less are not named."""
 
 
 def slowest_of(ranks: Sequence[RankSummary]) -> Slowest | None:
@@ -238,6 +245,11 @@ def slowest_of(ranks: Sequence[RankSummary]) -> Slowest | None:
         return slowest.busy.get(key, 0.0) - statistics.median(each.busy.get(key, 0.0) for each in others)
 
     keys = sorted(slowest.busy) or [(PROGRAM, "")]
-    where = max(keys, key=excess)
-    usual = statistics.median(each.busy_seconds for each in others)
-    return Slowest(slowest.rank, slowest.busy_seconds - usual, *where, excess(where))
+    where, *rest = sorted(keys, key=excess, reverse=True)
+    whole = slowest.busy_seconds - statistics.median(each.busy_seconds for each in others)
+    also, left = [], whole - excess(where)
+    for place in rest[:MOST_ALSO]:
+        if min(left, excess(place)) > LITTLE * whole:
+            also.append((*place, excess(place)))
+            left -= excess(place)
+    return Slowest(slowest.rank, whole, *where, excess(where), tuple(also))

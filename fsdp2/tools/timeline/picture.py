@@ -30,6 +30,7 @@ def draw(report: TimelineReport, path: Path) -> None:
         Patch(color=COLOURS[kind][0], alpha=_MEMORY_ALPHA if kind == "memory" else 1.0, label=WORDS.get(kind, kind))
         for kind in view.used
     ]
+    handles.append(Patch(facecolor="white", edgecolor="gray", linewidth=0.6, label="white: the program's own"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 

@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdp2.tools.timeline.analysis import RankSummary, Slowest, Traffic, slowest_of, steps_of, summary_of, traffic_of
+from fsdp2.tools.timeline.analysis import (
+    LITTLE,
+    RankSummary,
+    Slowest,
+    Traffic,
+    slowest_of,
+    steps_of,
+    summary_of,
+    traffic_of,
+)
 from fsdp2.tools.timeline.collecting import on_one_scale
 from fsdp2.tools.timeline.records import RankRecord
 
@@ -111,8 +120,10 @@ class TimelineReport:
         line += f"than the others ({share:.1%} of it)"
         if slowest.where_seconds <= 0:
             return line + "."
-        where = f"the {slowest.what} of '{slowest.name}'" if slowest.name else "the program outside of the model"
-        return f"{line}, {_ms(slowest.where_seconds)} of that in {where}."
+        line += f", {_ms(slowest.where_seconds)} of that in {_place(slowest.what, slowest.name)}"
+        line += "".join(f", {_ms(seconds)} in {_place(what, name)}" for what, name, seconds in slowest.also)
+        rest = slowest.excess_seconds - slowest.where_seconds - sum(seconds for _, _, seconds in slowest.also)
+        return f"{line}; the rest is in many places." if rest > LITTLE * slowest.excess_seconds else f"{line}."
 
     def table(self) -> str:
         """Ranks and groups as plain text."""
@@ -172,6 +183,10 @@ def _groups(records: Sequence[RankRecord]) -> list[GroupSummary]:
 def scaled(traffic: Traffic, weight: float) -> Traffic:
     """``weight`` times as much of everything."""
     return Traffic(**{name: weight * getattr(traffic, name) for name in Traffic.__slots__})
+
+
+def _place(what: str, name: str) -> str:
+    return f"the {what} of '{name}'" if name else "the program outside of the model"
 
 
 def _ms(seconds: float) -> str:
