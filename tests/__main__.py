@@ -22,6 +22,7 @@ BESIDE = (
     "tests/compiled",
     "tests/multi_rank/checkpoints",
     "tests/multi_rank/parameters",
+    "tests/multi_rank/wrapping",
 )
 """Folders that take as long together as all others."""
 

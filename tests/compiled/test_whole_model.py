@@ -60,6 +60,7 @@ def test_a_whole_graph_in_mixed_precision() -> None:
         assert graphs.collectives() == [(4, 0), (3, 4)]
 
 
+@pytest.mark.full  # 11 s; eager replicas, and graphs without, run each time
 @multi_rank(4)
 def test_over_replicas() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

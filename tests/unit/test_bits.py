@@ -61,7 +61,10 @@ def trained(make: Optimizer, values: Tensor, gradients: Tensor) -> Tensor:
     return parameter.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+FLOAT64 = pytest.param(torch.float64, marks=pytest.mark.full)  # 1.5 s
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT64], ids=str)
 @pytest.mark.parametrize("name", ALIKE)
 def test_steps_on_a_piece_are_those_on_the_whole(name: str, dtype: torch.dtype) -> None:
     """For-loop and foreach optimizers add, multiply, divide and take roots, each rounded for itself.
