@@ -215,6 +215,9 @@ def to_save(value: Any, name: str = "", within: frozenset[int] = frozenset()) ->
         items = [to_save(each, _below(name, index), within) for index, each in enumerate(value)]
         if any(one is not other for one, other in zip(items, value, strict=True)):
             value = type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    elif isinstance(value, (Mapping, set, frozenset)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            to_save(each, name, within)
     return value
 
 

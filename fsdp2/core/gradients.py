@@ -526,13 +526,14 @@ class GradientBucket:
         """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
         return self._buffer
 
-    def has_memory(self) -> bool:
-        """Whether the gradient buffer has any, of gradients that were delivered."""
-        return self._buffer is not None and self._buffer.resizable.has_memory and not self._is_due
+    def is_cleared(self) -> bool:
+        """Whether the gradient buffer has memory, of gradients that were delivered and cleared since."""
+        buffer = self._buffer
+        return buffer is not None and buffer.resizable.has_memory and not self._is_due and self._are_cleared()
 
     def release(self) -> None:
         """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
-        if self._buffer is not None and self.has_memory() and self._are_cleared():
+        if self._buffer is not None and self.is_cleared():
             self._buffer.release()
 
     def leave_buffer(self) -> None:
@@ -546,9 +547,12 @@ class GradientBucket:
         return any(_torch.post_accumulate_grad_hooks(param.sharded) for param in self.params)
 
     def _are_cleared(self) -> bool:
-        """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)"""
+        """Whether no parameter has a gradient. (Loops here, for a generator is one more call per parameter.)
+
+        From the last on: where each is cleared by a hook of its own, that one still has its.
+        """
         with _torch.plain_attributes():
-            for param in self.params:  # noqa: SIM110
+            for param in reversed(self.params):  # noqa: SIM110
                 if param.sharded.grad is not None:
                     return False
             return True

@@ -742,11 +742,11 @@ def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
 def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
     """Free the memory of sharded gradients that have been cleared, and that nobody holds.
 
-    Outside of any forward and backward. While a graph is captured it stays.
+    Between passes, or by a hook on a delivered gradient. While a graph is captured it stays.
     """
     by_comm: dict[FSDPCommContext, list[FSDPParamGroup]] = {}
     for group in groups:
-        if group.comm is not None and group.reducer.has_memory():
+        if group.comm is not None and group.reducer.can_release():
             by_comm.setdefault(group.comm, []).append(group)
     for comm, together in by_comm.items():
         if comm.device.is_capturing():

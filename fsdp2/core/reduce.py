@@ -275,9 +275,9 @@ class GradientReducer:
         """Whether some gradients are reduced in the dtype in which they arrive."""
         return bool(self._follow_arrivals)
 
-    def has_memory(self) -> bool:
-        """Whether there is memory for sharded gradients now, that they may lie on."""
-        return any(bucket.has_memory() for bucket in self.buckets)
+    def can_release(self) -> bool:
+        """Whether some sharded gradients were delivered and cleared since, and none is on its way."""
+        return not self.is_reducing and any(bucket.is_cleared() for bucket in self.buckets)
 
     def release(self) -> None:
         """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES
+from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.state import state_of, states_below
 from fsdp2.core.transport import Native
 from tests.harness import fake_world
@@ -108,6 +109,23 @@ def test_gradients_that_somebody_holds_keep_their_memory(who: str) -> None:
         del held
         optimizer.zero_grad()
         assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
+
+
+def test_hooks_that_clear_one_gradient_each_try_once_to_free_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the last of a group, in whose order they come. (The delivery holds it then: the next to clear frees it.)"""
+    with fake_world(4):
+        model = stack(2, width=16, layers=3)
+        freed: list[int] = []
+        release = GradientReducer.release
+        monkeypatch.setattr(GradientReducer, "release", lambda self: (freed.append(1), release(self)))
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.zero_grad())
+        step(model)
+        groups = groups_of(model)
+        assert len(freed) == len(groups) < len(list(model.parameters()))
+        model.zero_grad()
+        assert not any(buffer.untyped_storage().nbytes() for group in groups for buffer in gradient_buffers(group))
 
 
 # ---- peaks -------------------------------------------------------------------------------------------

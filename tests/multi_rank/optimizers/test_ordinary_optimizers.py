@@ -89,17 +89,22 @@ def assert_alike(models: list[nn.Module], optimizers: list[torch.optim.Optimizer
     assert_states_same(*optimizers)
 
 
+def step_and_clear(optimizers: list[torch.optim.Optimizer]) -> None:
+    """The first steps as in an ordinary program, the second through DTensor."""
+    optimizers[0].step()
+    with through_dtensor():
+        optimizers[1].step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def step_both(make: MakeOptimizer, *, steps: int = 3, case: ModelCase = CASE, **settings: object) -> None:
     models = two_models(case, **settings)
     optimizers = [make(trainable(model)) for model in models]
     for step in range(steps):
         for model in models:
             loss_of(case, model, step).backward()
-        optimizers[0].step()
-        with through_dtensor():
-            optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        step_and_clear(optimizers)
         assert_alike(models, optimizers)
 
 
@@ -196,11 +201,7 @@ def test_gradients_that_are_missing_now_and_then() -> None:
             for index, parameter in enumerate(trainable(model)):
                 if step in (1, 3, 4, 6) and index % 3 == step % 3:
                     parameter.grad = None
-        optimizers[0].step()
-        with through_dtensor():
-            optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        step_and_clear(optimizers)
         assert_alike(models, optimizers)
 
 
@@ -291,11 +292,7 @@ def test_state_that_programs_change_between_steps(how: str) -> None:
     def step(index: int) -> None:
         for model in models:
             loss_of(CASE, model, index).backward()
-        optimizers[0].step()
-        with through_dtensor():
-            optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        step_and_clear(optimizers)
 
     step(0)
     saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
@@ -422,11 +419,7 @@ def test_state_that_is_offloaded_later() -> None:
     for step in range(4):
         for model in models:
             loss_of(CASE, model, step).backward()
-        optimizers[0].step()
-        with through_dtensor():
-            optimizers[1].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        step_and_clear(optimizers)
         if step == 1:
             offload = OptimizerStateOffload(optimizers[0], lambda parameter: True, pin_memory=False)
         if step == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import UserDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -97,7 +98,8 @@ def test_files_of_ddp_are_loaded_and_shards_are_not_saved_by_one_rank() -> None:
         ours.load_state_dict(torch.load(file))
         for name, each in ours.named_parameters():
             assert isinstance(each, DTensor) and torch.equal(each.full_tensor(), expected[name])
-        for value in (ours.state_dict(), {"model": [ours.module]}, ours):
+        whole_dict = ours.state_dict()
+        for value in (whole_dict, {"model": [ours.module]}, ours, UserDict(whole_dict), {*whole_dict.values()}):
             with pytest.raises(
                 FSDPRuntimeError, match=r"torch\.save was called with a sharded tensor.*full_parameters"
             ):
