@@ -1,6 +1,7 @@
 """`python -m benchmarks.primitives`: the forms of all-gather and reduce-scatter on gloo, by size and number of ranks.
 
     python -m benchmarks.primitives --ranks 4
+    python -m benchmarks.primitives --ranks 32 --forms native,peers --largest 4096     many ranks: less of each
 
 What `fsdp2.features.gloo_p2p` chooses by. Every rank is a process of one thread; repetitions of all forms are
 interleaved.
@@ -81,19 +82,21 @@ FORMS: dict[str, Exchange] = {
 }
 
 
-def _measure_on_rank(world_size: int) -> dict[str, list[tuple[float, float]]]:
+def _measure_on_rank(
+    world_size: int, names: Sequence[str], sizes: Sequence[int], most: int
+) -> dict[str, list[tuple[float, float]]]:
     group = dist.group.WORLD
     assert group is not None, "initialized"
-    medians: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
-    for nbytes in SIZES:
+    medians: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for nbytes in sizes:
         whole = torch.full((nbytes // 4,), 0.5)
         part = torch.ones(nbytes // 4 // world_size)
-        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in FORMS}
-        for _ in range(max(5, min(40, MOVED_BYTES // nbytes))):
-            for name, exchange in FORMS.items():
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for _ in range(max(5, min(most, MOVED_BYTES // nbytes))):
+            for name in names:
                 dist.barrier()
                 cpu, wall = time.process_time(), time.perf_counter()
-                exchange(whole, part, group)
+                FORMS[name](whole, part, group)
                 samples[name].append((time.process_time() - cpu, time.perf_counter() - wall))
         for name, pairs in samples.items():
             cpus, walls = zip(*pairs, strict=True)
@@ -105,11 +108,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark with command line `arguments` (default: the process's own)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.primitives", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    ranks = parser.parse_args(arguments).ranks
-    medians = on_ranks(ranks, _measure_on_rank, ranks)[0]
+    parser.add_argument("--forms", default="", help="names that a form's must end in, by commas (default: all forms)")
+    parser.add_argument("--largest", type=int, default=SIZES[-1] // KIB, help="KiB of the largest whole")
+    parser.add_argument("--repetitions", type=int, default=40, help="at most so many of each (default: 40)")
+    options = parser.parse_args(arguments)
+    ranks, ends = options.ranks, tuple(options.forms.split(","))
+    names = [name for name in FORMS if name.endswith(ends)]
+    sizes = [each for each in SIZES if each <= options.largest * KIB]
+    medians = on_ranks(ranks, _measure_on_rank, ranks, names, sizes, options.repetitions)[0]
     table = Table(
         f"torch {torch.__version__}, gloo, {ranks} ranks: CPU ms of one rank / wall ms, by bytes of the whole",
-        ["", *(f"{nbytes // KIB} KiB" for nbytes in SIZES)],
+        ["", *(f"{nbytes // KIB} KiB" for nbytes in sizes)],
     )
     for name, pairs in medians.items():
         table.add(name, *(f"{1e3 * cpu:.2f} / {1e3 * wall:.2f}" for cpu, wall in pairs))

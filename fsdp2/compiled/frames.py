@@ -33,12 +33,16 @@ LEADS_TO_GRAPHS = (
 def begin_graphs_at_calls_only() -> None:
     """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way."""
     modules = [(name, module) for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
+    alone: list[CodeType] = []
+    with_callees: list[CodeType] = []
     for name, module in modules:
         is_optimizers = name.startswith(OPTIMIZERS)
         for code in _codes_in(module):
             if code.co_name != BEGINS_GRAPHS:
                 callees = code.co_name not in LEADS_TO_GRAPHS if is_optimizers else code.co_name in HOOKS
-                _torch_compiler.skip_frames([code], callees=callees)
+                (with_callees if callees else alone).append(code)
+    _torch_compiler.skip_frames(alone)
+    _torch_compiler.skip_frames(with_callees, callees=True)
 
 
 def _codes_in(module: ModuleType) -> Iterator[CodeType]:
