@@ -299,15 +299,18 @@ class GradientBucket:
         allocate: Allocate | None,
         arena: Arena = ALLOCATOR,
         lets_go: bool = False,
+        casts: bool = False,
     ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
         On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
         written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
         ``arena``: of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
-        ``gradients`` before the next copy is made, as no stream may still read it.
+        ``gradients`` before the next copy is made, as no stream may still read it. ``casts``: what travels alone is
+        cast to the dtype in which it is reduced.
         """
         layout, world_size = self.layout, self._world_size
+        sent = self.dtype if casts else self.plan.sent
         numel = layout.numel
         taken: list[Resizable] = []
         if allocate is not None:
@@ -323,14 +326,14 @@ class GradientBucket:
         dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
         direct: list[Transfer] = []
-        carried = gradients if layout.region is None else self._with_region(gradients, dtype)
+        carried = gradients if layout.region is None else self._with_region(gradients, sent, dtype)
         for index, hole in self._packed_as_they_are:
             gradient = carried[index]
             if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
                 gradient = self._dense(index, gradient, dtype).to(dtype)
             packing[hole] = gradient
         for index, hole, slot in self._others:
-            gradient = self._dense(index, carried[index], self.dtype if slot.direct else dtype)
+            gradient = self._dense(index, carried[index], sent if slot.direct else dtype)
             if slot.partition.order:
                 gradient = gradient.permute(slot.partition.order)
             if not slot.direct:
@@ -339,8 +342,8 @@ class GradientBucket:
                     gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
                 packing[hole] = gradient
                 continue
-            if gradient.dtype is not self.dtype:
-                flat = arena.empty(gradient.numel(), dtype=self.dtype, device=self._device, taken=taken)
+            if gradient.dtype is not sent:
+                flat = arena.empty(gradient.numel(), dtype=sent, device=self._device, taken=taken)
                 gradient = flat.view(gradient.shape).copy_(gradient)
                 if lets_go:
                     carried[index] = None
@@ -360,11 +363,13 @@ class GradientBucket:
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)
 
-    def _with_region(self, gradients: list[torch.Tensor | None], dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def _with_region(
+        self, gradients: list[torch.Tensor | None], sent: torch.dtype, dtype: torch.dtype
+    ) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
         layout = self.layout
         assert layout.region is not None, "some are owned"
-        dtype = self.dtype if layout.region.direct else dtype
+        dtype = sent if layout.region.direct else dtype
         flat = torch.empty(layout.region.partition.numel, dtype=dtype, device=self._device)
         pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
         gaps, filled, sources, start = [], [], [], 0

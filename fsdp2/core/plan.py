@@ -108,6 +108,7 @@ class ReducePlan:
 
     Attributes:
         dtype: in which they are reduced.
+        sent: in which those that travel alone do, unless they have added up; ``dtype`` holds it exactly.
         params: indices of the parameters in the group.
         layout: of the reduce-scatter.
         scaling: how the mean comes about, by operations that every backend has.
@@ -115,6 +116,7 @@ class ReducePlan:
     """
 
     dtype: torch.dtype
+    sent: torch.dtype
     params: tuple[int, ...]
     layout: GradientLayout
     scaling: Scaling
@@ -156,7 +158,8 @@ class GroupPlan:
             lines.append(f"    {param.fqn} {list(param.shape)}: gathered by its own extension")
         for reduce in self.reduces:
             ways = ["direct" if slot.direct else "packed" for slot in reduce.layout.slots]
-            lines.append(f"  gradients in {reduce.dtype}: {reduce.layout.numel} elements, {', '.join(ways)}")
+            sent = "" if reduce.sent == reduce.dtype else f", sent as {reduce.sent}"
+            lines.append(f"  gradients in {reduce.dtype}{sent}: {reduce.layout.numel} elements, {', '.join(ways)}")
         return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_thr
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
-from fsdp2.core.places import label
+from fsdp2.core.places import Label, label
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
 from fsdp2.core.transport import HOOKED, Alone, Transport, among, is_alone, transport_of
@@ -97,9 +97,11 @@ class GradientReducer:
         self.is_reducing = False
         self._to_widen: tuple[FSDPParam, ...] = ()
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
+        self._may_have_added_up = False  # since the last reduction; the same on all ranks
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
         self._transport: Transport = Alone()
+        self._labels: list[Label] = []  # of gradients of one backward, and of some that may have added up
 
     # -- what is reduced
 
@@ -145,7 +147,10 @@ class GradientReducer:
         """Let ranks know them by module and root, and by sizes and scales, which may come to differ by rank."""
         sent = [f"{each.dtype} {each.layout.numel}" for each in self.buckets]
         detail = f"{sent} {self._scalings} {self.of_root}"
-        self._transport.label = label(f"the reduction of '{self.name}'", detail)
+        self._labels = [
+            label(f"the reduction of '{self.name}'", f"{detail} {dtypes}")
+            for dtypes in ([each.plan.sent for each in self.buckets], [each.dtype for each in self.buckets])
+        ]
         replicas = self._mesh.replicate_group
         if replicas is not None and not is_alone(replicas):
             over = self._transport.among_replicas = among(replicas, self._mesh.device)
@@ -181,7 +186,23 @@ class GradientReducer:
         divisor = _LARGE_DIVISOR if settings.denominator is not None else settings.divide_factor or scaling.after
         # So that a division by the divisor does not make it vanish.
         presence = min(max(1.0, divisor), _LARGE_DIVISOR)
-        return ReducePlan(dtype, indices_of(of_group, params), layout, scaling.of_any_backend(), presence)
+        sent = self._sent_dtype(params, dtype, scaling)
+        return ReducePlan(dtype, sent, indices_of(of_group, params), layout, scaling.of_any_backend(), presence)
+
+    def _sent_dtype(self, params: Sequence[FSDPParam], dtype: torch.dtype, scaling: Scaling) -> torch.dtype:
+        """Of what travels alone: the parameters', where the transport casts to ``dtype`` what has arrived.
+
+        A gradient that autograd has left in a wider dtype than its parameter's is rounded to that, as autograd does by
+        default, unless its parameter has a ``grad_dtype``: which gradients a rank has must not decide what travels.
+        """
+        arriving = {param.param_dtype for param in params}
+        settings = self.settings
+        custom = settings.custom_reduce_scatter is not None or settings.comm_hook is not None
+        if custom or scaling.before != 1.0 or len(arriving) > 1 or any(param.grad_dtype[0] for param in params):
+            return dtype
+        (narrow,) = arriving
+        is_exact = torch.promote_types(narrow, dtype) == dtype and narrow.is_floating_point == dtype.is_floating_point
+        return narrow if is_exact and transport_of(self.group, self._mesh.device).widens else dtype
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
         mesh = self._mesh
@@ -207,6 +228,7 @@ class GradientReducer:
         """Go on with other settings. Where they change the layout of reductions, none is in flight."""
         before, group_before = self.settings, self.scatter_group
         self.settings = settings
+        self._may_have_added_up |= not settings.requires_gradient_sync
         if not settings.changes_layout(before):
             return
         self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
@@ -316,6 +338,7 @@ class GradientReducer:
         if self._follow_arrivals:
             self._follow()
         taken = [bucket.pop_grads() for bucket in self.buckets]
+        self._transport.label = self._labels[self._may_have_added_up]
         if comm.device.has_streams:
             comm.reduces_follow_compute()
         pending = PendingReduce(comm.device.has_streams)
@@ -330,6 +353,7 @@ class GradientReducer:
             raise
         self.is_reducing = True
         pending.is_launching = False
+        self._may_have_added_up = False
         self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce
         if not self._awaits_all_reduce:
             self._adds_up = self._home.sums_on_host and not self.is_last
@@ -372,6 +396,7 @@ class GradientReducer:
                         allocate=self._transport.allocate,
                         arena=arena,
                         lets_go=not device.has_streams,
+                        casts=self._may_have_added_up,
                     ),
                     scaling,
                 )
@@ -537,6 +562,7 @@ class GradientReducer:
         """
         lost = (self.accumulated or self.awaits_all_reduce() or self.awaits_last()) and not self._are_cleared()
         self.accumulated = self._adds_up = self._awaits_all_reduce = False
+        self._may_have_added_up = not self.settings.requires_gradient_sync
         self.is_reducing = False  # whatever the interrupted one was
         for bucket in self.buckets:
             bucket.drop()

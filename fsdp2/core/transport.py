@@ -40,6 +40,7 @@ class Transport(ABC):
         allocate: where the buffers of what travels come from, if that is not for the engine to say. Everything then
             travels packed.
         is_ordered: whether all ranks must issue what they communicate in the same order, a program's own included.
+        widens: whether it sums in the dtype of the output what came in a narrower one, as if it had been cast before.
         way: what plans say of it; "" of torch.distributed's own.
         among_replicas: what sums over replicas, if there are any.
         label: what is exchanged; ranks on which it differs do not exchange it.
@@ -47,6 +48,7 @@ class Transport(ABC):
 
     allocate: Allocate | None = None
     is_ordered: bool = False
+    widens: bool = False
     way: str = ""
     label: Label = UNNAMED
     among_replicas: Native | None = None
@@ -61,6 +63,8 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """Reduce the input (world_size * n,) of every member over the ranks; its output (n,) is this rank's part.
+
+        Both have one dtype, unless it `widens`.
 
         ``arena``: of what is received for that.
         """
@@ -78,6 +82,8 @@ class Transport(ABC):
 
 class Alone(Transport):
     """There is nobody to communicate with: values are copied."""
+
+    widens = True
 
     def __init__(self, allocate: Allocate | None = None) -> None:
         self.allocate = allocate

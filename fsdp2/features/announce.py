@@ -23,13 +23,13 @@ _SHOWN: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDiction
 
 def all_gather(members: Sequence[Transfer], group: dist.ProcessGroup) -> None:
     """Show one all-gather of ``members`` to whoever looks."""
-    sent, received = _buffers([input for _, input in members], [output for output, _ in members])
+    sent, received = _buffers(members)
     _torch.all_gather_batched(received, sent, _shown(group))
 
 
 def reduce_scatter(members: Sequence[Transfer], op: Any, group: dist.ProcessGroup) -> None:
     """Show one reduce-scatter of ``members`` to whoever looks."""
-    sent, received = _buffers([input for _, input in members], [output for output, _ in members])
+    sent, received = _buffers(members)
     _torch.reduce_scatter_batched(received, sent, op, _shown(group))
 
 
@@ -40,16 +40,14 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
     dist.all_reduce(shown, op=op, group=_shown(group))
 
 
-def _buffers(sent: list[torch.Tensor], received: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """As large as all of ``sent`` and of ``received``: in their dtype, or as bytes if they have several."""
-    dtypes = {each.dtype for each in sent}
+def _buffers(members: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As large as what is sent, and what arrives of it: in the dtype that travels, or as bytes if there are several."""
+    dtypes = {input.dtype for _, input in members}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    nbytes = [sum(pair[side].numel() * pair[1].dtype.itemsize for pair in members) for side in (0, 1)]
     with _torch.unobserved(), torch.no_grad():
-        made = [
-            torch.zeros(sum(each.numel() * each.dtype.itemsize for each in side) // dtype.itemsize, dtype=dtype)
-            for side in (sent, received)
-        ]
-    return made[0], made[1]
+        received, sent = (torch.zeros(each // dtype.itemsize, dtype=dtype) for each in nbytes)
+    return sent, received
 
 
 def _shown(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -251,9 +251,15 @@ class _Sum(Exchange):
 
 
 def add_up(terms: Sequence[torch.Tensor], output: torch.Tensor, *, is_mean: bool) -> None:
-    """``output`` is the sum of ``terms``, two or more, in their order; or their mean. It may be the first of them."""
+    """``output`` is the sum of ``terms``, two or more, in their order; or their mean. It may be the first of them.
+
+    It is of their dtype, or of a wider one, in which they are added.
+    """
     with _torch.without_grad():
-        torch.add(terms[0], terms[1], out=output)
+        if terms[0].dtype is output.dtype:
+            torch.add(terms[0], terms[1], out=output)
+        else:
+            output.copy_(terms[0]).add_(terms[1])
         for term in terms[2:]:
             output.add_(term)
         if is_mean:
@@ -290,7 +296,8 @@ def reduce_scatter(
 ) -> None:
     """Begin to sum (or average) ``input`` (world_size * n,) over the ranks, its part of this rank into ``output`` (n,).
 
-    Terms are added in the order of the ranks, one after the other, in the dtype of ``input``, which is only read.
+    Terms are added in the order of the ranks, one after the other, in the dtype of ``output``. ``input`` is only read,
+    and may be of a narrower dtype: its elements travel as they are.
     ``works`` are to be waited for: the last of them adds. Until then n elements for each other rank are kept, in
     memory of ``arena``; what is never waited for never goes back there, for it may yet be received.
     """
@@ -396,12 +403,13 @@ def can_reduce(op: Any) -> bool:
 
 
 class PeerToPeer(Native):
-    """Messages between all pairs of ranks; terms are added in rank order, in the dtype that travels.
+    """Messages between all pairs of ranks; terms are added in rank order, in the dtype of the output.
 
     Messages are told apart by their tags, so a rank's collectives may come in any order.
     """
 
     is_ordered = False
+    widens = True
     way = "peer to peer"
 
     def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
@@ -433,7 +441,7 @@ class PeerToPeer(Native):
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """One work for each member."""
         if works is None or not can_reduce(op):
-            super().reduce_scatter(members, op, works)
+            super().reduce_scatter([(output, input.to(output.dtype)) for output, input in members], op, works)
             return
         if _torch.count_dispatch_modes() or _torch.reduce_scatters_are_patched():
             announce.reduce_scatter(members, op, self.group)
@@ -445,6 +453,17 @@ class _OfFakeGroups(Native):
     """A fake group is taken for the gloo group that it stands for."""
 
     is_ordered = False
+    widens = True
+
+    def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
+        """What is narrower is received as it is, and cast."""
+        received = [
+            output if output.dtype is input.dtype else input.new_empty(output.shape) for output, input in members
+        ]
+        super().reduce_scatter([(each, input) for each, (_, input) in zip(received, members, strict=True)], op, works)
+        for each, (output, _) in zip(received, members, strict=True):
+            if each is not output:
+                output.copy_(each)
 
 
 MAX_PEERS = 64

@@ -61,9 +61,9 @@ def row_of(layouts: Sequence[tuple[BufferLayout, int]], extended_bytes: int = 0)
 
 def members_of_reduction(plan: ReducePlan) -> tuple[int, ...]:
     """Bytes that one rank gets of each collective of a reduce-scatter."""
-    layout, itemsize = plan.layout, plan.dtype.itemsize
-    direct = [slot.shard_numel * itemsize for slot in layout.carried if slot.direct and slot.shard_numel]
-    return (layout.packed_numel * itemsize, *direct)
+    layout = plan.layout
+    direct = [slot.shard_numel * plan.sent.itemsize for slot in layout.carried if slot.direct and slot.shard_numel]
+    return (layout.packed_numel * plan.dtype.itemsize, *direct)
 
 
 @dataclass(frozen=True, slots=True)
