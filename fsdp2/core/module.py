@@ -200,7 +200,8 @@ class FSDPModule:
                 group.configure(each)
         else:
             for group, each in zip(groups, settings, strict=True):
-                group.settings = group.reducer.settings = each
+                group.settings = each
+                group.reducer.take_settings(each)
 
     def _configure_as_root(self, method: str, **changes: Any) -> None:
         """Change settings of roots, between iterations."""

@@ -224,11 +224,15 @@ class GradientReducer:
                 "arrives: set MixedPrecisionPolicy.reduce_dtype to the dtype that its gradients have."
             )
 
+    def take_settings(self, settings: GroupSettings) -> None:
+        """Go on with other settings that change no layout, whatever is in flight."""
+        self.settings = settings
+        self._may_have_added_up |= not settings.requires_gradient_sync
+
     def configure(self, settings: GroupSettings) -> None:
         """Go on with other settings. Where they change the layout of reductions, none is in flight."""
         before, group_before = self.settings, self.scatter_group
-        self.settings = settings
-        self._may_have_added_up |= not settings.requires_gradient_sync
+        self.take_settings(settings)
         if not settings.changes_layout(before):
             return
         self.scatter_group = own_reduce_scatter_group(self._mesh) if settings.has_scatter_group else None
@@ -319,7 +323,7 @@ class GradientReducer:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.grad is not None:
                 unsharded.grad = unsharded.grad.to(param.accumulation_dtype)
-        self.accumulated = True
+        self.accumulated = self._may_have_added_up = True
         self._cleared = frozenset()
         self.owing.add(self)
 

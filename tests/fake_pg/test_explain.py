@@ -38,18 +38,18 @@ def test_text(simulate: FakeWorlds) -> None:
 LM has 1.6 million parameters, 6.1 MiB. They are cut into 4 groups, sharded over 8 ranks. Rank 3 keeps 784.2
 KiB of them at rest, and 784.8 KiB of gradients after a backward. A group is gathered whole just before its
 module computes, and freed after that: the largest, 'blocks.0', then takes 1 MiB, and all that are there at a
-time 2.1 MiB at most. In one step a rank sends 10.7 MiB to others, all on one node. No step has run yet, so
+time 2.1 MiB at most. In one step a rank sends 8.1 MiB to others, all on one node. No step has run yet, so
 groups are taken to be needed in the order of the modules.
 
 group       class  parameters         at rest  unsharded  dtypes              over  after forward  sent in a step
 ----------  -----  -----------  -------------  ---------  ------------------  ----  -------------  --------------
 (LM)        LM     25,600              14 KiB     56 KiB  fp32 > bf16 > fp32  8     kept                147.9 KiB
-blocks.0-2  Block  3 x 525,824  3 x 256.8 KiB  3 x 1 MiB  fp32 > bf16 > fp32  8     freed                10.5 MiB
+blocks.0-2  Block  3 x 525,824  3 x 256.8 KiB  3 x 1 MiB  fp32 > bf16 > fp32  8     freed                 7.9 MiB
 
 collective      among ranks  in forward  in backward  sent inside node  to other nodes
 --------------  -----------  ----------  -----------  ----------------  --------------
 all-gather      0-7                   4            3           5.3 MiB             0 B
-reduce-scatter  0-7                   0            4           5.4 MiB             0 B
+reduce-scatter  0-7                   0            4           2.7 MiB             0 B
 
 More on one group: explain(model).details("blocks.0")""")
     step(model)
@@ -58,7 +58,7 @@ More on one group: explain(model).details("blocks.0")""")
 LM has 1.6 million parameters, 6.1 MiB. They are cut into 4 groups, sharded over 8 ranks. Rank 3 keeps 784.2
 KiB of them at rest, and 784.8 KiB of gradients after a backward. A group is gathered whole just before its
 module computes, and freed after that: the largest, 'blocks.0', then takes 1 MiB, and all that are there at a
-time 2.1 MiB at most. In one step a rank sends 10.7 MiB to others: 8 MiB inside its node, 2.7 MiB between 2
+time 2.1 MiB at most. In one step a rank sends 8.1 MiB to others: 6 MiB inside its node, 2 MiB between 2
 nodes. Groups are gathered ahead in the order that the last step has shown.""")
 
 
@@ -101,7 +101,7 @@ in a step  collective      ranks  times  members  bytes of a rank  sent inside n
 ---------  --------------  -----  -----  -------  ---------------  ----------------  --------------
 forward    all-gather          4      1        1        256.8 KiB         770.2 KiB             0 B
 backward   all-gather          2      1        1        513.5 KiB         513.5 KiB             0 B
-backward   reduce-scatter      4      1        3        513.1 KiB           1.5 MiB             0 B
+backward   reduce-scatter      4      1        3        257.1 KiB         771.4 KiB             0 B
 backward   all-reduce          2      1        1        513.1 KiB               0 B       513.1 KiB""")
     assert_expected_inline(explanation.details("embed.weight"), """\
 LM (LM), sharded over 4 ranks in 2 copies, a root, as strategy="zero3"
