@@ -1,0 +1,133 @@
+"""`python -m benchmarks.checks`: what each check of a step costs, and what would be left without any of them.
+
+One model under fsdp2, on the fake process group; a repetition runs a step with every check, one without each, and one
+without any, in an order that rotates, beside torch's `fully_shard` and the unsharded model. CPU time of forward and
+backward; differences are taken within a repetition. A check is left out by putting a function in its place that says
+at once that nothing has changed: no program should do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from benchmarks.host_time import FORWARD_AND_BACKWARD, WARM_UP_STEPS, garbage_collector_off
+from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_group
+from benchmarks.models import SMALL_PARAMETERS
+from benchmarks.step import Phase, Trainer
+from benchmarks.tables import Table
+from fsdp2.core.gather import GroupStorage
+from fsdp2.core.gradients import GradientBucket, GradientBuffer
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import Registrations
+from fsdp2.core.reduce import GradientReducer
+from fsdp2.core.structure import Structure
+
+Left = tuple[type[Any], str, Callable[..., Any]]
+
+
+def _says(answer: object) -> Callable[..., Any]:
+    return lambda *_: answer
+
+
+CHECKS: dict[str, tuple[Left, ...]] = {
+    "sharded parameters were replaced, frozen or moved": ((Registrations, "hold_sharded", _says(True)),),
+    "sharded parameters were written since they were gathered": ((FSDPParamGroup, "written", _says((0, 0))),),
+    "their .data was set": ((FSDPParamGroup, "refuse_set_data", _says(None)),),
+    "unsharded parameters were replaced or frozen": ((Registrations, "hold_unsharded", _says(True)),),
+    "unsharded parameters were written": ((GroupStorage, "changed", _says(None)),),
+    "modules were added or replaced": ((Structure, "has_changed", _says(False)),),
+    "a backward that no hook noticed left gradients": ((GradientReducer, "has_gradients", _says(False)),),
+    "somebody keeps gradients of the last step": ((GradientBuffer, "is_free", _says(True)),),
+    "users have hooks on parameters": (
+        (GradientBucket, "_have_tensor_hooks", _says(False)),
+        (GradientBucket, "_call_hooks", _says(None)),
+    ),
+}
+"""What is looked for in every step -> what is put in the place of the look."""
+ALL = "all of them"
+
+
+@contextlib.contextmanager
+def without(checks: Sequence[str]) -> Iterator[None]:
+    """Leave ``checks`` out, while inside."""
+    with contextlib.ExitStack() as stack:
+        for check in checks:
+            for owner, name, instead in CHECKS[check]:
+                stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
+
+
+def _seconds(trainer: Trainer, left_out: Sequence[str]) -> float:
+    with without(left_out):
+        start = time.thread_time()
+        for phase in FORWARD_AND_BACKWARD:
+            trainer.run(phase)
+        seconds = time.thread_time() - start
+    trainer.run(Phase.ZERO_GRAD)
+    gc.collect()
+    return seconds
+
+
+def measure(repetitions: int, world_size: int) -> dict[str, list[float]]:
+    """Seconds of forward and backward, in the same order everywhere: of `UNSHARDED`, torch, fsdp2, and without each."""
+    with fake_process_group(world_size) as mesh:
+        options = ShardingOptions(world_size=world_size)
+        made = {
+            name: Trainer(name, SMALL_PARAMETERS, mesh=mesh, options=options) for name in (UNSHARDED, "torch", "fsdp2")
+        }
+        for trainer in made.values():
+            trainer.warm_up(WARM_UP_STEPS)
+        contenders: dict[str, tuple[Trainer, Sequence[str]]] = {name: (each, ()) for name, each in made.items()}
+        contenders |= {check: (made["fsdp2"], (check,)) for check in CHECKS}
+        contenders[ALL] = (made["fsdp2"], tuple(CHECKS))
+        names = list(contenders)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        with garbage_collector_off():
+            for repetition in range(repetitions):
+                first = repetition % len(names)
+                for name in (*names[first:], *names[:first]):
+                    seconds[name].append(_seconds(*contenders[name]))
+    return seconds
+
+
+def _table(seconds: dict[str, list[float]]) -> Table:
+    groups = SMALL_PARAMETERS.groups
+    pairs = {name: list(zip(each, seconds[UNSHARDED], strict=True)) for name, each in seconds.items()}
+    over = {name: [mine - plain for mine, plain in each] for name, each in pairs.items()}
+
+    def ratio(name: str) -> float:
+        return statistics.median(mine / other for mine, other in zip(over[name], over["torch"], strict=True))
+
+    table = Table(
+        f"Forward and backward of {groups} groups of {SMALL_PARAMETERS.params_per_block} small parameters; "
+        f"medians of {len(seconds['torch'])} interleaved steps",
+        ["", "us per group", "over unsharded / torch's"],
+        notes=["of a check: what a step takes less without it, and what it is then over the unsharded model"],
+    )
+    for name in (UNSHARDED, "torch", "fsdp2"):
+        us = 1e6 * statistics.median(seconds[name]) / groups
+        table.add(name, f"{us:.0f}", "" if name == UNSHARDED else f"{ratio(name):.3f}")
+    for name in (*CHECKS, ALL):
+        less = [mine - without_it for mine, without_it in zip(seconds["fsdp2"], seconds[name], strict=True)]
+        table.add(f"check: {name}", f"{1e6 * statistics.median(less) / groups:.1f}", f"{ratio(name):.3f}")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark with command line `arguments` (default: the process's own)."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checks", description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=100, help="interleaved steps of each (default: 100)")
+    parser.add_argument("--world-size", type=int, default=8, help="ranks of the fake group (default: 8)")
+    given = parser.parse_args(arguments)
+    print(_table(measure(given.repetitions, given.world_size)).render())
+
+
+if __name__ == "__main__":
+    main()
