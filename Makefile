@@ -31,7 +31,7 @@ help:
 	@echo "make docs         the site, in site/: strict, so a broken link or an undocumented name is an error"
 	@echo "make docs-serve   the site on a port of this machine, built anew when a page changes"
 	@echo "make drawings     the pictures of the docs, from the engine's own plans"
-	@echo "make gpu-check    what only GPUs can show, in 20 checks on the GPUs of this machine; a report to send"
+	@echo "make gpu-check    what only GPUs can show, in 21 checks on the GPUs of this machine; a report to send"
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

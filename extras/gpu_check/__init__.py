@@ -1,4 +1,4 @@
-"""``make gpu-check``: what only GPUs can show, in 20 checks; a report to send.
+"""``make gpu-check``: what only GPUs can show, in 21 checks; a report to send.
 
 Each check runs commands in processes of their own (`runs`), and judges what they found (`check`). A command is a
 program of `programs/`, or tests. Every check has a rehearsal: the same program on CPU and gloo, as it is and with a

@@ -48,7 +48,7 @@ class MadeUp:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One of the 20.
+    """One of the 21.
 
     Attributes:
         number: Its place in the order.

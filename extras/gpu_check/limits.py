@@ -12,6 +12,10 @@ STEPS_TO_SETTLE = 2
 SAME_TIME = 1.03
 WORTH_PADDING = 1.1
 
+BESIDE_PLAIN = ("clip", "AdamW foreach", "AdamW fused")
+AS_PLAIN = 1.15
+OF_TORCHS = 0.45
+
 CHUNK_CAT = "chunk_cat"
 
 
@@ -130,6 +134,20 @@ def no_slower(found: Mapping[str, Found]) -> list[str]:
             complaints.append(f"{title}: {ours:.1f} ms a step, torch's {times['torch']:.1f} and {slowest:.1f}")
         if peaks and "pool" not in title and peaks["fsdp2"] > SAME_MEMORY * peaks["torch"]:
             complaints.append(f"{title}: peak {peaks['fsdp2']:.0f} MiB, torch's {peaks['torch']:.0f}")
+    return complaints
+
+
+def little_host_time(found: Mapping[str, Found]) -> list[str]:
+    """Clipping and optimizers cost what they cost of plain tensors; the whole step less than half of torch's."""
+    complaints = []
+    for title, each in _measured(found).items():
+        plain, ours, torchs = each["plain"], each["fsdp2"], each["torch"]
+        for phase, us in ours.items():
+            if phase in BESIDE_PLAIN and us > AS_PLAIN * plain[phase]:
+                complaints.append(f"{title}: {phase} takes {us:.1f} us a parameter, {plain[phase]:.1f} of plain ones")
+        whole = sum(ours.values()) / sum(torchs.values())
+        if whole > OF_TORCHS:
+            complaints.append(f"{title}: a step takes the host {whole:.2f} of torch's time")
     return complaints
 
 

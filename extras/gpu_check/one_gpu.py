@@ -1,4 +1,4 @@
-"""Checks 1 to 12: one GPU is enough."""
+"""Checks 1 to 13: one GPU is enough."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ MEMORY = [
     for environment in ({}, EXPANDABLE)
 ]
 REDUCE_OVERHEAD = Program("reduce_overhead")
+HOST_TIME = Program("host_time", environment=NCCL_ALONE)
 BACKENDS = [Program("backend", several=True), Program("backend", several=True, environment=LEGACY)]
 
 
@@ -49,6 +50,13 @@ def _memory(**differing: list[int]) -> Mapping[str, Found]:
 
 def _reserved(more: int) -> Mapping[str, Found]:
     return {REDUCE_OVERHEAD.title: {"reserved": {"default": 1000, "reduce-overhead": 1000 + more}, "shards": 400}}
+
+
+def _host_times(**differing: float) -> Mapping[str, Found]:
+    plain = {"forward and backward": 14.0, "clip": 4.0, "AdamW foreach": 9.0, "AdamW fused": 3.0, "zero_grad": 0.2}
+    torchs = {"forward and backward": 80.0, "clip": 16.0, "AdamW foreach": 34.0, "AdamW fused": 20.0, "zero_grad": 0.4}
+    ours = {"forward and backward": 30.0, "clip": 4.4, "AdamW foreach": 3.0, "AdamW fused": 2.0, "zero_grad": 0.4}
+    return {HOST_TIME.title: {"plain": plain, "torch": torchs, "fsdp2": {**ours, **differing}}}
 
 
 def _backend(name: str, fuses: bool, legacy: str = "nccl") -> Mapping[str, Found]:
@@ -213,5 +221,24 @@ CHECKS = (
         ],
         torch=(2, 15),
         limits=limits.known_backend,
+    ),
+    Check(
+        13,
+        "host-time",
+        asks="What does the host take for forward and backward, clipping, AdamW and zero_grad of 384 small parameters?",
+        expected="Clipping and AdamW at most 1.15 of plain tensors' time; together at most 0.45 of torch's.",
+        means="The GPU waits between small kernels. `benchmarks.checks` and `benchmarks.optimizers` say for what.",
+        runs=[HOST_TIME],
+        rehearsals=[
+            MadeUp(
+                _host_times(),
+                {
+                    "AdamW foreach takes 30.0": _host_times(**{"AdamW foreach": 30.0}),
+                    "clip takes 9.0": _host_times(clip=9.0),
+                    "of torch's": _host_times(**{"forward and backward": 120.0}),
+                },
+            )
+        ],
+        limits=limits.little_host_time,
     ),
 )

@@ -1,4 +1,4 @@
-"""Checks 13 to 20: two GPUs are enough for most of them, eight say more."""
+"""Checks 14 to 21: two GPUs are enough for most of them, eight say more."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _bandwidths(odd: float, rows: list[int]) -> Mapping[str, Found]:
 
 CHECKS = (
     Check(
-        13,
+        14,
         "launches",
         asks="How many kernels of NCCL does the gather of a Llama-like block take, and its reduction?",
         expected="One each; on torch 2.15 with its new backend and with the one before.",
@@ -91,7 +91,7 @@ CHECKS = (
         limits=limits.one_launch,
     ),
     Check(
-        14,
+        15,
         "alignment",
         asks="How fast is a reduce-scatter by the alignment of its rows, and how are the engine's rows aligned?",
         expected="Rows of 128 bytes (16 below 1 KiB), and no slower than rows of 4 mod 16.",
@@ -111,7 +111,7 @@ CHECKS = (
         limits=limits.aligned,
     ),
     Check(
-        15,
+        16,
         "beside-torch",
         asks="Are losses of 50 steps those of torch's own: shards, replicas, bf16, fp16, factors, accumulation?",
         expected="Within 1e-5 in fp32, within 2e-2 in 16 bits.",
@@ -124,7 +124,7 @@ CHECKS = (
         gpus=2,
     ),
     Check(
-        16,
+        17,
         "groups",
         asks="Do process groups of every kind work, with gathers as works too?",
         expected="All train as the plain model, and none hangs.",
@@ -134,7 +134,7 @@ CHECKS = (
         gpus=2,
     ),
     Check(
-        17,
+        18,
         "jitter-of-ranks",
         asks="Do losses depend on how long communication takes, where one rank is slow now and then?",
         expected="No hang; bit for bit the same with 35 seeds each: shards, replicas, a group for reductions.",
@@ -144,7 +144,7 @@ CHECKS = (
         gpus=2,
     ),
     Check(
-        18,
+        19,
         "recovery",
         asks="Does training go on after a batch that ran out of memory on one rank, raised, or was interrupted?",
         expected="Losses as if that batch had not been there.",
@@ -154,11 +154,11 @@ CHECKS = (
         gpus=2,
     ),
     Check(
-        19,
+        20,
         "step-time",
         asks="How long is a step beside torch's, and how much memory does it take?",
         expected="No longer, but for what torch's differs from itself; no more memory (the pool keeps some).",
-        means="Read checks 8, 13 and 14 first, then a trace: what is exposed, and why.",
+        means="Read checks 8, 13, 14 and 15 first, then a trace: what is exposed, and why.",
         runs=STEP_TIME,
         rehearsals=[
             MadeUp(
@@ -170,7 +170,7 @@ CHECKS = (
         limits=limits.no_slower,
     ),
     Check(
-        20,
+        21,
         "around",
         asks="Do checkpoints, resharding to two ranks, other memory, and a graph with real collectives work?",
         expected="Loaded models are equal bit by bit; losses those of the plain model; replays too.",
