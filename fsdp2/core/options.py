@@ -121,7 +121,9 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are reduced over the ranks, and accumulated while reduction is disabled. None:
             up to torch 2.14 they are reduced in ``param_dtype``, from 2.15 on as each parameter's ``grad_dtype`` says
             (unset: its original dtype; None: as gradients arrive); they accumulate as ``grad_dtype`` says on all
-            versions. Gradients of different dtypes in one group are reduced in their promoted dtype.
+            versions. Gradients of different dtypes in one group are reduced in their promoted dtype. On gloo those of
+            1 MiB and more travel in ``param_dtype`` where this holds it exactly, and are cast as they are added: the
+            same sums; one that arrives in a wider dtype is rounded, unless its parameter has a ``grad_dtype``.
         output_dtype: to which floating-point outputs of forward are cast. None: left alone.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``; or the names of the
             arguments that are (with all tensors inside), the others are left alone. In ``fully_shard([a, b])`` both
