@@ -50,6 +50,7 @@ from fsdp2.features.unwrap import unwrap
 from fsdp2.features.watchdog import flight_record, set_watchdog
 from fsdp2.grouping.config import ShardingConfig
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
+from fsdp2.grouping.offload_budget import cpu_offload_by_budget
 from fsdp2.grouping.sharding import auto_shard, choose_groups
 from fsdp2.optim.clip_grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.grad_scaler import ShardedGradScaler
@@ -157,6 +158,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "compare_parameters",
     "compile_report",
+    "cpu_offload_by_budget",
     "disable_fsdp_module_new_init",
     "divergence_report",
     "estimate",

@@ -351,7 +351,7 @@ class CPUOffloadPolicy(OffloadPolicy):
             )
 
 
-def offload(policy: Any) -> OffloadPolicy:
+def offload(policy: Any, what: str = "offload_policy") -> OffloadPolicy:
     """``policy`` as ours; torch's own is translated. None offloads nothing.
 
     Raises:
@@ -365,7 +365,7 @@ def offload(policy: Any) -> OffloadPolicy:
     known = {"OffloadPolicy", "CPUOffloadPolicy"} & {each.__name__ for each in type(policy).__mro__}
     if not known:
         found = f"{shown(policy)}. {OTHER_WORDS.filling.explain_offload(policy)}".strip()
-        raise FSDPTypeError(f"offload_policy must be an OffloadPolicy, a CPUOffloadPolicy or None, got {found}")
+        raise FSDPTypeError(f"{what} must be an OffloadPolicy, a CPUOffloadPolicy or None, got {found}")
     return CPUOffloadPolicy(policy.pin_memory) if "CPUOffloadPolicy" in known else OffloadPolicy()
 
 

@@ -14,11 +14,13 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
+from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
+from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of, refuse_choice
 from fsdp2.core.options import (
     OTHER_WORDS,
     DataParallelMeshDims,
@@ -26,7 +28,6 @@ from fsdp2.core.options import (
     OffloadPolicy,
     PolicyFunction,
     module_policy,
-    offload,
     policy_or_function,
 )
 from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
@@ -108,7 +109,12 @@ class Ties:
         return []
 
     def check(
-        self, tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
+        self,
+        tied: Sequence[Tied],
+        arguments: ShardArguments,
+        policies: Sequence[MixedPrecisionPolicy],
+        places: Sequence[Offloading],
+        name: str,
     ) -> None:
         """Refuse a second call that says otherwise than the first."""
 
@@ -135,7 +141,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
-    offload_policy: OffloadPolicy | None = ...,
+    offload_policy: OffloadChoice | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
@@ -149,7 +155,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = ...,
-    offload_policy: OffloadPolicy | None = ...,
+    offload_policy: OffloadChoice | None = ...,
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
@@ -173,7 +179,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | PolicyFunction = _MIXED_PRECISION,
-    offload_policy: OffloadPolicy | None = _OFFLOAD,
+    offload_policy: OffloadChoice | None = _OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
@@ -222,7 +228,9 @@ def fully_shard(
             called with each parameter and its name below ``module``: parameters of one group may differ in every dtype.
             What its answers say about inputs, outputs and buffers must not contradict each other.
         offload_policy: `CPUOffloadPolicy` keeps shards and gradients in host memory. None is `OffloadPolicy()`: it
-            offloads nothing.
+            offloads nothing. A mapping from names of parameters below ``module`` to policies (absent ones are not
+            offloaded; see `cpu_offload_by_budget`), or a function ``(fqn, parameter) -> OffloadPolicy | None``: then
+            those in host memory and those that are not travel apart.
         ignored_params: parameters to leave alone: neither sharded, moved nor reduced.
         dp_mesh_dims: ``mesh`` is a mesh of any number of named dims, of which these are data parallel; parameters must
             be DTensors on it, replicated in those dims.
@@ -253,7 +261,7 @@ def fully_shard(
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023, arXiv 2304.11277.
     """
     modules = _validated_modules(module)
-    asked, offloading = policy_or_function(mp_policy), offload(offload_policy)
+    asked, offloading = policy_or_function(mp_policy), offload_choice(offload_policy)
     check_policy_callable(shard_placement_fn)
     info = _mesh_info(strategy, reshard_after_forward, shard_placement_fn, mesh, dp_mesh_dims)
     data_parallel = DataParallelMesh.from_info(info)
@@ -263,6 +271,7 @@ def fully_shard(
     small: DataParallelMesh | None = None
     if type(replicate_below) is not int or replicate_below:
         small = SMALL.filling.mesh_of(replicate_below, info)
+        refuse_choice(small is not None, offloading)
     arguments = ShardArguments(
         data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
     )
@@ -277,11 +286,17 @@ def fully_shard(
     name = type(modules[0]).__name__
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *[(t.original, t.uses) for t in tied])]
     policy = module_policy(arguments.mp_policy, named, name)
+    every = [*found.items(), *[(each.original, each.uses) for each in tied]]
+    offloads = offload_policies(offloading, [([use[2] for use in uses], own) for own, uses in every], name)
+    known_places = {each: offloading_of(each, data_parallel.device) for each in dict.fromkeys(offloads)}
+    places = [known_places[each] for each in offloads]
     refuse_unknown_arguments(policy.inputs, modules)
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         if tied:
-            TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], name)
-        unit = _shard(found, managed, arguments, policy.of_parameters[: len(found)], policy.buffer_dtype, name, small)
+            TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
+        unit = _shard(
+            found, managed, arguments, policy.of_parameters[: len(found)], places, policy.buffer_dtype, name, small
+        )
         unit, absorbed = SMALL.filling.absorb(modules, unit, arguments, name) if replicate_below else (unit, [])
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
@@ -490,11 +505,12 @@ def _shard(
     managed: Sequence[nn.Module],
     arguments: ShardArguments,
     policies: Sequence[MixedPrecisionPolicy],
+    places: Sequence[Offloading],
     buffer_dtype: torch.dtype | None,
     name: str,
     small: DataParallelMesh | None,
 ) -> Unit:
-    """Shard the parameters, each by its policy, and group them by their meshes; ``small``: that of small ones."""
+    """Shard the parameters, each by its policy, and group them by meshes and places; ``small``: that of small ones."""
     mesh = arguments.mesh
     neighbours = arguments.reshard_after_forward[1]
     shardings = [
@@ -507,15 +523,14 @@ def _shard(
         for sharding, uses in zip(shardings, found.values(), strict=True):
             if sharding.mesh is not small:
                 _check_neighbours(sharding, neighbours, uses[0][2], name)
-    offloading = arguments.offloading
     _move_to_device(managed, found, mesh.device, buffer_dtype)
-    by_mesh: dict[Any, tuple[WriteCounter, list[FSDPParam]]] = {}
-    for (original, uses), sharding, each in zip(found.items(), shardings, policies, strict=True):
-        write_counter, params = by_mesh.setdefault(sharding.mesh.key, (WriteCounter(), []))
+    groups: dict[Any, tuple[WriteCounter, Offloading, list[FSDPParam]]] = {}
+    for (original, uses), sharding, each, place in zip(found.items(), shardings, policies, places, strict=False):
+        write_counter, _, params = groups.setdefault((sharding.mesh.key, place.key), (WriteCounter(), place, []))
         params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, write_counter, name))
     unit: Unit = tuple(
-        FSDPParamGroup(params, params[0].sharding.mesh, offloading, write_counter=write_counter, name=name)
-        for write_counter, params in by_mesh.values()
+        FSDPParamGroup(params, params[0].sharding.mesh, place, write_counter=write_counter, name=name)
+        for write_counter, place, params in groups.values()
     )
     for group in unit:
         if neighbours is not None and neighbours < group.mesh.shard_size:

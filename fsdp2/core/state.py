@@ -23,7 +23,7 @@ from fsdp2.core.agreement import (
     refuse_unowned_parameters,
     settings_of,
 )
-from fsdp2.core.buffers import Offloading, moved_to
+from fsdp2.core.buffers import moved_to
 from fsdp2.core.hooks import (
     STATE,
     ForwardCall,
@@ -33,11 +33,10 @@ from fsdp2.core.hooks import (
     on_real_parameters,
 )
 from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.offload_choice import OffloadChoice
 from fsdp2.core.options import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     ModulePolicy,
-    OffloadPolicy,
     PolicyFunction,
     RootSettings,
 )
@@ -118,25 +117,11 @@ class ShardArguments:
     reshard_after_forward: tuple[bool | None, int | None]
     shard_placement_fn: Any
     mp_policy: MixedPrecisionPolicy | PolicyFunction
-    offload_policy: OffloadPolicy
+    offload_policy: OffloadChoice
     ignored_params: frozenset[nn.Parameter]
     strategy: Strategy | None = None
     replicate_below: int = 0
     grouping: tuple[tuple[str, str | int], ...] = ()
-
-    @property
-    def offloading(self) -> Offloading:
-        """Where shards live."""
-        offloading = self.offload_policy
-        if not isinstance(offloading, CPUOffloadPolicy):
-            return Offloading(self.mesh.device)
-        return Offloading(
-            self.mesh.device,
-            offloaded=offloading.parameters,
-            pinned=offloading.pin_memory,
-            sums_on_host=bool(offloading.gradients),
-            state_on_host=bool(offloading.optimizer_state),
-        )
 
     def difference(self, other: ShardArguments) -> str | None:
         """The name of the first argument that is not the same in ``other``; None if all are.

@@ -14,6 +14,8 @@ from torch import nn
 
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
+from fsdp2.core.offload_choice import offloading_of
+from fsdp2.core.options import OffloadPolicy
 from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
 from fsdp2.core.shard import SMALL, SmallParameters
@@ -104,6 +106,8 @@ class SmallInBuckets(SmallParameters):
         """
         if not arguments.replicate_below:
             return unit, []
+        assert isinstance(arguments.offload_policy, OffloadPolicy), "one for all, as `refuse_choice` sees to"
+        place = offloading_of(arguments.offload_policy, arguments.mesh.device)
         own = [group for group in unit if group.mesh.shard_group is None]
         ranks = own[0].mesh.key if own else None
         below: list[tuple[FSDPState, FSDPParamGroup]] = []
@@ -111,7 +115,7 @@ class SmallInBuckets(SmallParameters):
             group = _bucket(state)
             if (
                 group is None
-                or group.storage.offloading != arguments.offloading
+                or group.storage.offloading != place
                 or group.mesh.device != arguments.mesh.device
             ):
                 continue

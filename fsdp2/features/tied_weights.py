@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2.core.buffers import Offloading
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
 from fsdp2.core.shard import TIES, Tied, Ties, Use
@@ -65,14 +66,19 @@ class TiedWeights(Ties):
         return tied
 
     def check(
-        self, tied: Sequence[Tied], arguments: ShardArguments, policies: Sequence[MixedPrecisionPolicy], name: str
+        self,
+        tied: Sequence[Tied],
+        arguments: ShardArguments,
+        policies: Sequence[MixedPrecisionPolicy],
+        places: Sequence[Offloading],
+        name: str,
     ) -> None:
         """A tied parameter is sharded as its first `fully_shard` call said: refuse a second that says otherwise.
 
         Raises:
             FSDPValueError: naming the argument.
         """
-        for each, policy in zip(tied, policies, strict=True):
+        for each, policy, place in zip(tied, policies, places, strict=True):
             owner, fqn = each.owner, each.uses[0][2]
             wanted, mesh = requested_placement(arguments.shard_placement_fn, each.original, fqn, arguments.mesh)
             communicates_otherwise = mesh.key != owner.sharding.mesh.key
@@ -81,7 +87,7 @@ class TiedWeights(Ties):
                 "mesh": communicates_otherwise,
                 "shard_placement_fn": partition_key_of(wanted) != owner.sharding.partition.partition_key,
                 "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
-                "offload_policy": arguments.offloading != owner.group.storage.offloading,
+                "offload_policy": place != owner.group.storage.offloading,
             }
             for argument, does in differs.items():
                 if does:

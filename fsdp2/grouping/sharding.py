@@ -12,7 +12,7 @@ region runs, so it is *relieved*, of its largest submodules first, while it is a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.arguments import ANYTHING, Rule, checked
+from fsdp2.core.offload_choice import offload_choice
 from fsdp2.core.options import MixedPrecisionPolicy, PolicyFunction, policy_or_function
 from fsdp2.core.shard import fully_shard, ignored_below, validated_ignored
 from fsdp2.core.state import state_of
@@ -31,6 +32,7 @@ from fsdp2.grouping.config import MAX_BYTES, MIN_BYTES, ShardingConfig
 from fsdp2.grouping.configured import apply_settings, arguments_of, policy_for, refuse_twice
 from fsdp2.grouping.group_choice import GroupChoice, ModuleGroup
 from fsdp2.grouping.module_tree import ItemSize, ModuleTree, Node
+from fsdp2.grouping.offload_budget import OffloadByName, policies_by_every_name
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -70,7 +72,8 @@ def auto_shard(
         blocks: as in `choose_groups`.
         max_bytes: the same.
         min_bytes: the same.
-        fully_shard_arguments: all others of `fully_shard`, the same for each call.
+        fully_shard_arguments: all others of `fully_shard`, the same for each call. Names in an ``offload_policy`` by
+            name are those in ``model``.
 
     Returns:
         ``model`` itself.
@@ -115,10 +118,14 @@ def _shard(model: Module, config: ShardingConfig | None, arguments: dict[str, An
     grouping = (("blocks", names_of(blocks)), ("max_bytes", max_bytes), ("min_bytes", min_bytes))
     _refuse_another_grouping(model, grouping)
     _LOGGER.info("%s", choice)
+    offloads = offload_choice(arguments.get("offload_policy"))
+    table = policies_by_every_name(model, offloads, ignored) if isinstance(offloads, Mapping) else None
     names = [group.name for group in choice.groups] or [""]  # the model is sharded: compare arguments
     for number, name in enumerate(names):
         if config is not None:
             arguments["mp_policy"] = policy_for(config, name, policy)
+        if table is not None:
+            arguments["offload_policy"] = OffloadByName(name, table)
         try:
             fully_shard(model.get_submodule(name), ignored_params=ignored, **arguments)
         except BaseException:

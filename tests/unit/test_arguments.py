@@ -75,6 +75,7 @@ SHARDING: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "fully_shard": lambda model: {"module": model},
     "auto_shard": lambda model: {"model": model, "min_bytes": 0},
     "choose_groups": lambda model: {"model": model, "min_bytes": 0},
+    "cpu_offload_by_budget": lambda model: {"module": model, "budget_bytes": 0},
     "balanced_owners": lambda model: {"module": model, "mesh": mesh()},
     "estimate": lambda model: {"make_model": model, "mesh_shape": 2, "batch": torch.ones(2, 5)},
     "suggest": lambda model: {"make_model": model, "ranks": 2, "batch": torch.ones(2, 5)},
