@@ -44,6 +44,7 @@ from fsdp2.features.divergence import DivergenceReport, divergence_report
 from fsdp2.features.full_parameters import full_parameters
 from fsdp2.features.inference import inference
 from fsdp2.features.owned import Owned, balanced_owners
+from fsdp2.features.pending_gradients import PendingGradient, pending_gradients, synchronize_gradients
 from fsdp2.features.replica_check import compare_parameters
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.features.unwrap import unwrap
@@ -138,6 +139,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimizerStateOffload",
     "Owned",
+    "PendingGradient",
     "RaggedDTensor",
     "RaggedShard",
     "ReduceScatter",
@@ -171,14 +173,16 @@ __all__ = [
     "inference",
     "metrics",
     "offload_optimizer_state",
-    "prepare_compile",
     "optim",
+    "pending_gradients",
+    "prepare_compile",
     "register_fsdp_forward_method",
     "set_graph_capture",
     "set_watchdog",
     "share_comm_ctx",
     "step_on_owners",
     "suggest",
+    "synchronize_gradients",
     "timeline",
     "unwrap",
 ]

@@ -194,6 +194,7 @@ class GradientBucket:
         plan: what they have in common, and how they travel.
         dtype: of the plan, in which gradients are reduced.
         layout: of the plan.
+        local_shapes: of the parts of each parameter that this rank receives.
         reduce_scattered: reduced over shards, and waiting for the all-reduce over replicas; in ``layout``.
         sum: reduced, and waiting on the host for the last backward, if anything ever does.
     """
@@ -216,7 +217,7 @@ class GradientBucket:
         self._world_size = world_size
         self._device = device
         self._home = offloading
-        self._local_shapes = [slot.local_shape(rank) for slot in layout.slots]
+        self.local_shapes = [slot.local_shape(rank) for slot in layout.slots]
         dtypes = {param.delivery_dtype(dtype) for param in self.params}
         self._delivery_dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         self._arrives_in_place = self._delivery_dtype is dtype and offloading.device == device
@@ -469,7 +470,7 @@ class GradientBucket:
             waiting.append(self.sum.waiting)
         for flat in waiting:
             for index in indices:
-                slot, shape = self.layout.slots[index], self._local_shapes[index]
+                slot, shape = self.layout.slots[index], self.local_shapes[index]
                 storage_alias(flat, slot.offset, shape, slot.partition.stride(shape)).zero_()
                 if set_to_none:
                     flat[self.layout.presence_offset + index].zero_()
@@ -571,7 +572,7 @@ class GradientBucket:
 
     def _gradient_on(self, flat: torch.Tensor, index: int, dtype: torch.dtype) -> DTensor:
         """The gradient that lies on ``flat``, or a copy where it must be of another ``dtype`` or in another place."""
-        slot, shape = self.layout.slots[index], self._local_shapes[index]
+        slot, shape = self.layout.slots[index], self.local_shapes[index]
         local = storage_alias(flat, slot.offset, shape, slot.partition.stride(shape))
         local = local.to(device=self._home.device, dtype=dtype)
         spec = _torch.spec_with_dtype(_torch.spec_of(self.params[index].sharded), dtype)

@@ -297,6 +297,11 @@ class GradientReducer:
         return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
 
     @property
+    def may_owe_gradients(self) -> bool:
+        """`owes_gradients`, as far as all ranks know: also where this one has none."""
+        return self.is_trainable and (self._may_have_added_up or self.awaits_all_reduce() or self.awaits_last())
+
+    @property
     def follows_arrivals(self) -> bool:
         """Whether some gradients are reduced in the dtype in which they arrive."""
         return bool(self._follow_arrivals)

@@ -113,11 +113,7 @@ class SmallInBuckets(SmallParameters):
         below: list[tuple[FSDPState, FSDPParamGroup]] = []
         for state in states_below_all(modules):
             group = _bucket(state)
-            if (
-                group is None
-                or group.storage.offloading != place
-                or group.mesh.device != arguments.mesh.device
-            ):
+            if group is None or group.storage.offloading != place or group.mesh.device != arguments.mesh.device:
                 continue
             ranks = group.mesh.key if ranks is None else ranks
             if group.mesh.key == ranks:

@@ -71,7 +71,6 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Call
         elif sharded.grad is not None:
             sharded.grad.zero_()
 
-
     return partial(_free, groups) if set_to_none else _nothing
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fsdp2.core.mesh import DataParallelMesh, mesh_info
+from fsdp2.core.offload_choice import offloading_of
 from fsdp2.core.state import ShardArguments, forget_state, state_of, states_below, states_below_all
 from tests.harness import fake_world
 
@@ -182,9 +183,10 @@ def test_the_first_argument_that_differs_is_named(name: str, value: Any) -> None
 
 
 def test_offloading_says_where_shards_gradients_and_state_live() -> None:
-    plain, offloaded = arguments().offloading, arguments(offload_policy=CPUOffloadPolicy(pin_memory=False)).offloading
+    device = torch.device("cuda", 0)
+    plain, offloaded = offloading_of(OffloadPolicy(), device), offloading_of(CPUOffloadPolicy(pin_memory=False), device)
     assert not plain.is_host and not plain.state_on_host
     assert offloaded.is_host and offloaded.device == torch.device("cpu")
     only_gradients = CPUOffloadPolicy(pin_memory=False, parameters=False, gradients=True, optimizer_state=False)
-    gradients = arguments(offload_policy=only_gradients).offloading
+    gradients = offloading_of(only_gradients, device)
     assert not gradients.is_host and gradients.sums_on_host and not gradients.state_on_host
