@@ -176,6 +176,22 @@ class Resizable:
         self._arena.forget(self.nbytes)  # what lies on the storage may be read for as long as anybody holds it
 
 
+class _Lasting(Resizable):
+    """One whose memory is somebody else's: always there, and none of its own."""
+
+    __slots__ = ()
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        super().__init__(flat)
+        self.nbytes = 0
+
+    def allocate(self, arena: Arena = ALLOCATOR) -> None:
+        """Nothing to do."""
+
+    def free(self) -> None:
+        """Nothing to do."""
+
+
 class DtypeBuffers:
     """The shard buffer of a group's parameters of one dtype and, once prepared, their unsharded buffer.
 
@@ -184,7 +200,8 @@ class DtypeBuffers:
         plan: what they have in common, and where they lie.
         layout: of the plan.
         shard: (layout.shard_numel,), in the original dtype, on the host under CPU offload.
-        unsharded: (layout.unsharded_numel,), in ``plan.param_dtype``, on the mesh's device.
+        unsharded: (layout.unsharded_numel,), in ``plan.param_dtype``, on the mesh's device; or the shard buffer.
+        lies_in_place: the unsharded parameters are views of the shard buffer, for one rank has all of each.
         keeps_memory: whether `free` leaves the unsharded buffer its memory, so that addresses repeat.
     """
 
@@ -199,7 +216,7 @@ class DtypeBuffers:
             shape = slot.local_shape(rank)
             param.lie_on(storage_slice(self.shard, slot.shard_offset, shape, slot.partition.stride(shape)))
         self.unsharded = Resizable(self.shard.new_empty(0))
-        self.keeps_memory = False
+        self.keeps_memory = self.lies_in_place = False
         self._unsharded_params: list[FSDPParam] = []
         self._locals: list[torch.Tensor] = []
         self._offsets: list[int] = []
@@ -213,20 +230,29 @@ class DtypeBuffers:
             known = self._shard_slices[start, numel] = self.shard[start : start + numel]
         return known
 
-    def prepare(self, device: torch.device) -> None:
-        """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed."""
-        unsharded = torch.empty(self.layout.unsharded_numel, dtype=self.plan.param_dtype, device=device)
+    def prepare(self, device: torch.device, *, in_place: bool = False) -> None:
+        """Lay out the unsharded buffer on ``device`` and the parameters on it. It has memory until it is freed.
+
+        ``in_place``: they lie where the shards do, which nobody else has a part of.
+        """
+        self.lies_in_place = in_place
+        if in_place:
+            self.unsharded = _Lasting(self.shard)
+        else:
+            whole = torch.empty(self.layout.unsharded_numel, dtype=self.plan.param_dtype, device=device)
+            self.unsharded = Resizable(whole)
+        unsharded = self.unsharded.flat
         start = unsharded.data_ptr()
         self._unsharded_params, self._locals = [], []
         for param, slot in zip(self.params, self.layout.slots, strict=True):
-            alias = storage_alias(unsharded, slot.unsharded_offset, param.shape, slot.partition.stride(param.shape))
+            offset = slot.shard_offset if in_place else slot.unsharded_offset
+            alias = storage_alias(unsharded, offset, param.shape, slot.partition.stride(param.shape))
             param.take_unsharded(alias)
             if param.unsharded is not None and alias.numel():
                 self._unsharded_params.append(param)
                 self._locals.append(param.unsharded if param.sharding.unsharded_spec is None else alias)
         self._offsets = [local.data_ptr() - start for local in self._locals]
         self._versions = list(map(_torch.version_of, self._locals))
-        self.unsharded = Resizable(unsharded)
 
     @property
     def unsharded_bytes(self) -> int:

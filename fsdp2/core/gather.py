@@ -445,6 +445,7 @@ class GroupStorage:
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
         gather: from the shards; None until there are any, prepared.
+        gathers_nothing: all unsharded parameters are views of the shards.
         extensions: the gather of those parameters that gather themselves; None if there are none.
     """
 
@@ -460,6 +461,7 @@ class GroupStorage:
         self._extended: tuple[FSDPParam, ...] = ()
         self.extensions: ExtensionGather | None = None
         self.gather: Gather | None = None
+        self.gathers_nothing = False
         self._unsharded_storages: frozenset[int] = frozenset()
 
     @property
@@ -534,13 +536,16 @@ class GroupStorage:
                     f"with model.to('{device}')."
                 )
 
-    def prepare(self) -> None:
-        """Build the unsharded parameters and the gathers, all left without memory."""
+    def prepare(self, *, is_alone: bool = False) -> None:
+        """Build the unsharded parameters and the gathers, all left without memory.
+
+        ``is_alone``: one rank has all of every parameter. Then there may be nothing to gather.
+        """
         if self._extended != self._find_extended():
             self.lay_out()  # extensions may be given to local tensors until now
         mesh = self._mesh
         for buffers in self._buffers:
-            buffers.prepare(mesh.device)
+            buffers.prepare(mesh.device, in_place=is_alone and self.could_lie_in_place(buffers.plan))
             buffers.keeps_memory = self._keeps_memory
         self.gather = self._make_gather()
         if self.post_forward is not None:
@@ -553,6 +558,7 @@ class GroupStorage:
             param.post_forward = None
         if self.extensions is not None:
             self.extensions.keeps_memory = self._keeps_memory
+        self.gathers_nothing = self.extensions is None and all([buffers.lies_in_place for buffers in self._buffers])
         self._unsharded_storages = frozenset(buffers.unsharded_storage for buffers in self._buffers)
 
     def _make_gather(self) -> Gather:
@@ -560,9 +566,21 @@ class GroupStorage:
         sources = [
             Source(buffers, buffers.shard, buffers.layout if self.allocate is None else buffers.layout.all_packed())
             for buffers in self._buffers
+            if not buffers.lies_in_place
         ]
         mesh = self._mesh
         return Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, self.allocate)
+
+    def could_lie_in_place(self, plan: GatherPlan) -> bool:
+        """Whether one rank that has all of the parameters of ``plan`` needs no other memory to compute with them."""
+        is_left_alone = self.allocate is None and not self.offloading.is_host
+        same_dtype = plan.dtype == plan.param_dtype
+        return is_left_alone and same_dtype and all([slot.partition.owner is None for slot in plan.layout.slots])
+
+    @property
+    def lies_in_place(self) -> bool:
+        """Whether some unsharded parameters are views of the shards."""
+        return any([buffers.lies_in_place for buffers in self._buffers])
 
     def set_allocate(self, allocate: Allocate | None) -> None:
         """Let the buffers of gathers come from there from now on. Unsharded parameters stay: none is being gathered."""

@@ -22,7 +22,7 @@ from fsdp2.core.places import UNNAMED, label
 from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.streams import CommHandle, FSDPCommContext
-from fsdp2.core.transport import Alone, Transport, transport_of
+from fsdp2.core.transport import Alone, Transport, is_alone, transport_of
 from fsdp2.errors import PARAM_TRANSITIONS, FSDPRuntimeError, FSDPValueError, ParamPhase
 
 
@@ -185,7 +185,7 @@ class FSDPParamGroup:
         self.comm = comm
         # Buffers made under inference mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
-            self.storage.prepare()
+            self.storage.prepare(is_alone=is_alone(self.mesh.shard_group))
         self.reducer.name, self.reducer.of_root = self.name, self.of_root
         self.reducer.lay_out(self.params)
         self._bind_transports()
@@ -259,6 +259,9 @@ class FSDPParamGroup:
                 custom = settings.custom_all_gather
                 self.storage.set_allocate(None if custom is None else custom.allocate)
             self._bind_transports()
+            if custom is not None and self.storage.lies_in_place:  # the user's collective is to be called all the same
+                self.quiesce()
+                self._lay_out_anew()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)
         if settings.full_precision is not before.full_precision:
@@ -488,6 +491,8 @@ class FSDPParamGroup:
         self._enter(ParamPhase.UNSHARDING)
         if not (resumes or for_backward):
             self._gathered = self.written()
+        if self.storage.gathers_nothing:
+            return
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather ({self.name})"):
                 self._issue_all_gather(self._unsharding, for_backward)
@@ -645,6 +650,8 @@ class FSDPParamGroup:
 
     def _free_unsharded(self) -> None:
         self._rests_in_place = False
+        if self.storage.gathers_nothing:
+            return
         if self.comm is not None and self.comm.device.has_streams:
             self.comm.gathers_follow_readers()
         self.storage.free()

@@ -305,6 +305,12 @@ class FSDPRoot:
         if self.groups:
             self.comm.max_pending_reduces = max(group.settings.max_pending for group in self.groups)
         event, self.post_optim_event = self.post_optim_event, None
+        if not self.comm.device.has_streams:
+            return
+        if event is not None and any([group.storage.lies_in_place for group in self.groups]):
+            self.comm.compute_follows(event)
+        if all([group.storage.gathers_nothing for group in self.groups]):
+            return
         if event is None:
             self.comm.gathers_follow_compute()
         else:

@@ -399,6 +399,10 @@ class FSDPCommContext:
         """Let all-gathers from now on run after ``event``, which the user recorded after the optimizer's step."""
         self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
 
+    def compute_follows(self, event: Any) -> None:
+        """Let compute, which reads shards where they lie, run after ``event``: the same, where nothing is gathered."""
+        self.device.wait(self.device.current_stream(), event, Wait.PARAMETERS_WRITTEN)
+
     def gathers_follow_compute(self) -> None:
         """Let all-gathers from now on see what compute has written so far: parameters after an optimizer step."""
         event = self.device.record(self.device.current_stream())

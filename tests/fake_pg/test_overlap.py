@@ -13,14 +13,14 @@ import fsdp2.core.root
 from fsdp2.core.group import FSDPParamGroup
 from tests.harness import fake_world, others_full
 from tests.harness.happens_before import Allocation, Operation, Order
-from tests.harness.recording.passes import gathers_ahead, reduces_overlap
+from tests.harness.recording.passes import Passes, gathers_ahead, reduces_overlap
 from tests.harness.recording.recorder import recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Training
 
 ORDERED = [
     "transformer", "plain", "direct", "two_dtypes", "root_resharded", "checkpointed_layers",
-    "replicated", "replicated_direct", "replicated_in_half", "two_meshes", "only_replicated", "tensor_parallel",
+    "replicated", "replicated_direct", "replicated_in_half", "two_meshes", "tensor_parallel",
     "resharded_to_neighbours", "resharded_to_neighbours_on_replicas", "half", "half_direct", "half_in_part",
     "hooked", "hooked_on_its_own_stream", "hooked_replicas", "post_optim_event", "offloaded", "offloaded_replicas",
 ]  # fmt: skip
@@ -36,7 +36,15 @@ def test_the_next_gather_overlaps_the_current_compute(scenario: str, begin: str,
     assert gathers_ahead(record(scenario), begin, end)
 
 
-@pytest.mark.parametrize("scenario", [name for name in ORDERED if name not in ONE_AFTER_THE_OTHER])
+@pytest.mark.parametrize(("begin", "end"), [(FORWARD, BACKWARD), (BACKWARD, UPDATE)])
+def test_where_one_rank_has_all_nothing_is_gathered(begin: str, end: str) -> None:
+    passes = Passes(record("only_replicated"))
+    assert passes.compute(begin, end) and not passes.gathers(begin, end)
+
+
+@pytest.mark.parametrize(
+    "scenario", [*(name for name in ORDERED if name not in ONE_AFTER_THE_OTHER), "only_replicated"]
+)
 def test_reductions_overlap_the_next_backward(scenario: str) -> None:
     assert reduces_overlap(record(scenario))
 

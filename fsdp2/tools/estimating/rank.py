@@ -352,6 +352,8 @@ class Rank:
         for state in states_below(self.model):
             for group in state.unit:
                 for buffers in group.storage.buffers:
+                    if buffers.lies_in_place:
+                        continue
                     self.log.use(buffers.unsharded.storage, Use.UNSHARDED)
 
     def _hook_gradients(self) -> None:

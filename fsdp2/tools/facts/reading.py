@@ -14,7 +14,7 @@ from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.layout import BufferLayout, joined_row
 from fsdp2.core.options import RootSettings, described
-from fsdp2.core.plan import ReducePlan
+from fsdp2.core.plan import GatherPlan, ReducePlan
 from fsdp2.core.root import Unit
 from fsdp2.core.state import FSDPState, state_of, states_below
 from fsdp2.core.structure import module_paths
@@ -233,7 +233,8 @@ class _Reader:
         return (self.links.rank,) if group is None else tuple(dist.get_process_group_ranks(group))
 
     def _row(self, plans: PlansOfGroup) -> PackedRow:
-        layouts = [(plans.layout(plan), plan.param_dtype.itemsize) for plan in plans.gathers]
+        moved = [plan for plan in plans.gathers if not _lies_in_place(plans.group, plan)]
+        layouts = [(plans.layout(plan), plan.param_dtype.itemsize) for plan in moved]
         return row_of(layouts, extended_row_bytes(plans.group, plans.group.storage.extended))
 
     def _rests(self, plans: PlansOfGroup) -> RestFacts | None:
@@ -371,7 +372,7 @@ def _buffers(plans: PlansOfGroup) -> tuple[BufferFacts, ...]:
                 dtype=plan.dtype,
                 param_dtype=plan.param_dtype,
                 shard_bytes=layout.shard_numel * plan.dtype.itemsize,
-                unsharded_bytes=layout.unsharded_numel * itemsize,
+                unsharded_bytes=0 if _lies_in_place(plans.group, plan) else layout.unsharded_numel * itemsize,
                 packed_bytes=layout.packed_numel * itemsize,
                 direct_bytes=direct * itemsize,
                 is_copied_in=_is_copied_in(plans.group, plan.dtype, plan.param_dtype),
@@ -385,7 +386,7 @@ def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
     if plans.group.settings.custom_all_gather is not None:
         return 0  # it lies in what the collective allocates
     copied = [plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)]
-    packed = [plan for plan in plans.gathers if plan.layout.packed_numel]
+    packed = [plan for plan in plans.gathers if plan.layout.packed_numel and not _lies_in_place(plans.group, plan)]
     head = row.nbytes if len(packed) > 1 or any(plan in copied for plan in packed) else 0
     tails = [
         (plan.layout.shard_numel - plan.layout.packed_numel) * plan.param_dtype.itemsize
@@ -393,6 +394,11 @@ def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
         if any(slot.direct and slot.shard_numel for slot in plan.layout.carried)
     ]
     return head + (joined_row(tails)[1] if tails else 0)
+
+
+def _lies_in_place(group: FSDPParamGroup, plan: GatherPlan) -> bool:
+    """Whether unsharded parameters take no memory, for this rank has all of them."""
+    return is_alone(group.mesh.shard_group) and group.storage.could_lie_in_place(plan)
 
 
 def _gradients(group: FSDPParamGroup, plan: ReducePlan) -> GradientFacts:

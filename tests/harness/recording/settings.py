@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from fsdp2 import MixedPrecisionPolicy, fully_shard, pending_gradients, share_comm_ctx, synchronize_gradients
 from fsdp2.core.gradients import GradientBucket
 from tests.harness.recording.meshes import HALF, replicate_and_shard
 from tests.harness.recording.recorder import COMPUTE, Recorder, RecordingDevice
@@ -402,6 +402,35 @@ def post_optim_event(recorder: Recorder) -> None:
         torch.ones(4).add_(1.0)
 
 
+def only_replicated_updated_elsewhere(recorder: Recorder) -> None:
+    """The optimizer steps on a stream of the program's, and compute reads parameters where they lie."""
+    training, device = train(recorder, strategy="replicate"), RecordingDevice(recorder)
+    stream = device.new_stream()
+    for _ in range(STEPS):
+        training.loss().backward()
+        device.wait(stream, device.record(COMPUTE), "the program's own")
+        with device.use(stream):
+            training.update()
+        training.model.set_post_optim_event(Event(device.record(stream)))
+
+
+def synchronized_outside_of_backward(recorder: Recorder) -> None:
+    """Gradients of several backwards are looked at, and then reduced."""
+    training = train(recorder, mesh=replicate_and_shard())
+    training.model.set_is_last_backward(False)  # reductions are left in flight
+    for step in range(STEPS):
+        for reduces in (False, step == 1):
+            training.model.set_requires_gradient_sync(reduces)
+            training.model.set_requires_all_reduce(False)
+            training.loss().backward()
+        for pending in pending_gradients(training.model).values():
+            for each in (pending.unreduced, pending.over_shards):
+                if each is not None:
+                    each.sum()
+        synchronize_gradients(training.model)
+        training.update()
+
+
 def finalized_by_hand(recorder: Recorder) -> None:
     """Two backwards that only `finalize_backward` ends, at once or by a handle; then one that reduces itself."""
     training = train(recorder)
@@ -482,8 +511,8 @@ SETTINGS = {
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, unused, unused_on_this_rank, summed,
         storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
-        post_optim_event, finalized_by_hand, shared_context, shared_context_late, one_group_reduces_twice, copied,
-        pooled,
+        post_optim_event, only_replicated_updated_elsewhere, synchronized_outside_of_backward, finalized_by_hand,
+        shared_context, shared_context_late, one_group_reduces_twice, copied, pooled,
     )
 } | {
     "half_cached_direct": lambda recorder: half_cached(recorder, Stack(512, 514)),
