@@ -573,9 +573,9 @@ class GroupStorage:
 
     def could_lie_in_place(self, plan: GatherPlan) -> bool:
         """Whether one rank that has all of the parameters of ``plan`` needs no other memory to compute with them."""
-        is_left_alone = self.allocate is None and not self.offloading.is_host
-        same_dtype = plan.dtype == plan.param_dtype
-        return is_left_alone and same_dtype and all([slot.partition.owner is None for slot in plan.layout.slots])
+        if self.offloading.is_host or plan.dtype != plan.param_dtype:
+            return False
+        return all([slot.partition.owner is None for slot in plan.layout.slots])
 
     @property
     def lies_in_place(self) -> bool:

@@ -259,9 +259,6 @@ class FSDPParamGroup:
                 custom = settings.custom_all_gather
                 self.storage.set_allocate(None if custom is None else custom.allocate)
             self._bind_transports()
-            if custom is not None and self.storage.lies_in_place:  # the user's collective is to be called all the same
-                self.quiesce()
-                self._lay_out_anew()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)
         if settings.full_precision is not before.full_precision:
