@@ -127,8 +127,12 @@ def test_what_several_ranks_refuse_is_refused(simulate: FakeWorlds) -> None:
     with pytest.raises(FSDPRuntimeError, match="were changed between a forward and its backward"):
         loss.backward()
     net.zero_grad()
-    handle = net.first.register_forward_pre_hook(lambda module, _: [p.detach().mul_(2) for p in [module.weight]])
-    with pytest.raises(FSDPRuntimeError, match=r"'first.weight' was replaced, converted or written while it was unsharded"):
+
+    def write(module: Any, _: Any) -> None:
+        module.weight.detach().mul_(2)
+
+    handle = net.first.register_forward_pre_hook(write)
+    with pytest.raises(FSDPRuntimeError, match=r"'first.weight' was replaced, converted or written while"):
         net(X).sum().backward()
     handle.remove()
 
