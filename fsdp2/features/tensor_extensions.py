@@ -8,7 +8,9 @@ of the sharded parameter at lazy initialization::
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy) -> (inputs, metadata)
     def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None) -> (unsharded, inner_tensors) | None
 
-Every rank must send inputs of the same sizes: those of short ranks are padded by the extension. The first time
+An input is a tensor, joined with the other ranks' along the dim that the parameter is sharded in; or an
+`AllGatherInput`, which has a dim and a size of its own. Every rank must send inputs of the same sizes: those of short
+ranks are padded by the extension. The first time
 ``out`` is None, and the inner tensors are what the unsharded tensor needs to stay alive; their memory is freed and
 given back around each use. From then on ``out`` is that unsharded tensor, to be filled in place.
 
@@ -36,10 +38,67 @@ from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.shard import CHECK_EXTENSION
 from fsdp2.core.sharding import Partition, contiguous_stride
 from fsdp2.core.transport import is_alone
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+@dataclass(frozen=True, eq=False)
+class AllGatherInput:
+    """One of the inputs that ``fsdp_pre_all_gather`` returns, where it is not joined as the parameter is.
+
+    The class that torch has by this name (after 2.15) is taken for it.
+
+    Attributes:
+        tensor: what this rank sends; of the same shape and dtype on every rank, and in every call.
+        dim: of ``tensor``, along which those of the ranks are joined in their order; negative ones count from the end.
+            A tensor of no dims counts as one of one element.
+        output_size: as what ``fsdp_post_all_gather`` sees the joined tensor; of as many elements. None: as it is.
+
+    Raises:
+        FSDPTypeError: not a tensor.
+        FSDPValueError: a dim that the tensor does not have.
+    """
+
+    tensor: torch.Tensor
+    dim: int = field(default=0, kw_only=True)
+    output_size: Sequence[int] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            raise FSDPTypeError(f"AllGatherInput takes the tensor to send, got {type(self.tensor).__name__}.")
+        dims = max(self.tensor.dim(), 1)
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int) or not -dims <= self.dim < dims:
+            raise FSDPValueError(f"AllGatherInput of a tensor of {dims} dims cannot be joined along dim {self.dim!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an input looks, the same on every rank and in every call.
+
+    Attributes:
+        size: of what one rank sends.
+        dtype: of it.
+        dim: along which the ranks' are joined.
+        output_size: of the whole, as the extension sees it; None: as it is joined.
+    """
+
+    size: torch.Size
+    dtype: torch.dtype
+    dim: int
+    output_size: torch.Size | None = None
+
+    def __str__(self) -> str:
+        whole = "" if self.output_size is None else f", joined as {tuple(self.output_size)}"
+        return f"{tuple(self.size)} in {self.dtype}, along dim {self.dim}{whole}"
+
+    def joined(self, world_size: int) -> torch.Size:
+        """The size of the whole."""
+        if self.output_size is not None:
+            return self.output_size
+        size = self.size
+        return torch.Size([*size[: self.dim], world_size * size[self.dim], *size[self.dim + 1 :]])
 
 
 def is_extended(tensor: torch.Tensor) -> bool:
@@ -95,8 +154,7 @@ class _Extended:
     """One parameter that gathers itself, and what is known of its gathers.
 
     Attributes:
-        sizes: of the inputs that every rank sends; None before the first gather.
-        dtypes: of these inputs.
+        forms: of the inputs that every rank sends; None before the first gather.
         outputs: flat, (world_size * n,) for each input; freed between uses.
         inner: what the extension says its unsharded tensor lies on.
         metadata: what it passes from before to after the gather.
@@ -107,8 +165,7 @@ class _Extended:
     """
 
     param: FSDPParam
-    sizes: list[torch.Size] | None = None
-    dtypes: list[torch.dtype] = field(default_factory=list)
+    forms: list[_Form] | None = None
     outputs: list[Resizable] = field(default_factory=list)
     aliases: list[torch.Tensor] = field(default_factory=list)
     inner: list[Resizable] = field(default_factory=list)
@@ -158,6 +215,18 @@ class _Staged:
                 output.view(outer, world_size, -1).transpose(0, 1).copy_(piece.unflatten(1, (outer, -1)))
 
 
+def _without_padding(unsharded: torch.Tensor, param: FSDPParam) -> torch.Tensor:
+    """The first rows (or what else is cut) of what an extension has made."""
+    if unsharded.is_contiguous():  # subclasses know this operator, as torch's own calls it
+        return torch.as_strided(unsharded, param.shape, contiguous_stride(param.shape), 0)
+    dim = _cut_dim(param)
+    return unsharded.narrow(dim, 0, param.shape[dim])
+
+
+def _listed(forms: Sequence[_Form]) -> str:
+    return f"{len(forms)} inputs ({'; '.join(map(str, forms))})"
+
+
 def _take_as_it_is(
     outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
@@ -194,8 +263,8 @@ class ExtensionGather:
             FSDPRuntimeError: on every rank, if the ranks would send different sizes.
         """
         inputs = [self._inputs_of(each) for each in self._extended]
-        self._refuse_other_sizes(inputs)
-        self._staged = _Staged([tensor for tensors in inputs for tensor in tensors], self._mesh, self.allocate)
+        self._refuse_other_forms(inputs)
+        self._staged = _Staged([tensor for given in inputs for tensor, _ in given], self._mesh, self.allocate)
         return self._staged.members
 
     def begin_from_rests(self, neighbours: DataParallelMesh) -> list[Transfer]:
@@ -213,11 +282,11 @@ class ExtensionGather:
     def _aliases(self) -> list[torch.Tensor]:
         return [alias for each in self._extended for alias in each.aliases]
 
-    def _inputs_of(self, each: _Extended) -> list[torch.Tensor]:
+    def _inputs_of(self, each: _Extended) -> list[tuple[torch.Tensor, _Form]]:
         param, mesh = each.param, self._mesh
         local: Any = param.local
         if not hasattr(local, _PRE):
-            return [self._plain_values(param)]
+            return [self._input(each, self._plain_values(param))]
         if local.device != mesh.device:
             local = local.to(mesh.device, non_blocking=True)
         before = getattr(local, _PRE, None) or getattr(param.local, _PRE)
@@ -227,7 +296,28 @@ class ExtensionGather:
             size = torch.Size(param.shape)
             module = param.uses[0][0]
             inputs, each.metadata = before(mesh.shard_mesh, size, contiguous_stride(size), module, param.policy)
-        return list(inputs)
+        return [self._input(each, given) for given in inputs]
+
+    def _input(self, each: _Extended, given: Any) -> tuple[torch.Tensor, _Form]:
+        """What is sent, and its form."""
+        if not isinstance(given, torch.Tensor) and type(given).__name__ != AllGatherInput.__name__:
+            raise FSDPTypeError(
+                f"{_PRE} of parameter '{each.param.path}' must return tensors or AllGatherInput records, got "
+                f"{type(given).__name__}."
+            )
+        if isinstance(given, torch.Tensor):
+            return given, _Form(given.size(), given.dtype, _cut_dim(each.param))
+        tensor = given.tensor.view(1) if given.tensor.dim() == 0 else given.tensor
+        dim = given.dim % tensor.dim()
+        whole = None if given.output_size is None else torch.Size(given.output_size)
+        form = _Form(tensor.size(), tensor.dtype, dim, whole)
+        numel = self._mesh.shard_size * tensor.numel()
+        if whole is not None and whole.numel() != numel:
+            raise FSDPValueError(
+                f"{_PRE} of parameter '{each.param.path}' returned an AllGatherInput of {tuple(tensor.size())} with "
+                f"output_size={tuple(whole)}, and {self._mesh.shard_size} ranks send {numel} elements together."
+            )
+        return tensor, form
 
     def _plain_values(self, param: FSDPParam) -> torch.Tensor:
         """What a subclass without extension sends: its values as a plain tensor, padded like the shard of rank 0."""
@@ -239,19 +329,18 @@ class ExtensionGather:
             values.narrow(dim, 0, param.local.shape[dim]).copy_(param.local)
         return values
 
-    def _refuse_other_sizes(self, inputs: list[list[torch.Tensor]]) -> None:
-        sizes = [[tensor.size() for tensor in tensors] for tensors in inputs]
-        known = [each.sizes for each in self._extended]
+    def _refuse_other_forms(self, inputs: list[list[tuple[torch.Tensor, _Form]]]) -> None:
+        known = [each.forms for each in self._extended]
         if all(before is None for before in known):
-            self._refuse_disagreement(inputs)
-        for each, tensors, before, now in zip(self._extended, inputs, known, sizes, strict=True):
-            dtypes = [tensor.dtype for tensor in tensors]
-            if before is not None and (before, each.dtypes) != (now, dtypes):
+            self._refuse_disagreement([[tensor for tensor, _ in given] for given in inputs])
+        for each, given, before in zip(self._extended, inputs, known, strict=True):
+            now = [form for _, form in given]
+            if before is not None and before != now:
                 raise FSDPRuntimeError(
-                    f"{_PRE} of parameter '{each.param.path}' returned sizes {list(map(tuple, now))} in {dtypes}, the "
-                    f"first time {list(map(tuple, before))} in {each.dtypes}; they must stay the same."
+                    f"{_PRE} of parameter '{each.param.path}' returned {_listed(now)}, the first time "
+                    f"{_listed(before)}; they must stay the same."
                 )
-            each.sizes, each.dtypes = now, dtypes
+            each.forms = now
 
     def _refuse_disagreement(self, inputs: list[list[torch.Tensor]]) -> None:
         group = self._mesh.shard_group
@@ -280,7 +369,7 @@ class ExtensionGather:
         assert self._staged is not None, "a gather is under way"
         for each in self._extended:
             self._allocate(each)
-        outers = [math.prod(size[: _cut_dim(each.param)]) for each in self._extended for size in each.sizes or ()]
+        outers = [math.prod(form.size[: form.dim]) for each in self._extended for form in each.forms or ()]
         self._staged.copy_out(self._aliases(), outers)
         self._staged = None
         for each in self._extended:
@@ -317,10 +406,10 @@ class ExtensionGather:
 
     def _allocate(self, each: _Extended) -> None:
         if not each.outputs:
-            assert each.sizes is not None, "inputs were asked for"
-            for size, dtype in zip(each.sizes, each.dtypes, strict=True):
-                numel = self._mesh.shard_size * size.numel()
-                output = torch.empty(numel, dtype=dtype, device=self._mesh.device)
+            assert each.forms is not None, "inputs were asked for"
+            for form in each.forms:
+                numel = self._mesh.shard_size * form.size.numel()
+                output = torch.empty(numel, dtype=form.dtype, device=self._mesh.device)
                 each.outputs.append(Resizable(output))
                 # Through an alias, whose writes do not count as changes of what lies on the output.
                 each.aliases.append(storage_alias(output, 0, (numel,), (1,)))
@@ -329,11 +418,10 @@ class ExtensionGather:
 
     def _make_unsharded(self, each: _Extended, metadata: Any) -> None:
         param, local = each.param, each.param.local
-        assert each.sizes is not None, "inputs were asked for"
-        dim, world_size = _cut_dim(param), self._mesh.shard_size
+        assert each.forms is not None, "inputs were asked for"
         outputs = tuple(
-            output.flat.view(*size[:dim], world_size * size[dim], *size[dim + 1 :])
-            for output, size in zip(each.outputs, each.sizes, strict=True)
+            output.flat.view(form.joined(self._mesh.shard_size))
+            for output, form in zip(each.outputs, each.forms, strict=True)
         )
         after: Any = getattr(local, _POST, _take_as_it_is)
         if each.is_made:
@@ -342,8 +430,8 @@ class ExtensionGather:
             unsharded, inner = after(outputs, metadata, param.param_dtype)
             lying = {output.storage.data_ptr() for output in each.outputs}
             each.inner = [Resizable(tensor) for tensor in inner if tensor.untyped_storage().data_ptr() not in lying]
-            if tuple(unsharded.shape) != param.shape:  # padded
-                unsharded = torch.as_strided(unsharded, param.shape, contiguous_stride(param.shape), 0)
+            if tuple(unsharded.shape) != param.shape:
+                unsharded = _without_padding(unsharded, param)
             param.take_unsharded(unsharded)
             each.is_made = True
         if each.releases:

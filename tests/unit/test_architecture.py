@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 BASE = ("errors", "_remedies", "arguments", "_torch", "_torch_compiler", "_versions")
 ORDER = ("core", "features", "ragged", "compiled", "optim", "grouping", "checkpoint", "tools")
 # The package's face, the names of before, and the command line, which may import everything but `compat`.
-FACES = ("__init__", "__main__", "_moved")
+FACES = ("__init__", "__main__", "_moved", "experimental")
 # The commands start all that there is, `compat` too.
 COMMANDS = "tools.commands."
 
