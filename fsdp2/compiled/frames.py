@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -29,10 +28,24 @@ LEADS_TO_GRAPHS = (
 """Of optimizers, what calls the ``step`` of torch's class, which is a graph. All else that they call is none."""
 
 
-@functools.cache
+_marked: set[str] = set()
+"""Names of modules whose functions are known."""
+_imported = 0
+"""How many modules the interpreter had when they were last looked for."""
+
+
 def begin_graphs_at_calls_only() -> None:
-    """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way."""
+    """Let ``torch.compile`` leave this package's own functions alone, unless it traces through them on its way.
+
+    Those of modules that are imported later (`compat`, tools) too: when it is called the next time.
+    """
+    global _imported
+    if _imported == len(sys.modules):
+        return
+    _imported = len(sys.modules)
     modules = [(name, module) for name, module in sys.modules.items() if name.split(".")[0] == PACKAGE]
+    modules = [(name, module) for name, module in modules if name not in _marked]
+    _marked.update(name for name, _ in modules)
     alone: list[CodeType] = []
     with_callees: list[CodeType] = []
     for name, module in modules:

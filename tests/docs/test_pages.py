@@ -15,6 +15,7 @@ import pytest
 import fsdp2
 import fsdp2.checkpoint
 import fsdp2.compat
+import fsdp2.experimental
 from tests.harness.documents import DOCS, ROOT
 
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
@@ -55,11 +56,14 @@ def test_every_link_to_another_host_is_of_a_known_one() -> None:
 # ---- reference -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [fsdp2, fsdp2.checkpoint, fsdp2.compat], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [fsdp2, fsdp2.checkpoint, fsdp2.compat, fsdp2.experimental], ids=lambda module: module.__name__
+)
 def test_every_public_name_has_a_page_of_the_reference(module: ModuleType) -> None:
     """`docs/hooks.py` puts the names of `fsdp2` that no page has on a page of their own while the site is built."""
     found = re.findall(rf"^::: {re.escape(module.__name__)}\.([\w.]+)$", REFERENCE, re.MULTILINE)
-    shown = [name for name in found if module is not fsdp2 or not name.startswith(("checkpoint.", "compat."))]
+    others = ("checkpoint.", "compat.", "experimental.")
+    shown = [name for name in found if module is not fsdp2 or not name.startswith(others)]
     assert sorted(shown) == sorted(set(shown)), "a name stands twice"
     assert [name for name in shown if not _exists(module, name)] == []
     if module is not fsdp2:

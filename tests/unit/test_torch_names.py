@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2 import _torch, _torch_compiler
+from fsdp2.compiled.frames import begin_graphs_at_calls_only
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,24 @@ def test_skip_code_lets_the_next_frame_begin_the_graph() -> None:
 def hook(x: Tensor) -> Tensor:
     """Skipped with what it calls."""
     return begins(x)
+
+
+def test_functions_of_modules_that_are_imported_later_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of `fsdp2.compat` are, which a program may import after its first `fully_shard`."""
+    later = ModuleType("fsdp2.later")
+    exec("def double(x):\n    return 2 * x\n", vars(later))
+    begin_graphs_at_calls_only()
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    begin_graphs_at_calls_only()
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert torch.compile(later.double, backend=counting)(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not graphs
 
 
 def test_skipped_callees_begin_no_graph() -> None:
