@@ -172,12 +172,16 @@ def put_in_place(*, fsdp1: bool = True) -> Swap:
     swap = Swap((*pairs, *counterparts_of_fsdp1()) if fsdp1 else pairs)
     if swap.too_early or sharded:
         # The program would go on with both implementations, and not notice.
-        warnings.warn(
-            f"fsdp2.compat.install() comes too late for {', '.join((*swap.too_early, *sharded))}: torch's own "
-            "implementation stays in use there. Install before importing what shards models, or run the program with "
-            "`python -m fsdp2.compat`.",
-            stacklevel=3,
-        )
+        try:
+            warnings.warn(
+                f"fsdp2.compat.install() comes too late for {', '.join((*swap.too_early, *sharded))}: torch's own "
+                "implementation stays in use there. Install before importing what shards models, or run the program "
+                "with `python -m fsdp2.compat`.",
+                stacklevel=3,
+            )
+        except Warning:  # where warnings are errors
+            swap.uninstall()
+            raise
     return swap
 
 

@@ -238,6 +238,7 @@ def sharded(layers: int) -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late")  # for models of other tests
 def test_no_gradient_goes_through_dtensor() -> None:
     with fake_world(4):
         model = sharded(8)
@@ -261,6 +262,7 @@ def words() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+@pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late")  # for models of other tests
 def test_a_program_without_install_is_told_once() -> None:
     """With the remedy; not of a few gradients, and not by ours."""
     with fake_world(2):
