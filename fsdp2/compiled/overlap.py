@@ -16,8 +16,14 @@ from typing import Any
 from torch import fx
 
 from fsdp2 import _torch_compiler
+from fsdp2.compiled.exchanges import BEGIN_GATHER, BEGIN_REDUCE, END_GATHER, END_REDUCE
 
 Unit = list[fx.Node]
+
+GATHERS = _torch_compiler.ALL_GATHERS | {BEGIN_GATHER}
+REDUCTIONS = _torch_compiler.REDUCE_SCATTERS | {BEGIN_REDUCE}
+COLLECTIVES = _torch_compiler.COLLECTIVES | GATHERS | REDUCTIONS
+WAITS = frozenset({_torch_compiler.WAIT, END_GATHER, END_REDUCE})
 
 
 def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -26,7 +32,7 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     Returns:
         What a compiler that orders for itself has to respect: each node has to come after its list of nodes.
     """
-    gathers, scatters = _units(graph, _torch_compiler.ALL_GATHERS), _units(graph, _torch_compiler.REDUCE_SCATTERS)
+    gathers, scatters = _units(graph, GATHERS), _units(graph, REDUCTIONS)
     order = _positions(graph)
     arrivals = [min(_waits(unit), key=order.__getitem__) for unit in gathers]
     after: dict[fx.Node, list[fx.Node]] = {}
@@ -65,12 +71,14 @@ def _units(graph: fx.Graph, targets: frozenset[Any]) -> list[Unit]:
 
 
 def _waits(unit: Unit) -> list[fx.Node]:
-    return [user for node in unit for user in node.users if user.target is _torch_compiler.WAIT]
+    return [user for node in unit for user in node.users if user.target in WAITS]
 
 
 def _nbytes(unit: Unit) -> int:
-    values = [node.meta["val"] for node in unit]
-    return sum(value.numel() * value.element_size() for value in values)
+    """Of what it brings, which the waits return."""
+    values = [node.meta["val"] for node in _waits(unit)]
+    flats = [flat for value in values for flat in (value if isinstance(value, (list, tuple)) else [value])]
+    return sum(flat.numel() * flat.element_size() for flat in flats)
 
 
 def _first_beside(units: list[Unit], index: int) -> int:
@@ -92,7 +100,7 @@ def _first_beside(units: list[Unit], index: int) -> int:
 def _issue_before(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> bool:
     """Move ``unit``, and what it is made from, right before ``arrival``; unless it is made from what is computed."""
     chain, positions = _sources(unit), _positions(graph)
-    if any(node.target in _torch_compiler.COLLECTIVES and node not in unit for node in chain):
+    if any(node.target in COLLECTIVES and node not in unit for node in chain):
         return False
     for node in sorted(chain, key=positions.__getitem__):
         if positions[node] > positions[arrival]:

@@ -239,6 +239,11 @@ class GradientReducer:
         return self.scatter_group if self.scatter_group is not None else self._mesh.shard_group
 
     @property
+    def transport(self) -> Transport:
+        """What reduces its gradients."""
+        return self._transport
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter is reduced."""
         return bool(self.buckets)
