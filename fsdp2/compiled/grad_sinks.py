@@ -54,6 +54,7 @@ class _Arrival(torch.autograd.Function):
             group.refuse_backward()
         with torch.no_grad():
             group.reducer.arrive_from_graph(
-                [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)]
+                [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)],
+                may_keep=group.graph_inputs.group.handle is not None,  # else compilers know more of it: CUDA graphs
             )
         return None, None, None

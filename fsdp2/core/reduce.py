@@ -489,16 +489,17 @@ class GradientReducer:
                 divisor = denominator if before == 1.0 else denominator / before
             each.gradients.finish(each.packed, divisor, keeps, arena)
 
-    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
+    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]], *, may_keep: bool) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
 
-        A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
+        A sum is scaled, cast and delivered like that of an eager reduction; unless this ``may_keep`` its memory, it is
+        read and left as it is.
         """
         sent = []
         for bucket, (flat, some_missing) in zip(self.buckets, arrived, strict=True):
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
-                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True)
+                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True, may_keep=may_keep)
                 sent.append(_Sent(bucket, packed, bucket.plan.scaling))
         self._finish(sent, keeps=False)
         for each in sent:
