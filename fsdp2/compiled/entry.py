@@ -88,6 +88,8 @@ def prepare_call(module: nn.Module) -> bool:
     root.recover_if_failed()
     if not root.has_trained and torch.is_grad_enabled():
         root.begin_training()
+    if state.own_root is root:
+        root.begin_compiled_call()
     below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
@@ -150,7 +152,7 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
     spec = GroupSpec.of(group, again, budget)
-    handle = handle_of(group) if spec.by_transport else None
+    handle = handle_of(group, budget) if spec.by_transport else None
     # Whatever the mode of the first call is, a later one may train.
     with torch.inference_mode(False), torch.enable_grad():
         shards = tuple(

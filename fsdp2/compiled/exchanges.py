@@ -11,6 +11,9 @@ A *handle* says which group: a number in a tensor, which is an input of the grap
 holds nothing of a process: equal groups share one, whatever their ranks are called, and so do models whose graphs come
 out of a cache. A *token* says which of the exchanges that the group has under way.
 
+A graph issues its own gathers ahead (`fsdp2.compiled.overlap`). The first one of the next graph, of a block that is
+compiled by itself, it does not know: it is issued ahead here, once one pass has shown which one that is.
+
 What is returned was never seen by the graph before, and is the graph's own from then on: operators alias and write
 nothing, as their schemas say. What is sent is an argument of the operator that waits too, so that its memory is not
 used for something else as long as messages are under way. What was begun and not waited for, because an exception came
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +34,7 @@ from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.layout import GradientLayout
+from fsdp2.core.places import PLACE
 from fsdp2.core.plan import GatherPlan, GroupPlan, ReducePlan
 from fsdp2.core.streams import CommHandle, FSDPCommContext
 from fsdp2.errors import FSDPRuntimeError
@@ -49,6 +53,10 @@ class _Arrival:
         self.unsharded = Resizable(torch.empty(plan.layout.unsharded_numel, dtype=plan.param_dtype, device=device))
 
 
+_Pass = tuple[int, bool]
+"""A forward of a root, by its number, or what backward comes after it."""
+
+
 @dataclass(slots=True)
 class _Gathering:
     """One gather: under way, or what the next one uses.
@@ -57,11 +65,13 @@ class _Gathering:
         gather: the buffers and copies.
         arrivals: what is to be handed to the graph, one for each of the plan's ``gathers``.
         handle: what is waited for.
+        version: of the parameters when it was begun.
     """
 
     gather: Gather
     arrivals: list[_Arrival]
     handle: CommHandle
+    version: object = None
 
 
 @dataclass(slots=True)
@@ -79,6 +89,47 @@ class _Reduction:
     handle: CommHandle
 
 
+class _Course:
+    """What the graphs of one root gather in one pass.
+
+    Attributes:
+        during: the pass.
+        last: whose gather was begun last, in a graph; None before.
+        under_way: how many were begun, and not ended, in graphs.
+        ahead: begun before a graph does, by whose they are.
+    """
+
+    def __init__(self) -> None:
+        self.during: _Pass = (-1, False)
+        self.last: GroupExchanges | None = None
+        self.under_way = 0
+        self.ahead: dict[GroupExchanges, _Gathering] = {}
+
+    def go_on(self) -> None:
+        """Begin anew if this is another pass: nothing was learned of what follows, nor is any of the last one used."""
+        now = (PLACE.step, _torch.backward_is_running())
+        if now != self.during:
+            self.during = now
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Nothing is under way; what was begun ahead is left to its transport."""
+        if self.last is not None:
+            self.last.successors.pop(self.during[1], None)
+        self.last, self.under_way = None, 0
+        self.ahead.clear()
+
+
+_COURSES: weakref.WeakKeyDictionary[FSDPCommContext, _Course] = weakref.WeakKeyDictionary()
+
+
+def _course_of(comm: FSDPCommContext) -> _Course:
+    found = _COURSES.get(comm)
+    if found is None:
+        found = _COURSES[comm] = _Course()
+    return found
+
+
 _NUMBERS = itertools.count()
 _TOKENS = itertools.count()
 
@@ -91,9 +142,12 @@ class GroupExchanges:
     Attributes:
         plan: by which they were laid out.
         number: in their handle.
+        successors: whose gather the next graph begins, in forward (False) and in backward (True), as far as is known.
     """
 
-    def __init__(self, group: FSDPParamGroup) -> None:
+    def __init__(self, group: FSDPParamGroup, budget: int | None) -> None:
+        self.successors: dict[bool, Callable[[], GroupExchanges | None]] = {}
+        self._budget = budget
         self.number = next(_NUMBERS)
         self.plan: GroupPlan = group.plan
         self._shards = tuple(buffers.shard for buffers in group.storage.buffers)
@@ -105,25 +159,46 @@ class GroupExchanges:
 
     def abandon(self) -> None:
         """Forget what is under way. Nothing of it is used again: its transport holds what may still arrive there."""
-        self._gathers.clear()
-        self._reductions.clear()
+        if self._gathers or self._reductions:
+            self._gathers.clear()
+            self._reductions.clear()
+            _course_of(self._living()[1]).begin_anew()
 
     def begin_gather(self) -> int:
-        """Begin to gather all shards; the token."""
+        """Begin to gather all shards, unless that was done ahead; the token."""
         group, comm = self._living()
-        gathering = self._idle.pop() if self._idle else self._new_gathering(group)
+        course = _course_of(comm)
+        course.go_on()
+        if course.last is not None:
+            # What was begun before the last one had ended, the graph itself has issued ahead.
+            course.last.successors[course.during[1]] = weakref.ref(self) if not course.under_way else _NOBODY
+        course.last = self
+        gathering = course.ahead.pop(self, None)
+        if gathering is None or gathering.version != group.written():
+            gathering = self._launch(group, comm)
+        course.under_way += 1
         token = next(_TOKENS)
+        self._gathers[token] = gathering
+        return token
+
+    def _launch(self, group: FSDPParamGroup, comm: FSDPCommContext) -> _Gathering:
+        gathering = self._idle.pop() if self._idle else self._new_gathering(group)
         gathering.handle = CommHandle([], label=group.transport.label)
+        gathering.version = group.written()
         with _torch.without_grad():
             gathering.gather.allocate(comm.gather_arena)
             gathering.gather.copy_in()
             group.transport.all_gather(gathering.gather.members, gathering.handle.works)
-        self._gathers[token] = gathering
-        return token
+        return gathering
 
     def end_gather(self, token: int) -> list[torch.Tensor]:
         """Wait for it: what was gathered, (unsharded_numel,) for each of the plan's ``gathers``."""
+        _, comm = self._living()
         gathering = self._gathers.pop(token)
+        course = _course_of(comm)
+        course.under_way -= 1
+        if not course.under_way and course.last is self:
+            self._begin_ahead(course)
         gathering.handle.wait_for_works()
         with _torch.without_grad():
             gathering.gather.copy_out()
@@ -132,6 +207,22 @@ class GroupExchanges:
             flats = [arrival.unsharded.hand_over() for arrival in gathering.arrivals]
         self._idle.append(gathering)
         return flats
+
+    def _begin_ahead(self, course: _Course) -> None:
+        """Begin what the next graph gathers, if it is known, and not more than may be gathered ahead."""
+        following = self.successors.get(course.during[1], _NOBODY)()
+        if following is None or following is self or following in course.ahead:
+            return
+        if self._budget is not None and following.unsharded_bytes > self._budget:
+            return
+        group = following._group()
+        if group is not None and group.comm is not None:
+            course.ahead[following] = following._launch(group, group.comm)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Of what it gathers."""
+        return sum(plan.layout.unsharded_numel * plan.param_dtype.itemsize for plan in self.plan.gathers)
 
     def begin_reduce(self, sent: Sequence[torch.Tensor], index: int) -> int:
         """Begin to reduce ``sent``: what the plan's ``reduces[index]`` packs, then what travels alone; the token."""
@@ -184,15 +275,24 @@ class GroupExchanges:
         return _Gathering(gather, arrivals, CommHandle([]))
 
 
+def _nobody() -> None:
+    return None
+
+
+_NOBODY: Callable[[], GroupExchanges | None] = _nobody
+
 _EXCHANGES: weakref.WeakValueDictionary[int, GroupExchanges] = weakref.WeakValueDictionary()
 """By the number in the handle."""
 
 _GONE = "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
 
 
-def handle_of(group: FSDPParamGroup) -> torch.Tensor:
-    """Of new exchanges of ``group``, by its present plan, which live as long as it does."""
-    exchanges = GroupExchanges(group)
+def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
+    """Of new exchanges of ``group``, by its present plan, which live as long as it does.
+
+    ``budget``: how many bytes may be gathered ahead of what computes; None: one group.
+    """
+    exchanges = GroupExchanges(group, budget)
     with torch.inference_mode(False):
         handle = torch.tensor(exchanges.number)
     handle.exchanges = exchanges  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 """Unsharding one group inside a graph: an `autograd.Function` over operators that communicate.
 
-They are ours, over the transports of the eager runtime (`fsdp2.compiled.exchanges`), or where these are torch's own
-collectives, torch's functional ones, which compilers know. Its forward gathers, its backward reduces and scatters; both with the layouts of the eager runtime, so that the same
-numbers travel in the same order. A gather that backward repeats is marked for recomputation, so that the partitioner
-saves shards for backward and no unsharded parameter.
+They are ours, over the transports of the eager runtime (`fsdp2.compiled.exchanges`); or, where these are torch's own
+collectives, torch's functional ones, which compilers know. Its forward gathers, its backward reduces and scatters; both
+with the layouts of the eager runtime, so that the same numbers travel in the same order. A gather that backward repeats
+is marked for recomputation, so that the partitioner saves shards for backward and no unsharded parameter.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.core import transport
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
 from fsdp2.core.gradients import GradientBucket, PackedGradients
@@ -27,7 +26,7 @@ from fsdp2.core.param import FSDPParam
 from fsdp2.core.places import label
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
-from fsdp2.core.transport import HOOKED, Alone, Transport, among, is_alone, transport_of
+from fsdp2.core.transport import HOOKED, Alone, Transport, Works, among, is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 _LARGE_DIVISOR = 1024.0
@@ -473,7 +472,7 @@ class GradientReducer:
         hook_stream = self.settings.all_reduce_hook_stream
         return comm.all_reduce_stream if hook_stream is None else hook_stream
 
-    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
+    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: Works) -> None:
         for each in sent:
             presence_offset = each.gradients.layout.presence_offset
             self._transport.all_reduce(each.packed.output, presence_offset, group, each.scaling.replicate_op, works)
