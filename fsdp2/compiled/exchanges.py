@@ -57,7 +57,7 @@ _Pass = tuple[int, bool]
 """A forward of a root, by its number, or what backward comes after it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Gathering:
     """One gather: under way, or what the next one uses.
 
@@ -74,7 +74,7 @@ class _Gathering:
     version: object = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Reduction:
     """One reduction under way.
 
@@ -109,8 +109,8 @@ class _Course:
         """Begin anew if this is another pass: nothing was learned of what follows, nor is any of the last one used."""
         now = (PLACE.step, _torch.backward_is_running())
         if now != self.during:
-            self.during = now
             self.begin_anew()
+            self.during = now
 
     def begin_anew(self) -> None:
         """Nothing is under way; what was begun ahead is left to its transport."""
@@ -383,9 +383,7 @@ END_REDUCE = _torch_compiler.define_operator(
 )
 
 
-def gather(
-    handle: torch.Tensor, shards: Sequence[torch.Tensor], plans: Sequence[GatherPlan]
-) -> list[torch.Tensor]:
+def gather(handle: torch.Tensor, shards: Sequence[torch.Tensor], plans: Sequence[GatherPlan]) -> list[torch.Tensor]:
     """The flat unsharded parameters of a group, (unsharded_numel,) for each of its plan's ``gathers``; waited for."""
     token = BEGIN_GATHER(handle, shards)
     numels = [plan.layout.unsharded_numel for plan in plans]

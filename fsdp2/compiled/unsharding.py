@@ -90,9 +90,7 @@ def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return (output if wire is input else output.view(input.dtype)).view(ranks.size, -1)
 
 
-def _gather(
-    spec: GroupSpec, handle: torch.Tensor | None, shards: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _gather(spec: GroupSpec, handle: torch.Tensor | None, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     whole = _gather_functionally(spec, shards) if handle is None else _gather_by_transport(spec, handle, shards)
     return tuple(whole[index] for index in range(len(spec.plan.params)))
 

@@ -22,10 +22,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.compiled.overlap import overlap
 
 Exchange = tuple[str, int, torch.dtype, str]
-GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "begin_gather")
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "begin_reduce")
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Graphs:
         issued: of each graph, its direction and its collectives in order, with what they return.
         exchanged: of each graph, its direction and its collectives as `tests.harness.parity.trace` counts those
             of eager mode: kind, elements of the larger side, dtype, process group.
+        overlaps: whether graphs run in the order that `fsdp2.compiled.overlap` gives them.
     """
 
     forward: list[dict[str, int]] = field(default_factory=list)
@@ -49,9 +51,11 @@ class Graphs:
     texts: list[str] = field(default_factory=list)
     issued: list[tuple[str, list[str]]] = field(default_factory=list)
     exchanged: list[tuple[str, list[Exchange]]] = field(default_factory=list)
+    overlaps: bool = False
 
-    def backend(self) -> Any:
-        """For `torch.compile`: eager operators, partitioned as for inductor, and counted."""
+    def backend(self, *, overlaps: bool = False) -> Any:
+        """For `torch.compile`: eager operators, partitioned as for inductor, and counted; ``overlaps``: see there."""
+        self.overlaps = overlaps
         return aot_autograd(
             fw_compiler=self._compiler(self.forward, self.outputs),
             bw_compiler=self._compiler(self.backward, None),
@@ -71,6 +75,9 @@ class Graphs:
             self.issued.append((direction, _collectives(graph)))
             self.exchanged.append((direction, _exchanges(graph)))
             self.texts.append(graph.print_readable(print_output=False))
+            if self.overlaps:
+                overlap(graph.graph)
+                graph.recompile()
             if outputs is not None:
                 (results,) = graph.graph.output_node().args
                 made = [node for node in results if isinstance(node, torch.fx.Node) and node.op != "placeholder"]
