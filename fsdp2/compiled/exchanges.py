@@ -57,7 +57,7 @@ _Pass = tuple[int, bool]
 """A forward of a root, by its number, or what backward comes after it."""
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class _Gathering:
     """One gather: under way, or what the next one uses.
 
@@ -74,7 +74,7 @@ class _Gathering:
     version: object = None
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(eq=False)
 class _Reduction:
     """One reduction under way.
 
