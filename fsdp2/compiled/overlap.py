@@ -40,6 +40,12 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         first = _first_beside(gathers, index)
         if first < index and _issue_before(gathers[index], arrivals[first], graph):
             after.setdefault(arrivals[first], []).extend(gathers[index])
+        else:
+            first = index
+        for node in gathers[index]:
+            # Not earlier either: to a compiler a token is nothing, though what arrives for it has the parameters' size.
+            if first > 0 and node.target is BEGIN_GATHER:
+                after[node] = [arrivals[first - 1]]
     for unit in scatters:
         arrival = _next_arrival(unit, arrivals, graph)
         if arrival is not None:
