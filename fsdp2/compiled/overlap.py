@@ -13,6 +13,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp2 import _torch_compiler
@@ -43,9 +44,8 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         else:
             first = index
         for node in gathers[index]:
-            # Not earlier either: to a compiler a token is nothing, though what arrives for it has the parameters' size.
-            if first > 0 and node.target is BEGIN_GATHER:
-                after[node] = [arrivals[first - 1]]
+            if node.target is BEGIN_GATHER:
+                after[node] = _not_before(node, arrivals[:first])
     for unit in scatters:
         arrival = _next_arrival(unit, arrivals, graph)
         if arrival is not None:
@@ -56,7 +56,21 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 after[wait] = following[0].all_input_nodes
     if scatters:
         _end_before(scatters[-1], graph.output_node(), graph)
-    return after
+    return {node: others for node, others in after.items() if others}
+
+
+def _not_before(begin: fx.Node, arrivals: list[fx.Node]) -> list[fx.Node]:
+    """What has to come before ``begin``: to a compiler a token is nothing, but what arrives for it has memory.
+
+    The last of ``arrivals``, those of the gathers before it; or, if bytes are counted, all that stands before it.
+    """
+    note = _torch_compiler.note_of(begin)
+    if note is None or note[1] is None:
+        return arrivals[-1:]
+    node = begin.prev
+    while node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor):
+        node = node.prev
+    return [node] if node.op == "call_function" else arrivals[-1:]
 
 
 def _next_arrival(unit: Unit, arrivals: list[fx.Node], graph: fx.Graph) -> fx.Node | None:

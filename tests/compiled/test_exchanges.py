@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,7 +201,17 @@ def test_equal_models_over_other_ranks_share_graphs(compile: Any) -> None:
         assert not any(f"'{name}'" in text for name in names for text in graphs.texts)
 
 
-@multi_rank(4)
+@contextmanager
+def generating_code() -> Iterator[None]:
+    """Inductor, with a cache of its own in each process."""
+    with compiling(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, when inductor is imported
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        yield
+
+
+@multi_rank(4, timeout=900)
 @pytest.mark.full  # 60 s: a C++ compiler runs
 def test_cached_graphs_of_inductor_are_right_over_other_ranks() -> None:
     """The second model's graphs come out of inductor's cache."""
@@ -206,20 +219,21 @@ def test_cached_graphs_of_inductor_are_right_over_other_ranks() -> None:
 
     here = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
-    for index, group in enumerate((pairs[here // 2], pairs[2 + here % 2])):
-        mesh = DeviceMesh.from_group(group, "cpu")
-        torch._dynamo.reset()
-        models = [build_small(), build_small()]
-        for model in models:
-            shard(model, mesh=mesh)
-        counters.clear()
-        called = [torch.compile(models[0], fullgraph=True), models[1]]
-        for each in called:
-            loss_of(each(batch_of(0, here))).backward()
-        if index:
-            assert counters["inductor"]["fxgraph_cache_hit"] == 2, dict(counters["inductor"])
-        for (name, one), (_, other) in zip(*(each.named_parameters() for each in models), strict=True):
-            assert_equal(f"gradient of {name} over {mesh}", mine(one.grad), mine(other.grad), tolerance=1e-4)
+    with generating_code():
+        for index, group in enumerate((pairs[here // 2], pairs[2 + here % 2])):
+            mesh = DeviceMesh.from_group(group, "cpu")
+            torch._dynamo.reset()
+            models = [build_small(), build_small()]
+            for model in models:
+                shard(model, mesh=mesh)
+            counters.clear()
+            called = [torch.compile(models[0], fullgraph=True), models[1]]
+            for each in called:
+                loss_of(each(batch_of(0, here))).backward()
+            if index:
+                assert counters["inductor"]["fxgraph_cache_hit"] == 2, dict(counters["inductor"])
+            for (name, one), (_, other) in zip(*(each.named_parameters() for each in models), strict=True):
+                assert_equal(f"gradient of {name} over {mesh}", mine(one.grad), mine(other.grad), tolerance=1e-4)
 
 
 class Failing(nn.Module):
@@ -309,6 +323,45 @@ def _groups(model: nn.Module) -> list[Any]:
     from fsdp2.core.state import states_below
 
     return [group for state in states_below(model) for group in state.unit]
+
+
+class Chain(nn.Module):
+    """Blocks of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+@multi_rank(2, timeout=900)
+@pytest.mark.full  # 30 s each: a C++ compiler runs
+@pytest.mark.parametrize(("budget", "most"), [(None, 2), (0, 1)])
+def test_inductor_issues_no_gather_too_early(budget: int | None, most: int) -> None:
+    """A token has eight bytes: a compiler that orders for memory would have all gathers under way at once."""
+    model = Chain()
+    shard(model, reshard_after_forward=True)
+    if budget is not None:
+        model.set_prefetch_budget(budget)
+    with generating_code():
+        called = torch.compile(model, fullgraph=True)
+        for number in range(2):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(number), requires_grad=True)
+            with recorded() as forward:
+                loss = called(x).square().sum()
+            with recorded() as backward:
+                loss.backward()
+            for found in (forward, backward):
+                under_way = [0]
+                for each in found:
+                    if "reduction" not in each:
+                        under_way.append(under_way[-1] + (-1 if each == "wait" else 1))
+                assert len(under_way) == 15 and max(under_way) <= most, found
 
 
 class Twice(nn.Module):
