@@ -26,6 +26,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -237,7 +238,8 @@ class GroupExchanges:
                     output[end:offset].zero_()
                 members.append((output.narrow(0, offset, numel), each))
                 end = offset + numel
-            output[end:].zero_()
+            if end < plan.layout.numel:
+                output[end:].zero_()
             reduction = _Reduction(plan, output, CommHandle([], label=transport.label))
             transport.reduce_scatter(members, plan.scaling.scatter_op, reduction.handle.works, comm.reduce_arena)
         token = next(_TOKENS)
@@ -262,7 +264,7 @@ class GroupExchanges:
     def _living(self) -> tuple[FSDPParamGroup, FSDPCommContext]:
         group = self._group()
         if group is None or group.comm is None:
-            raise FSDPRuntimeError(_GONE)
+            raise_gone()
         return group, group.comm
 
     def _new_gathering(self, group: FSDPParamGroup) -> _Gathering:
@@ -284,7 +286,12 @@ _NOBODY: Callable[[], GroupExchanges | None] = _nobody
 _EXCHANGES: weakref.WeakValueDictionary[int, GroupExchanges] = weakref.WeakValueDictionary()
 """By the number in the handle."""
 
-_GONE = "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
+
+def raise_gone() -> NoReturn:
+    """Raise `FSDPRuntimeError`: a graph runs of a group that there is no more."""
+    raise FSDPRuntimeError(
+        "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
+    )
 
 
 def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
@@ -307,7 +314,7 @@ def abandon(handle: torch.Tensor) -> None:
 def _of(handle: torch.Tensor) -> GroupExchanges:
     found = _EXCHANGES.get(int(handle))
     if found is None:
-        raise FSDPRuntimeError(_GONE)
+        raise_gone()
     return found
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.compiled.exchanges import raise_gone
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.errors import FSDPRuntimeError
 
 
 def grad_sinks_of(group: FSDPParamGroup) -> tuple[torch.Tensor, ...]:
@@ -47,9 +47,7 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         group: FSDPParamGroup | None = ctx.group()
         if group is None:
-            raise FSDPRuntimeError(
-                "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
-            )
+            raise_gone()
         if group.graph_inputs.is_stale(group):
             group.refuse_backward()
         with torch.no_grad():

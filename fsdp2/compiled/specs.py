@@ -75,6 +75,8 @@ class GroupSpec:
 
 
 def _is_by_transport(group: FSDPParamGroup) -> bool:
+    if group.comm is None or group.comm.device.has_streams:
+        return False  # operators of ours make the host wait
     reduces = group.reducer.transport
     return any(each is not None and each.way for each in (group.transport, reduces, reduces.among_replicas))
 

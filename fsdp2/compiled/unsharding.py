@@ -91,7 +91,10 @@ def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def _gather(spec: GroupSpec, handle: torch.Tensor | None, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    whole = _gather_functionally(spec, shards) if handle is None else _gather_by_transport(spec, handle, shards)
+    if handle is None or spec.shard.size == 1:
+        whole = _gather_functionally(spec, shards)
+    else:
+        whole = _gather_by_transport(spec, handle, shards)
     return tuple(whole[index] for index in range(len(spec.plan.params)))
 
 

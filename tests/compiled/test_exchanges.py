@@ -36,6 +36,7 @@ from tests.harness.compiled.models import (
     whole,
 )
 from tests.harness.compiled.twins import assert_equal, assert_trains_alike, compiling, mine, one_backward
+from tests.harness.pooling import needs_pool
 
 WAYS = pytest.mark.parametrize("compile", [whole, by_blocks])
 
@@ -396,6 +397,22 @@ def test_a_block_that_is_called_twice(compile: Any, reshard: bool) -> None:
             compile=compile,
             tolerance=1e-6,  # eager reduces the sum, graphs each call
         )
+
+
+@multi_rank(2)
+@needs_pool
+@WAYS
+def test_beside_a_memory_pool(compile: Any) -> None:
+    """What graphs are handed never goes back there; what they need for a time does."""
+
+    def shard_pooled(model: nn.Module) -> None:
+        shard(model)
+        model.set_communication_memory_pool(True)
+
+    with compiling() as graphs:
+        model = assert_trains_alike(graphs, build, shard_pooled, steps_of(2), compile=compile)
+        comm = _groups(getattr(model, "_orig_mod", model))[0].comm
+        assert comm.gather_arena.used_bytes == comm.reduce_arena.used_bytes == 0
 
 
 @multi_rank(2)

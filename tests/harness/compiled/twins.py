@@ -69,6 +69,8 @@ class Graphs:
             for node in graph.graph.nodes:
                 if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
                     name = node.target._schema.name.split("::")[1]
+                    if name == "begin_reduce" and _is_among_replicas_alone(node):
+                        name = "all_reduce"
                     found[name] = found.get(name, 0) + 1
             counts.append(found)
             direction = "backward" if outputs is None else "forward"
@@ -90,6 +92,13 @@ class Graphs:
     def collectives(self) -> list[tuple[int, int]]:
         """(all-gathers, reduce-scatters) of each forward graph, then of each backward graph."""
         return [(_count(each, GATHERS), _count(each, SCATTERS)) for each in (*self.forward, *self.backward)]
+
+
+def _is_among_replicas_alone(begin: torch.fx.Node) -> bool:
+    """Whether all of what this reduction sends comes back: nobody else has a shard."""
+    end = next(user for user in begin.users if "end_reduce" in str(user.target))
+    sent: Any = begin.args[1]
+    return sum(each.meta["val"].numel() for each in sent) <= end.meta["val"].numel()
 
 
 def _communications(graph: torch.fx.GraphModule) -> Iterator[tuple[str, torch.fx.Node]]:
