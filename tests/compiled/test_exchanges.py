@@ -385,6 +385,7 @@ def build_twice() -> nn.Module:
 
 
 @multi_rank(2, full=[4])
+@pytest.mark.full  # 1 to 3 s each
 @pytest.mark.parametrize("reshard", [True, False])
 @WAYS
 def test_a_block_that_is_called_twice(compile: Any, reshard: bool) -> None:
@@ -400,6 +401,7 @@ def test_a_block_that_is_called_twice(compile: Any, reshard: bool) -> None:
 
 
 @multi_rank(2)
+@pytest.mark.full  # 3 s each
 @needs_pool
 @WAYS
 def test_beside_a_memory_pool(compile: Any) -> None:
