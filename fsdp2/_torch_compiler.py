@@ -16,6 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_NAMESPACE = "fsdp2"
+"""Of our operators."""
+
 
 def functional_all_gather(input: torch.Tensor, size: int, group: str) -> torch.Tensor:
     """(n,) of each of the ``size`` ranks of the group of this name, as (size * n,); waited for."""
@@ -33,6 +36,20 @@ def functional_all_reduce(input: torch.Tensor, op: str, group: str) -> torch.Ten
     """``input`` reduced over the group of this name; waited for."""
     output = torch.ops._c10d_functional.all_reduce(input, op, group)
     return torch.ops._c10d_functional.wait_tensor(output)  # type: ignore[no-any-return]
+
+
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+
+
+def define_operator(schema: str, run: Callable[..., Any], *, fake: Callable[..., Any]) -> Any:
+    """An operator of ours that graphs hold as one node; ``fake`` makes what it returns of fake tensors.
+
+    It returns new tensors, and writes to none. It has no derivative.
+    """
+    name = _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(getattr(torch.ops, _NAMESPACE), name).default
 
 
 frame_callback = get_eval_frame_callback

@@ -1,1 +1,1 @@
-"""Sharded modules in the graphs of `torch.compile`: gathers and reductions as functional collectives, one per group."""
+"""Sharded modules in the graphs of `torch.compile`: gathers and reductions as operators, one of each per group."""

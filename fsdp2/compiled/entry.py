@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp2 import _torch_compiler
 from fsdp2.arguments import checked
+from fsdp2.compiled.exchanges import abandon, handle_of
 from fsdp2.compiled.grad_sinks import grad_sinks_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GroupSpec, text_of
@@ -87,6 +88,8 @@ def prepare_call(module: nn.Module) -> bool:
     root.recover_if_failed()
     if not root.has_trained and torch.is_grad_enabled():
         root.begin_training()
+    if state.own_root is root:
+        root.begin_compiled_call()
     below = state.states if state.own_root is root else tuple(states_below(module))
     reasons = {each: reason_against(each, below) for each in below}
     held = _held_by_top(below) if reasons[state] is None else ()
@@ -141,12 +144,15 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     plan, version = group.plan, group.written()
     known = group.graph_inputs
     if known is not None and known.made_of[0] is plan and known.made_of[1:] == (again, budget):
+        if known.group.handle is not None:
+            abandon(known.group.handle)
         if known.version != version:
             known.version = version
             # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
             torch.autograd.graph.increment_version(known.group.shards)
         return known.group
     spec = GroupSpec.of(group, again, budget)
+    handle = handle_of(group, budget) if spec.by_transport else None
     # Whatever the mode of the first call is, a later one may train.
     with torch.inference_mode(False), torch.enable_grad():
         shards = tuple(
@@ -161,7 +167,7 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     sharded = [param.sharded for param in group.params]
     _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
     _torch_compiler.keep_in_place(shards)  # they lie there for as long as the plan is this
-    prepared = TracedGroup(text_of(spec), shards, grad_sinks, uses)
+    prepared = TracedGroup(text_of(spec), shards, grad_sinks, handle, uses)
     group.graph_inputs = Prepared((plan, again, budget), version, prepared)
     return prepared
 

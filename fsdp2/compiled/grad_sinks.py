@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from fsdp2.compiled.exchanges import raise_gone
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.errors import FSDPRuntimeError
 
 
 def grad_sinks_of(group: FSDPParamGroup) -> tuple[torch.Tensor, ...]:
@@ -47,13 +47,12 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         group: FSDPParamGroup | None = ctx.group()
         if group is None:
-            raise FSDPRuntimeError(
-                "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
-            )
+            raise_gone()
         if group.graph_inputs.is_stale(group):
             group.refuse_backward()
         with torch.no_grad():
             group.reducer.arrive_from_graph(
-                [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)]
+                [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)],
+                may_keep=group.graph_inputs.group.handle is not None,  # else compilers know more of it: CUDA graphs
             )
         return None, None, None

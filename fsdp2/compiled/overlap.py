@@ -13,11 +13,18 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp2 import _torch_compiler
+from fsdp2.compiled.exchanges import BEGIN_GATHER, BEGIN_REDUCE, END_GATHER, END_REDUCE
 
 Unit = list[fx.Node]
+
+GATHERS = _torch_compiler.ALL_GATHERS | {BEGIN_GATHER}
+REDUCTIONS = _torch_compiler.REDUCE_SCATTERS | {BEGIN_REDUCE}
+COLLECTIVES = _torch_compiler.COLLECTIVES | GATHERS | REDUCTIONS
+WAITS = frozenset({_torch_compiler.WAIT, END_GATHER, END_REDUCE})
 
 
 def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -26,7 +33,7 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     Returns:
         What a compiler that orders for itself has to respect: each node has to come after its list of nodes.
     """
-    gathers, scatters = _units(graph, _torch_compiler.ALL_GATHERS), _units(graph, _torch_compiler.REDUCE_SCATTERS)
+    gathers, scatters = _units(graph, GATHERS), _units(graph, REDUCTIONS)
     order = _positions(graph)
     arrivals = [min(_waits(unit), key=order.__getitem__) for unit in gathers]
     after: dict[fx.Node, list[fx.Node]] = {}
@@ -34,6 +41,11 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
         first = _first_beside(gathers, index)
         if first < index and _issue_before(gathers[index], arrivals[first], graph):
             after.setdefault(arrivals[first], []).extend(gathers[index])
+        else:
+            first = index
+        for node in gathers[index]:
+            if node.target is BEGIN_GATHER:
+                after[node] = _not_before(node, arrivals[:first])
     for unit in scatters:
         arrival = _next_arrival(unit, arrivals, graph)
         if arrival is not None:
@@ -44,7 +56,21 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 after[wait] = following[0].all_input_nodes
     if scatters:
         _end_before(scatters[-1], graph.output_node(), graph)
-    return after
+    return {node: others for node, others in after.items() if others}
+
+
+def _not_before(begin: fx.Node, arrivals: list[fx.Node]) -> list[fx.Node]:
+    """What has to come before ``begin``: to a compiler a token is nothing, but what arrives for it has memory.
+
+    The last of ``arrivals``, those of the gathers before it; or, if bytes are counted, all that stands before it.
+    """
+    note = _torch_compiler.note_of(begin)
+    if note is None or note[1] is None:
+        return arrivals[-1:]
+    node = begin.prev
+    while node.op == "call_function" and not isinstance(node.meta.get("val"), torch.Tensor):
+        node = node.prev
+    return [node] if node.op == "call_function" else arrivals[-1:]
 
 
 def _next_arrival(unit: Unit, arrivals: list[fx.Node], graph: fx.Graph) -> fx.Node | None:
@@ -65,12 +91,14 @@ def _units(graph: fx.Graph, targets: frozenset[Any]) -> list[Unit]:
 
 
 def _waits(unit: Unit) -> list[fx.Node]:
-    return [user for node in unit for user in node.users if user.target is _torch_compiler.WAIT]
+    return [user for node in unit for user in node.users if user.target in WAITS]
 
 
 def _nbytes(unit: Unit) -> int:
-    values = [node.meta["val"] for node in unit]
-    return sum(value.numel() * value.element_size() for value in values)
+    """Of what it brings, which the waits return."""
+    values = [node.meta["val"] for node in _waits(unit)]
+    flats = [flat for value in values for flat in (value if isinstance(value, (list, tuple)) else [value])]
+    return sum(flat.numel() * flat.element_size() for flat in flats)
 
 
 def _first_beside(units: list[Unit], index: int) -> int:
@@ -92,7 +120,7 @@ def _first_beside(units: list[Unit], index: int) -> int:
 def _issue_before(unit: Unit, arrival: fx.Node, graph: fx.Graph) -> bool:
     """Move ``unit``, and what it is made from, right before ``arrival``; unless it is made from what is computed."""
     chain, positions = _sources(unit), _positions(graph)
-    if any(node.target in _torch_compiler.COLLECTIVES and node not in unit for node in chain):
+    if any(node.target in COLLECTIVES and node not in unit for node in chain):
         return False
     for node in sorted(chain, key=positions.__getitem__):
         if positions[node] > positions[arrival]:

@@ -19,17 +19,20 @@ _OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks that communicate: the name of their process group and how many they are; "" if there is nobody else."""
+    """Ranks that communicate: how many they are, and the name of their process group.
+
+    "" if there is nobody else, or if the graph is not to know: see `fsdp2.compiled.exchanges`.
+    """
 
     name: str
     size: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Ranks:
+    def of(cls, group: dist.ProcessGroup | None, *, named: bool) -> Ranks:
         """Those of ``group``."""
         if group is None or group.size() == 1:
             return cls("", 1)
-        return cls(group.group_name, group.size())
+        return cls(group.group_name if named else "", group.size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class GroupSpec:
         replicas: the ranks that they are replicated over.
         again: whether backward gathers again what forward has gathered.
         budget: how many bytes may be gathered ahead of what computes; None: one group.
+        by_transport: whether it is exchanged over the transports of the eager runtime, and not by torch's functional
+            collectives, for the two differ.
     """
 
     plan: GroupPlan
@@ -51,6 +56,7 @@ class GroupSpec:
     replicas: Ranks
     again: bool
     budget: int | None
+    by_transport: bool
 
     @classmethod
     def of(cls, group: FSDPParamGroup, again: bool, budget: int | None) -> GroupSpec:
@@ -62,8 +68,17 @@ class GroupSpec:
         mesh, plan = group.mesh, group.plan
         for reduce in plan.reduces:
             operations_of(reduce.scaling, group.name)
-        shard, scatter, replicas = map(Ranks.of, (mesh.shard_group, group.reducer.group, mesh.replicate_group))
-        return cls(plan, shard, scatter, replicas, again, budget)
+        by_transport = _is_by_transport(group)
+        communicating = (mesh.shard_group, group.reducer.group, mesh.replicate_group)
+        shard, scatter, replicas = [Ranks.of(each, named=not by_transport) for each in communicating]
+        return cls(plan, shard, scatter, replicas, again, budget, by_transport)
+
+
+def _is_by_transport(group: FSDPParamGroup) -> bool:
+    if group.comm is None or group.comm.device.has_streams:
+        return False  # operators of ours make the host wait
+    reduces = group.reducer.transport
+    return any(each is not None and each.way for each in (group.transport, reduces, reduces.among_replicas))
 
 
 def operations_of(scaling: Scaling, where: str = "a group") -> tuple[str, str]:

@@ -112,7 +112,7 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
     if storage.offloading.is_host or storage.offloading.sums_on_host:
         return "its parameters or gradients are offloaded; leave out offload_policy"
     if settings.custom_all_gather is not None or settings.custom_reduce_scatter is not None:
-        return "it has a custom all-gather or reduce-scatter; a graph uses torch's functional collectives"
+        return "it has a custom all-gather or reduce-scatter, which graphs do not call"
     if settings.comm_hook is not None:
         return "it has a communication hook (register_comm_hook), which is called outside of graphs"
     if group.mesh.spmd_mesh is not None:

@@ -49,12 +49,14 @@ class TracedGroup:
         text: of its `GroupSpec`.
         shards: its shard buffers, without gradients.
         grad_sinks: where its gradients arrive.
+        handle: by which operators know it; None where the graph has torch's functional collectives.
         uses: where its parameters are registered.
     """
 
     text: str
     shards: tuple[torch.Tensor, ...]
     grad_sinks: tuple[torch.Tensor, ...]
+    handle: torch.Tensor | None
     uses: tuple[TracedUse, ...]
 
 
@@ -80,7 +82,7 @@ class TracedState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Register the unsharded parameters, and cast the inputs."""
         for group in self.groups:
-            whole = unshard(group.text, group.shards, group.grad_sinks)
+            whole = unshard(group.text, group.handle, group.shards, group.grad_sinks)
             for use in group.uses:
                 tensor = whole[use.index]
                 if use.spec is not None:

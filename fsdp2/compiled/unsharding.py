@@ -1,8 +1,9 @@
-"""Unsharding one group inside a graph: an `autograd.Function` over functional collectives.
+"""Unsharding one group inside a graph: an `autograd.Function` over operators that communicate.
 
-Its forward gathers, its backward reduces and scatters; both with the layouts of the eager runtime, so that the same
-numbers travel in the same order. A gather that backward repeats is marked for recomputation, so that the partitioner
-saves shards for backward and no unsharded parameter.
+They are ours, over the transports of the eager runtime (`fsdp2.compiled.exchanges`); or, where these are torch's own
+collectives, torch's functional ones, which compilers know. Its forward gathers, its backward reduces and scatters; both
+with the layouts of the eager runtime, so that the same numbers travel in the same order. A gather that backward repeats
+is marked for recomputation, so that the partitioner saves shards for backward and no unsharded parameter.
 """
 
 from __future__ import annotations
@@ -15,23 +16,28 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp2 import _torch_compiler
+from fsdp2.compiled import exchanges
+from fsdp2.compiled.exchanges import members_of
 from fsdp2.compiled.specs import GroupSpec, Ranks, operations_of, spec_of
 from fsdp2.core.buffers import on_the_wire
 from fsdp2.core.plan import ReducePlan
 from fsdp2.core.sharding import in_shape, place_rows, scatter_rows
 
 
-def unshard(text: str, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def unshard(
+    text: str, handle: torch.Tensor | None, shards: Sequence[torch.Tensor], grad_sinks: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """The unsharded parameters of the group that ``text`` describes, in its order.
 
     Called by graphs as one operation that `torch.compile` does not look into; what it does is traced all the same.
 
     Args:
         text: of a `GroupSpec`.
+        handle: of its exchanges, if it is ``by_transport``.
         shards: the shard buffers, one (shard_numel,) for each of its plan's ``gathers``.
         grad_sinks: where gradients arrive, two for each of its ``reduces``; see `fsdp2.compiled.grad_sinks`.
     """
-    outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, len(shards), *shards, *grad_sinks)
+    outputs: tuple[torch.Tensor, ...] = _Unshard.apply(text, handle, len(shards), *shards, *grad_sinks)
     return outputs
 
 
@@ -41,13 +47,16 @@ _UNITS = itertools.count()
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, text: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, text: str, handle: torch.Tensor | None, count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         spec = spec_of(text)
+        ctx.save_for_backward(handle)
         ctx.spec, ctx.count, ctx.unit = spec, count, next(_UNITS)
         ctx.set_materialize_grads(False)  # a parameter without a gradient has none
         policy = CheckpointPolicy.MUST_RECOMPUTE if spec.again else CheckpointPolicy.MUST_SAVE
         with _torch_compiler.tagged(policy, (ctx.unit, spec.budget)):
-            outputs = _gather(spec, tensors[:count])
+            outputs = _gather(spec, handle, tensors[:count])
         trained = {index for reduce in spec.plan.reduces for index in reduce.params}
         ctx.mark_non_differentiable(*(each for index, each in enumerate(outputs) if index not in trained))
         return outputs
@@ -55,12 +64,18 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         spec: GroupSpec = ctx.spec
+        (handle,) = ctx.saved_tensors
         arrived: list[torch.Tensor | None] = []
         with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget), backward=True):
-            for reduce in spec.plan.reduces:
+            for index, reduce in enumerate(spec.plan.reduces):
                 mine = [gradients[index] for index in reduce.params]
-                arrived += _reduce(spec, reduce, mine) if any(each is not None for each in mine) else (None, None)
-        return (None, None, *[None] * ctx.count, *arrived)
+                if all(each is None for each in mine):
+                    arrived += (None, None)
+                    continue
+                sent = _packed(spec, reduce, mine)
+                flat = _reduce(spec, reduce, sent) if handle is None else exchanges.reduce(handle, sent, index, reduce)
+                arrived += (flat, flat.new_empty(0) if any(each is None for each in mine) else None)
+        return (None, None, None, *[None] * ctx.count, *arrived)
 
 
 # -- gathering
@@ -75,7 +90,28 @@ def _all_gather(input: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return (output if wire is input else output.view(input.dtype)).view(ranks.size, -1)
 
 
-def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _gather(spec: GroupSpec, handle: torch.Tensor | None, shards: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    if handle is None or spec.shard.size == 1:
+        whole = _gather_functionally(spec, shards)
+    else:
+        whole = _gather_by_transport(spec, handle, shards)
+    return tuple(whole[index] for index in range(len(spec.plan.params)))
+
+
+def _gather_by_transport(
+    spec: GroupSpec, handle: torch.Tensor, shards: Sequence[torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """By index, each as it lies in what was gathered."""
+    whole: dict[int, torch.Tensor] = {}
+    flats = exchanges.gather(handle, shards, spec.plan.gathers)
+    for gather, flat in zip(spec.plan.gathers, flats, strict=True):
+        for index, slot in zip(gather.params, gather.layout.slots, strict=True):
+            whole[index] = in_shape(flat.narrow(0, slot.unsharded_offset, slot.partition.numel), slot.partition)
+    return whole
+
+
+def _gather_functionally(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By index."""
     whole: dict[int, torch.Tensor] = {}
     staged = _gather_packed(spec, shards)
     for gather, shard, part in zip(spec.plan.gathers, shards, staged, strict=True):
@@ -89,7 +125,7 @@ def _gather(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> tuple[torch.Tens
             else:
                 piece = part[:, slot.shard_offset : slot.shard_offset + slot.shard_numel]
                 whole[index] = place_rows(piece, slot.partition, slot.rows)
-    return tuple(whole[index] for index in range(len(spec.plan.params)))
+    return whole
 
 
 def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -116,15 +152,13 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
 # -- reducing
 
 
-def _reduce(
-    spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None]
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The flat result in ``reduce.layout``, and an empty tensor if some have no gradient."""
+def _packed(spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels alone, as it lies."""
     layout, world_size = reduce.layout, spec.shard.size
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else reduce.dtype
     packed: list[torch.Tensor] = []
-    direct: list[tuple[int, torch.Tensor]] = []
+    direct: list[torch.Tensor] = []
     like = next(gradient for gradient in gradients if gradient is not None)
     end = 0
     for slot, gradient in sorted(zip(layout.slots, gradients, strict=True), key=lambda each: each[0].offset):
@@ -135,8 +169,7 @@ def _reduce(
         if slot.partition.order:
             gradient = gradient.permute(slot.partition.order)
         if slot.direct:
-            flat = gradient.to(reduce.dtype).contiguous().view(-1)
-            direct.append((slot.offset, _reduce_scatter(flat, spec, reduce)))
+            direct.append(gradient.to(reduce.dtype).contiguous().view(-1))
             continue
         if slot.offset > end:
             packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))
@@ -148,25 +181,29 @@ def _reduce(
         packed.append(like.new_full((world_size, len(list(run))), 0.0 if is_missing else reduce.presence, dtype=dtype))
     if pad_numel := layout.packed_numel - layout.presence_offset - len(gradients):
         packed.append(like.new_zeros((world_size, pad_numel), dtype=dtype))
-    head = torch.cat(packed, 1).to(reduce.dtype).view(-1)
-    parts, end = [_reduce_scatter(head, spec, reduce)], layout.packed_numel
-    for offset, part in direct:
+    sent = [torch.cat(packed, 1).to(reduce.dtype).view(-1), *direct]
+    before = reduce.scaling.before
+    return sent if before == 1.0 else [each / before for each in sent]
+
+
+def _reduce(spec: GroupSpec, reduce: ReducePlan, sent: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The flat result in ``reduce.layout``, by functional collectives."""
+    layout = reduce.layout
+    parts, end = [], 0
+    for (offset, _), each in zip(members_of(layout), sent, strict=True):
+        part = _reduce_scatter(each, spec, reduce)
         if offset > end:
             parts.append(part.new_zeros(offset - end))
         parts.append(part)
         end = offset + part.numel()
     if end < layout.numel:
         parts.append(parts[0].new_zeros(layout.numel - end))
-    flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return flat, flat.new_empty(0) if any(gradient is None for gradient in gradients) else None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _reduce_scatter(flat: torch.Tensor, spec: GroupSpec, reduce: ReducePlan) -> torch.Tensor:
     """(ranks * n,) summed over the ranks and dealt out, and summed over replicas."""
-    scaling = reduce.scaling
-    scatter_op, replicate_op = operations_of(scaling)
-    if scaling.before != 1.0:
-        flat = flat / scaling.before
+    scatter_op, replicate_op = operations_of(reduce.scaling)
     if spec.scatter.name:
         flat = _torch_compiler.functional_reduce_scatter(flat, scatter_op, spec.scatter.size, spec.scatter.name)
     if spec.replicas.name:

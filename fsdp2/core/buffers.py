@@ -172,6 +172,21 @@ class Resizable:
         else:
             arena.drain(self.storage, self.nbytes)
 
+    def hand_over(self) -> torch.Tensor:
+        """What it holds, (numel,), for somebody else; it has no memory then. (From torch 2.13 on.)"""
+        storage = torch.UntypedStorage(0, device=self.storage.device)
+        _torch.swap_memory(storage, self.storage)
+        self._arena.forget(self.nbytes)
+        self._arena, self.has_memory = ALLOCATOR, False
+        empty = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        return empty.set_(storage, 0, self.flat.shape, (1,))  # type: ignore[call-overload,no-any-return]
+
+    def take_over(self, storage: torch.UntypedStorage) -> None:
+        """Have the memory of ``storage``, which is of the same size, and has none then. (From torch 2.13 on.)"""
+        self.free()
+        _torch.swap_memory(storage, self.storage)
+        self.has_memory = True
+
     def __del__(self) -> None:
         self._arena.forget(self.nbytes)  # what lies on the storage may be read for as long as anybody holds it
 

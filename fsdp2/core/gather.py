@@ -42,6 +42,16 @@ Transfer = tuple[torch.Tensor, torch.Tensor]
 """The (output, input) of one collective on the wire; both one-dimensional and contiguous."""
 
 
+class Unsharded(Protocol):
+    """What has an unsharded buffer.
+
+    Attributes:
+        unsharded: flat.
+    """
+
+    unsharded: Resizable
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
     """Shards in one dtype, and the unsharded buffer that they are gathered into.
@@ -52,7 +62,7 @@ class Source:
         layout: of ``shard`` over the ranks that take part, and of the unsharded buffer.
     """
 
-    buffers: DtypeBuffers
+    buffers: Unsharded
     shard: torch.Tensor
     layout: BufferLayout
 

@@ -154,7 +154,8 @@ class PackedGradients:
         delivered: flat, what the gradients lie on; None until `GradientBucket.finish`.
         missing: indices of parameters without a gradient on this rank.
         inputs: the gradients themselves.
-        is_borrowed: ``output`` is a custom collective's, which may use it again.
+        is_borrowed: ``output`` is a custom collective's, which may use it again, or a graph's.
+        may_keep: the memory of ``output``, all the same, if nobody else holds it.
         taken: buffers, of those sent and arrived in, that go back to their arena once the gradients are delivered.
         presence: (params,) on the host, on its way there: which of them has a gradient on some rank. None: not asked.
         is_read: on the current stream, by the delivery.
@@ -169,6 +170,7 @@ class PackedGradients:
     taken: list[Resizable] = field(default_factory=list)
     presence: torch.Tensor | None = None
     is_read: bool = False
+    may_keep: bool = False
 
     def give_back(self) -> None:
         """Everything was sent, has arrived and been delivered."""
@@ -511,6 +513,8 @@ class GradientBucket:
         if packed.delivered is None and self._delivery_dtype is not None:
             if self._arrives_in_place and not packed.is_borrowed:
                 packed.delivered = packed.output
+            elif packed.may_keep and self._can_keep(packed.output):
+                packed.output = packed.delivered = self._kept(packed.output)
             else:
                 packed.delivered = self._delivery_flat(arena)
                 packed.delivered.copy_(packed.output, non_blocking=True)
@@ -520,12 +524,33 @@ class GradientBucket:
         assert self._delivery_dtype is not None, "gradients of one dtype lie on one buffer"
         if not self._are_cleared():
             return self._home.empty(self.layout.numel, self._delivery_dtype)
-        if self._buffer is None or (self._buffer.resizable.has_memory and not self._buffer.is_free()):
-            flat = self._home.empty(self.layout.numel, self._delivery_dtype)
-            self._buffer = GradientBuffer(flat, self._gradients_on(flat))
-        self._buffer.resizable.allocate(ALLOCATOR if self._home.is_host else arena)
+        buffer = self._unused_buffer(self._delivery_dtype)
+        buffer.resizable.allocate(ALLOCATOR if self._home.is_host else arena)
         self._is_due = True
-        return self._buffer.flat
+        return buffer.flat
+
+    def _unused_buffer(self, dtype: torch.dtype) -> GradientBuffer:
+        if self._buffer is None or (self._buffer.resizable.has_memory and not self._buffer.is_free()):
+            flat = self._home.empty(self.layout.numel, dtype)
+            self._buffer = GradientBuffer(flat, self._gradients_on(flat))
+        return self._buffer
+
+    def _can_keep(self, flat: torch.Tensor) -> bool:
+        """Whether ``flat`` is all of its memory, in the place and dtype of the gradients, and no other tensor's."""
+        if not (self._arrives_in_place and _torch.can_swap_memory):
+            return False
+        storage = flat.untyped_storage()
+        is_alone = _torch.storage_use_count(storage) == 2  # the tensor, and the object just made
+        return is_alone and storage.nbytes() == self.layout.numel * self.dtype.itemsize
+
+    def _kept(self, flat: torch.Tensor) -> torch.Tensor:
+        """The buffer, with the memory of ``flat``; or where some ``.grad`` is set, ``flat`` as a temporary."""
+        if not self._are_cleared():
+            return flat
+        buffer = self._unused_buffer(self.dtype)
+        buffer.resizable.take_over(flat.untyped_storage())
+        self._is_due = True
+        return buffer.flat
 
     @property
     def delivered(self) -> GradientBuffer | None:

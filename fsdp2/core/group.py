@@ -152,6 +152,11 @@ class FSDPParamGroup:
         return len(self.sharers) > 1
 
     @property
+    def transport(self) -> Transport:
+        """What gathers its parameters from their shards."""
+        return self._transport
+
+    @property
     def plan(self) -> GroupPlan:
         """How it communicates: the same object until parameters or gradients are laid out anew."""
         gathers = tuple([buffers.plan for buffers in self.storage.buffers])

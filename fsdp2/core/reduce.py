@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
-from fsdp2.core import transport
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
 from fsdp2.core.gradients import GradientBucket, PackedGradients
@@ -27,7 +26,7 @@ from fsdp2.core.param import FSDPParam
 from fsdp2.core.places import Label, label
 from fsdp2.core.plan import ReducePlan, Scaling, indices_of
 from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce, Stage
-from fsdp2.core.transport import HOOKED, Alone, Transport, among, is_alone, transport_of
+from fsdp2.core.transport import HOOKED, Alone, Transport, Works, among, is_alone, transport_of
 from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 
 _LARGE_DIVISOR = 1024.0
@@ -263,6 +262,11 @@ class GradientReducer:
     def group(self) -> dist.ProcessGroup | None:
         """Who reduces: the ranks that parameters are sharded over."""
         return self.scatter_group if self.scatter_group is not None else self._mesh.shard_group
+
+    @property
+    def transport(self) -> Transport:
+        """What reduces its gradients."""
+        return self._transport
 
     @property
     def is_trainable(self) -> bool:
@@ -502,7 +506,7 @@ class GradientReducer:
         hook_stream = self.settings.all_reduce_hook_stream
         return comm.all_reduce_stream if hook_stream is None else hook_stream
 
-    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: transport.Works) -> None:
+    def _all_reduce(self, sent: list[_Sent], group: dist.ProcessGroup, works: Works) -> None:
         for each in sent:
             presence_offset = each.gradients.layout.presence_offset
             self._transport.all_reduce(each.packed.output, presence_offset, group, each.scaling.replicate_op, works)
@@ -518,16 +522,17 @@ class GradientReducer:
                 divisor = denominator if before == 1.0 else denominator / before
             each.gradients.finish(each.packed, divisor, keeps, arena)
 
-    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]]) -> None:
+    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]], *, may_keep: bool) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
 
-        A sum is scaled, cast and delivered like that of an eager reduction; it is read and left as it is.
+        A sum is scaled, cast and delivered like that of an eager reduction; unless this ``may_keep`` its memory, it is
+        read and left as it is.
         """
         sent = []
         for bucket, (flat, some_missing) in zip(self.buckets, arrived, strict=True):
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
-                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True)
+                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True, may_keep=may_keep)
                 sent.append(_Sent(bucket, packed, bucket.plan.scaling))
         self._finish(sent, keeps=False)
         for each in sent:

@@ -266,7 +266,7 @@ class FSDPRoot:
         self.walk: Walk | None = None
         self.parameters: Any = None
         self._restarts = PLACE.restarts
-        passes = ("forward of", "after the forward of", "backward of", "after the backward of")
+        passes = ("forward of", "after the forward of", "backward of", "after the backward of", "compiled call of")
         self._phases = [f"{each} {self.name}" for each in passes]
         self.holds_graph = False
         self.hidden: tuple[FSDPParamGroup, ...] = ()
@@ -315,6 +315,11 @@ class FSDPRoot:
             self.comm.gathers_follow_compute()
         else:
             self.comm.gathers_follow(event)
+
+    def begin_compiled_call(self) -> None:
+        """A forward begins that is one graph; neither its end nor its backward will be told."""
+        PLACE.step += 1
+        PLACE.phase = self._phases[4]
 
     def _take_walk(self) -> None:
         if self.settings.divergence != "join":

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core.transport import NATIVE, VARIABLE
 from tests.harness import MODEL_CASES, ModelCase, Reference, tolerance_for
 from tests.harness.compare import SUM_ORDER
 from tests.harness.compiled.models import CHECKPOINTS, multi_rank, shard_checkpointed, whole
@@ -183,9 +184,10 @@ class Alternating:
 
 
 @multi_rank(2, full=[4])
-def test_beside_eager_calls_that_go_peer_to_peer(world_size: int) -> None:
-    """Without ``FSDP2_COMM=native``: graphs communicate by torch's collectives, the eager calls between them do not."""
-    del os.environ["FSDP2_COMM"]
+@pytest.mark.parametrize("way", ["", NATIVE])
+def test_beside_eager_calls(way: str, world_size: int) -> None:
+    """Every second one: peer to peer, and by torch's own collectives."""
+    os.environ[VARIABLE] = way
     reference = Reference(UNEVEN_MLP, world_size=world_size, microbatches=3)
     with compiling() as graphs:
         model = reference.case.build()

@@ -222,7 +222,6 @@ def test_over_replicas(make: Any, policy: MixedPrecisionPolicy) -> None:
         )
         units = len(seeded(make).blocks) + 1
         assert graphs.collectives() == [(units, 0), (units, units)]
-        assert graphs.backward[0]["all_reduce"] == units
         assert_nothing_whole_is_saved(graphs)
 
 

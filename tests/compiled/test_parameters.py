@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fsdp2 import MixedPrecisionPolicy, RowBlocks, fully_shard
+from fsdp2.core.transport import NATIVE, VARIABLE
 from tests.harness.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
 from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 
@@ -387,9 +389,19 @@ def test_row_blocks(rows: int) -> None:
 def test_large_parameters_travel_alone(compile: Any) -> None:
     """Above 512 KiB of each rank a parameter is gathered and reduced from where it lies."""
 
+    os.environ[VARIABLE] = NATIVE  # where a graph shows each: an operator of ours stands for all of a group's
     with compiling() as graphs:
         assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile)
         assert graphs.collectives()[0] == (2 if compile is by_blocks else 3, 0)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 12 s
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+def test_large_parameters_beside_packed_ones(compile: Any) -> None:
+    with compiling() as graphs:
+        assert_trains_alike(graphs, Large, shard, one_backward(batch), compile=compile)
+        assert graphs.collectives()[0] == (1 if compile is by_blocks else 2, 0)
 
 
 class Large(nn.Module):

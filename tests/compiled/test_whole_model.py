@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy
-from tests.harness.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard
+from fsdp2.core.transport import NATIVE, VARIABLE
+from tests.harness.compiled.models import batch, build, by_blocks, by_method, multi_rank, shard, whole
 from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
 
 
@@ -63,6 +67,28 @@ def test_a_whole_graph_in_mixed_precision() -> None:
 @pytest.mark.full  # 11 s; eager replicas, and graphs without, run each time
 @multi_rank(4)
 def test_over_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build, lambda model: shard(model, mesh=mesh), one_backward(batch))
+        assert graphs.collectives() == [(4, 0), (3, 4)]
+        assert "all_reduce" not in graphs.backward[0], "what ends a reduction sums over replicas too"
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+def test_by_torchs_own_collectives(compile: Any) -> None:
+    """Where the eager runtime has them too: graphs have functional collectives, which compilers know."""
+    os.environ[VARIABLE] = NATIVE
+    with compiling() as graphs:
+        assert_trains_alike(graphs, build, shard, one_backward(batch), compile=compile)
+        assert "begin_gather" not in graphs.forward[0]
+        assert graphs.forward[0]["all_gather_into_tensor"] == (4 if compile is whole else 1)
+
+
+@pytest.mark.full  # 11 s
+@multi_rank(4)
+def test_over_replicas_by_torchs_own_collectives() -> None:
+    os.environ[VARIABLE] = NATIVE
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with compiling() as graphs:
         assert_trains_alike(graphs, build, lambda model: shard(model, mesh=mesh), one_backward(batch))

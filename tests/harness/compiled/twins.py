@@ -22,10 +22,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.compiled.overlap import overlap
 
 Exchange = tuple[str, int, torch.dtype, str]
-GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "begin_gather")
+SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "begin_reduce")
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Graphs:
         issued: of each graph, its direction and its collectives in order, with what they return.
         exchanged: of each graph, its direction and its collectives as `tests.harness.parity.trace` counts those
             of eager mode: kind, elements of the larger side, dtype, process group.
+        overlaps: whether graphs run in the order that `fsdp2.compiled.overlap` gives them.
     """
 
     forward: list[dict[str, int]] = field(default_factory=list)
@@ -49,9 +51,11 @@ class Graphs:
     texts: list[str] = field(default_factory=list)
     issued: list[tuple[str, list[str]]] = field(default_factory=list)
     exchanged: list[tuple[str, list[Exchange]]] = field(default_factory=list)
+    overlaps: bool = False
 
-    def backend(self) -> Any:
-        """For `torch.compile`: eager operators, partitioned as for inductor, and counted."""
+    def backend(self, *, overlaps: bool = False) -> Any:
+        """For `torch.compile`: eager operators, partitioned as for inductor, and counted; ``overlaps``: see there."""
+        self.overlaps = overlaps
         return aot_autograd(
             fw_compiler=self._compiler(self.forward, self.outputs),
             bw_compiler=self._compiler(self.backward, None),
@@ -65,12 +69,17 @@ class Graphs:
             for node in graph.graph.nodes:
                 if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
                     name = node.target._schema.name.split("::")[1]
+                    if name == "begin_reduce" and _is_among_replicas_alone(node):
+                        name = "all_reduce"
                     found[name] = found.get(name, 0) + 1
             counts.append(found)
             direction = "backward" if outputs is None else "forward"
             self.issued.append((direction, _collectives(graph)))
             self.exchanged.append((direction, _exchanges(graph)))
             self.texts.append(graph.print_readable(print_output=False))
+            if self.overlaps:
+                overlap(graph.graph)
+                graph.recompile()
             if outputs is not None:
                 (results,) = graph.graph.output_node().args
                 made = [node for node in results if isinstance(node, torch.fx.Node) and node.op != "placeholder"]
@@ -83,6 +92,13 @@ class Graphs:
     def collectives(self) -> list[tuple[int, int]]:
         """(all-gathers, reduce-scatters) of each forward graph, then of each backward graph."""
         return [(_count(each, GATHERS), _count(each, SCATTERS)) for each in (*self.forward, *self.backward)]
+
+
+def _is_among_replicas_alone(begin: torch.fx.Node) -> bool:
+    """Whether all of what this reduction sends comes back: nobody else has a shard."""
+    end = next(user for user in begin.users if "end_reduce" in str(user.target))
+    sent: Any = begin.args[1]
+    return sum(each.meta["val"].numel() for each in sent) <= end.meta["val"].numel()
 
 
 def _communications(graph: torch.fx.GraphModule) -> Iterator[tuple[str, torch.fx.Node]]:

@@ -1,0 +1,404 @@
+"""What graphs exchange, over the transports of the eager runtime: an operator that begins it, and one that waits.
+
+::
+
+    begin_gather(handle, shards)         -> token     what is packed was copied in, and messages are under way
+    end_gather(handle, token, ...)       -> unsharded parameters, flat, one tensor for each of the plan's ``gathers``
+    begin_reduce(handle, sent, reduce)   -> token
+    end_reduce(handle, token, sent, ...) -> the sum of this rank's part, in the layout of the plan's ``reduces``
+
+A *handle* says which group: a number in a tensor, which is an input of the graph like the group's shards. So a graph
+holds nothing of a process: equal groups share one, whatever their ranks are called, and so do models whose graphs come
+out of a cache. A *token* says which of the exchanges that the group has under way.
+
+A graph issues its own gathers ahead (`fsdp2.compiled.overlap`). The first one of the next graph, of a block that is
+compiled by itself, it does not know: it is issued ahead here, once one pass has shown which one that is.
+
+What is returned was never seen by the graph before, and is the graph's own from then on: operators alias and write
+nothing, as their schemas say. What is sent is an argument of the operator that waits too, so that its memory is not
+used for something else as long as messages are under way. What was begun and not waited for, because an exception came
+in between, is forgotten by the next call; its transport keeps what messages may still arrive in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from fsdp2 import _torch, _torch_compiler
+from fsdp2.core.buffers import Resizable
+from fsdp2.core.gather import Gather, Source
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.layout import GradientLayout
+from fsdp2.core.places import PLACE
+from fsdp2.core.plan import GatherPlan, GroupPlan, ReducePlan
+from fsdp2.core.streams import CommHandle, FSDPCommContext
+from fsdp2.errors import FSDPRuntimeError
+
+
+class _Arrival:
+    """Where one gather of a graph arrives.
+
+    Attributes:
+        unsharded: flat; has memory until that is handed to the graph.
+    """
+
+    __slots__ = ("unsharded",)
+
+    def __init__(self, plan: GatherPlan, device: torch.device) -> None:
+        self.unsharded = Resizable(torch.empty(plan.layout.unsharded_numel, dtype=plan.param_dtype, device=device))
+
+
+_Pass = tuple[int, bool]
+"""A forward of a root, by its number, or what backward comes after it."""
+
+
+@dataclass(eq=False)
+class _Gathering:
+    """One gather: under way, or what the next one uses.
+
+    Attributes:
+        gather: the buffers and copies.
+        arrivals: what is to be handed to the graph, one for each of the plan's ``gathers``.
+        handle: what is waited for.
+        version: of the parameters when it was begun.
+    """
+
+    gather: Gather
+    arrivals: list[_Arrival]
+    handle: CommHandle
+    version: object = None
+
+
+@dataclass(eq=False)
+class _Reduction:
+    """One reduction under way.
+
+    Attributes:
+        plan: of what is reduced.
+        output: flat, where it arrives.
+        handle: what is waited for.
+    """
+
+    plan: ReducePlan
+    output: torch.Tensor
+    handle: CommHandle
+
+
+class _Course:
+    """What the graphs of one root gather in one pass.
+
+    Attributes:
+        during: the pass.
+        last: whose gather was begun last, in a graph; None before.
+        under_way: how many were begun, and not ended, in graphs.
+        ahead: begun before a graph does, by whose they are.
+    """
+
+    def __init__(self) -> None:
+        self.during: _Pass = (-1, False)
+        self.last: GroupExchanges | None = None
+        self.under_way = 0
+        self.ahead: dict[GroupExchanges, _Gathering] = {}
+
+    def go_on(self) -> None:
+        """Begin anew if this is another pass: nothing was learned of what follows, nor is any of the last one used."""
+        now = (PLACE.step, _torch.backward_is_running())
+        if now != self.during:
+            self.begin_anew()
+            self.during = now
+
+    def begin_anew(self) -> None:
+        """Nothing is under way; what was begun ahead is left to its transport."""
+        if self.last is not None:
+            self.last.successors.pop(self.during[1], None)
+        self.last, self.under_way = None, 0
+        self.ahead.clear()
+
+
+_COURSES: weakref.WeakKeyDictionary[FSDPCommContext, _Course] = weakref.WeakKeyDictionary()
+
+
+def _course_of(comm: FSDPCommContext) -> _Course:
+    found = _COURSES.get(comm)
+    if found is None:
+        found = _COURSES[comm] = _Course()
+    return found
+
+
+_NUMBERS = itertools.count()
+_TOKENS = itertools.count()
+
+
+class GroupExchanges:
+    """The exchanges of one group in graphs, by one plan.
+
+    All ranks must begin, and end, the same ones in the same order.
+
+    Attributes:
+        plan: by which they were laid out.
+        number: in their handle.
+        successors: whose gather the next graph begins, in forward (False) and in backward (True), as far as is known.
+    """
+
+    def __init__(self, group: FSDPParamGroup, budget: int | None) -> None:
+        self.successors: dict[bool, Callable[[], GroupExchanges | None]] = {}
+        self._budget = budget
+        self.number = next(_NUMBERS)
+        self.plan: GroupPlan = group.plan
+        self._shards = tuple(buffers.shard for buffers in group.storage.buffers)
+        self._group = weakref.ref(group)
+        self._gathers: dict[int, _Gathering] = {}
+        self._reductions: dict[int, _Reduction] = {}
+        self._idle: list[_Gathering] = []
+        _EXCHANGES[self.number] = self
+
+    def abandon(self) -> None:
+        """Forget what is under way. Nothing of it is used again: its transport holds what may still arrive there."""
+        if self._gathers or self._reductions:
+            self._gathers.clear()
+            self._reductions.clear()
+            _course_of(self._living()[1]).begin_anew()
+
+    def begin_gather(self) -> int:
+        """Begin to gather all shards, unless that was done ahead; the token."""
+        group, comm = self._living()
+        course = _course_of(comm)
+        course.go_on()
+        if course.last is not None:
+            # What was begun before the last one had ended, the graph itself has issued ahead.
+            course.last.successors[course.during[1]] = weakref.ref(self) if not course.under_way else _NOBODY
+        course.last = self
+        gathering = course.ahead.pop(self, None)
+        if gathering is None or gathering.version != group.written():
+            gathering = self._launch(group, comm)
+        course.under_way += 1
+        token = next(_TOKENS)
+        self._gathers[token] = gathering
+        return token
+
+    def _launch(self, group: FSDPParamGroup, comm: FSDPCommContext) -> _Gathering:
+        gathering = self._idle.pop() if self._idle else self._new_gathering(group)
+        gathering.handle = CommHandle([], label=group.transport.label)
+        gathering.version = group.written()
+        with _torch.without_grad():
+            gathering.gather.allocate(comm.gather_arena)
+            gathering.gather.copy_in()
+            group.transport.all_gather(gathering.gather.members, gathering.handle.works)
+        return gathering
+
+    def end_gather(self, token: int) -> list[torch.Tensor]:
+        """Wait for it: what was gathered, (unsharded_numel,) for each of the plan's ``gathers``."""
+        _, comm = self._living()
+        gathering = self._gathers.pop(token)
+        course = _course_of(comm)
+        course.under_way -= 1
+        if not course.under_way and course.last is self:
+            self._begin_ahead(course)
+        gathering.handle.wait_for_works()
+        with _torch.without_grad():
+            gathering.gather.copy_out()
+            if not _torch.can_swap_memory:
+                return [arrival.unsharded.flat for arrival in gathering.arrivals]
+            flats = [arrival.unsharded.hand_over() for arrival in gathering.arrivals]
+        self._idle.append(gathering)
+        return flats
+
+    def _begin_ahead(self, course: _Course) -> None:
+        """Begin what the next graph gathers, if it is known, and not more than may be gathered ahead."""
+        following = self.successors.get(course.during[1], _NOBODY)()
+        if following is None or following is self or following in course.ahead:
+            return
+        if self._budget is not None and following.unsharded_bytes > self._budget:
+            return
+        group = following._group()
+        if group is not None and group.comm is not None:
+            course.ahead[following] = following._launch(group, group.comm)
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Of what it gathers."""
+        return sum(plan.layout.unsharded_numel * plan.param_dtype.itemsize for plan in self.plan.gathers)
+
+    def begin_reduce(self, sent: Sequence[torch.Tensor], index: int) -> int:
+        """Begin to reduce ``sent``: what the plan's ``reduces[index]`` packs, then what travels alone; the token."""
+        group, comm = self._living()
+        plan = self.plan.reduces[index]
+        transport = group.reducer.transport
+        with _torch.without_grad():
+            output = torch.empty(plan.layout.numel, dtype=plan.dtype, device=group.mesh.device)
+            members, end = [], 0
+            for (offset, numel), each in zip(members_of(plan.layout), sent, strict=True):
+                if offset > end:
+                    output[end:offset].zero_()
+                members.append((output.narrow(0, offset, numel), each))
+                end = offset + numel
+            if end < plan.layout.numel:
+                output[end:].zero_()
+            reduction = _Reduction(plan, output, CommHandle([], label=transport.label))
+            transport.reduce_scatter(members, plan.scaling.scatter_op, reduction.handle.works, comm.reduce_arena)
+        token = next(_TOKENS)
+        self._reductions[token] = reduction
+        return token
+
+    def end_reduce(self, token: int) -> torch.Tensor:
+        """Wait for it, and sum over replicas if there are any: (numel,) of the plan's layout."""
+        group, _ = self._living()
+        reduction = self._reductions.pop(token)
+        handle, plan, output = reduction.handle, reduction.plan, reduction.output
+        handle.wait_for_works()
+        replicas, transport = group.mesh.replicate_group, group.reducer.transport
+        if replicas is not None:
+            handle.works = []
+            op, offset = plan.scaling.replicate_op, plan.layout.presence_offset
+            with _torch.without_grad():
+                transport.all_reduce(output, offset, replicas, op, handle.works)
+            handle.wait_for_works()
+        return output
+
+    def _living(self) -> tuple[FSDPParamGroup, FSDPCommContext]:
+        group = self._group()
+        if group is None or group.comm is None:
+            raise_gone()
+        return group, group.comm
+
+    def _new_gathering(self, group: FSDPParamGroup) -> _Gathering:
+        mesh, plans = group.mesh, self.plan.gathers
+        with torch.inference_mode(False):
+            arrivals = [_Arrival(plan, mesh.device) for plan in plans]
+            parts = zip(arrivals, self._shards, plans, strict=True)
+            sources = [Source(arrival, shard, plan.layout) for arrival, shard, plan in parts]
+            gather = Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, None)
+        return _Gathering(gather, arrivals, CommHandle([]))
+
+
+def _nobody() -> None:
+    return None
+
+
+_NOBODY: Callable[[], GroupExchanges | None] = _nobody
+
+_EXCHANGES: weakref.WeakValueDictionary[int, GroupExchanges] = weakref.WeakValueDictionary()
+"""By the number in the handle."""
+
+
+def raise_gone() -> NoReturn:
+    """Raise `FSDPRuntimeError`: a graph runs of a group that there is no more."""
+    raise FSDPRuntimeError(
+        "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
+    )
+
+
+def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
+    """Of new exchanges of ``group``, by its present plan, which live as long as it does.
+
+    ``budget``: how many bytes may be gathered ahead of what computes; None: one group.
+    """
+    exchanges = GroupExchanges(group, budget)
+    with torch.inference_mode(False):
+        handle = torch.tensor(exchanges.number)
+    handle.exchanges = exchanges  # type: ignore[attr-defined]
+    return handle
+
+
+def abandon(handle: torch.Tensor) -> None:
+    """No graph is running: forget what an exception has left under way."""
+    _of(handle).abandon()
+
+
+def _of(handle: torch.Tensor) -> GroupExchanges:
+    found = _EXCHANGES.get(int(handle))
+    if found is None:
+        raise_gone()
+    return found
+
+
+def members_of(layout: GradientLayout) -> list[tuple[int, int]]:
+    """Where what travels arrives, and how many elements: the packed row, then what travels alone, as it lies."""
+    alone = [(slot.offset, slot.shard_numel) for slot in layout.slots if slot.direct and slot.shard_numel]
+    return [(0, layout.packed_numel), *sorted(alone)]
+
+
+# The operators. Each is called with tensors of one group; the numbers of elements and the dtypes are for fake tensors.
+
+
+def _begin_gather(handle: torch.Tensor, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor(_of(handle).begin_gather())
+
+
+def _end_gather(
+    handle: torch.Tensor,
+    token: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    numels: Sequence[int],
+    dtypes: str,
+) -> list[torch.Tensor]:
+    return _of(handle).end_gather(int(token))
+
+
+def _begin_reduce(handle: torch.Tensor, sent: Sequence[torch.Tensor], reduce: int) -> torch.Tensor:
+    return torch.tensor(_of(handle).begin_reduce(sent, reduce))
+
+
+def _end_reduce(
+    handle: torch.Tensor, token: torch.Tensor, sent: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return _of(handle).end_reduce(int(token))
+
+
+def _token(handle: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(handle)
+
+
+def _gathered(
+    handle: torch.Tensor,
+    token: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    numels: Sequence[int],
+    dtypes: str,
+) -> list[torch.Tensor]:
+    named = [getattr(torch, name) for name in dtypes.split()]  # schemas know no list of dtypes
+    return [each.new_empty(numel, dtype=dtype) for each, numel, dtype in zip(shards, numels, named, strict=True)]
+
+
+def _reduced(
+    handle: torch.Tensor, token: torch.Tensor, sent: Sequence[torch.Tensor], numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return sent[0].new_empty(numel, dtype=dtype)
+
+
+BEGIN_GATHER = _torch_compiler.define_operator(
+    "begin_gather(Tensor handle, Tensor[] shards) -> Tensor", _begin_gather, fake=_token
+)
+END_GATHER = _torch_compiler.define_operator(
+    "end_gather(Tensor handle, Tensor token, Tensor[] shards, int[] numels, str dtypes) -> Tensor[]",
+    _end_gather,
+    fake=_gathered,
+)
+BEGIN_REDUCE = _torch_compiler.define_operator(
+    "begin_reduce(Tensor handle, Tensor[] sent, int reduce) -> Tensor", _begin_reduce, fake=_token
+)
+END_REDUCE = _torch_compiler.define_operator(
+    "end_reduce(Tensor handle, Tensor token, Tensor[] sent, int numel, ScalarType dtype) -> Tensor",
+    _end_reduce,
+    fake=_reduced,
+)
+
+
+def gather(handle: torch.Tensor, shards: Sequence[torch.Tensor], plans: Sequence[GatherPlan]) -> list[torch.Tensor]:
+    """The flat unsharded parameters of a group, (unsharded_numel,) for each of its plan's ``gathers``; waited for."""
+    token = BEGIN_GATHER(handle, shards)
+    numels = [plan.layout.unsharded_numel for plan in plans]
+    dtypes = " ".join(str(plan.param_dtype).removeprefix("torch.") for plan in plans)
+    return END_GATHER(handle, token, shards, numels, dtypes)  # type: ignore[no-any-return]
+
+
+def reduce(handle: torch.Tensor, sent: Sequence[torch.Tensor], index: int, plan: ReducePlan) -> torch.Tensor:
+    """``sent`` reduced as the group's plan ``reduces[index]``, ``plan``, says: (numel,) of its layout; waited for."""
+    token = BEGIN_REDUCE(handle, sent, index)
+    return END_REDUCE(handle, token, sent, plan.layout.numel, plan.dtype)  # type: ignore[no-any-return]
