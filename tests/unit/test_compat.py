@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,13 +152,13 @@ def test_what_was_imported_before_is_left_alone_and_named(monkeypatch: pytest.Mo
     assert warned[0].filename == __file__
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
 def test_where_warnings_are_errors_nothing_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     client = ModuleType("client_of_torch")
     client.shard = torch.distributed.fsdp.fully_shard  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "client_of_torch", client)
     before = bindings(PUBLIC_MODULES)
-    with pytest.raises(UserWarning, match="comes too late"):
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="comes too late"):
+        warnings.simplefilter("error")
         install()
     assert bindings(PUBLIC_MODULES) == before
     assert torch.nn.utils.clip_grad_norm_.__module__.startswith("torch.")
