@@ -72,7 +72,7 @@ class _Unshard(torch.autograd.Function):
                 if all(each is None for each in mine):
                     arrived += (None, None)
                     continue
-                sent = _packed(spec, reduce, mine)
+                sent = _packed(spec, reduce, mine, reduce.dtype if handle is None else reduce.sent)
                 flat = _reduce(spec, reduce, sent) if handle is None else exchanges.reduce(handle, sent, index, reduce)
                 arrived += (flat, flat.new_empty(0) if any(each is None for each in mine) else None)
         return (None, None, None, *[None] * ctx.count, *arrived)
@@ -152,8 +152,10 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
 # -- reducing
 
 
-def _packed(spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels alone, as it lies."""
+def _packed(
+    spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None], alone: torch.dtype
+) -> list[torch.Tensor]:
+    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels ``alone``, as it lies."""
     layout, world_size = reduce.layout, spec.shard.size
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else reduce.dtype
@@ -169,7 +171,7 @@ def _packed(spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | 
         if slot.partition.order:
             gradient = gradient.permute(slot.partition.order)
         if slot.direct:
-            direct.append(gradient.to(reduce.dtype).contiguous().view(-1))
+            direct.append(gradient.to(alone).contiguous().view(-1))
             continue
         if slot.offset > end:
             packed.append(like.new_zeros((world_size, slot.offset - end), dtype=dtype))

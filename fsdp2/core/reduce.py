@@ -150,6 +150,7 @@ class GradientReducer:
             label(f"the reduction of '{self.name}'", f"{detail} {dtypes}")
             for dtypes in ([each.plan.sent for each in self.buckets], [each.dtype for each in self.buckets])
         ]
+        self._transport.label = self._labels[False]  # as graphs send
         replicas = self._mesh.replicate_group
         if replicas is not None and not is_alone(replicas):
             over = self._transport.among_replicas = among(replicas, self._mesh.device)
