@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.implementations import UNSHARDED, ShardingOptions, base_of, build_sharded
+from benchmarks.implementations import UNSHARDED, ShardingOptions, available, base_of, build_sharded
 from benchmarks.models import ModelSpec, build_model
 
 Step = Callable[[], torch.Tensor]
@@ -60,7 +60,7 @@ def training_step(
     Raises ValueError for an unknown name, ImportError for a package that is not installed, and what a peer raises.
     """
     batch = batch_of(spec, mesh.get_rank())
-    adapter = import_peer(name)
+    adapter = imported(name)
     if adapter is not None:
         step = adapter.program(name, build_model(spec), mesh=mesh, options=options, make_optimizer=make_optimizer)
         return lambda: step(batch)
@@ -68,9 +68,15 @@ def training_step(
     return program_of(model, make_optimizer, batch.to(options.param_dtype) if base_of(name) == UNSHARDED else batch)
 
 
-def import_peer(name: str) -> Any:
-    """The adapter of another package's implementation, which imports that package; None for torch's and ours."""
-    return importlib.import_module(PEERS[base_of(name)]) if base_of(name) in PEERS else None
+def imported(name: str) -> Any:
+    """The adapter of another package's implementation, None for torch's and ours; the package is imported then.
+
+    Raises ValueError for an unknown name, ImportError for a package that is not installed.
+    """
+    if base_of(name) in PEERS:
+        return importlib.import_module(PEERS[base_of(name)])
+    available(name)
+    return None
 
 
 def program_of(model: nn.Module, make_optimizer: MakeOptimizer, batch: torch.Tensor) -> Step:

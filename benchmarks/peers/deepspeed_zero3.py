@@ -22,6 +22,11 @@ from benchmarks.implementations import ShardingOptions
 from benchmarks.models import StackedBlocks
 from benchmarks.training import MakeOptimizer, StepOfBatch
 
+os.environ["DS_ACCELERATOR"] = "cpu"  # read by the import
+with contextlib.redirect_stdout(sys.stderr):
+    import deepspeed
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
 
 def program(
     name: str, model: StackedBlocks, *, mesh: DeviceMesh, options: ShardingOptions, make_optimizer: MakeOptimizer
@@ -45,14 +50,10 @@ def program(
 
 def _engine(model: StackedBlocks, make_optimizer: MakeOptimizer) -> tuple[Any, Callable[..., torch.Tensor]]:
     """The model under DeepSpeed, and the function that is to be `linear` while it runs."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     # It reads them, although the process group is there.
     os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
     bucket = max(sum(each.numel() for each in block.parameters()) for block in model.blocks)
     with contextlib.redirect_stdout(sys.stderr), _in_place(F.linear):
-        import deepspeed
-
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.init_distributed(dist_backend="gloo")
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -12,28 +12,29 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import struct
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks.copies import tensors_in
 from benchmarks.counts import OperationCounter, OperationCounts, PythonCallCounter
 from benchmarks.host_time import garbage_collector_off
-from benchmarks.implementations import DDP, UNSHARDED, NameParts, ShardingOptions, base_of
+from benchmarks.implementations import AGAIN, DDP, UNSHARDED, NameParts, ShardingOptions, base_of
 from benchmarks.models import ModelSpec, build_model
 from benchmarks.peers.allocator import PeakOfAllocator, bytes_in_use, count_large_blocks
 from benchmarks.ranks import on_ranks
-from benchmarks.training import Step, adamw, batch_of, import_peer, training_step
+from benchmarks.training import Step, adamw, batch_of, training_step
 
 CHECKED_STEPS = 3
 TOLERANCE = 1e-5
@@ -107,7 +108,7 @@ def _facts_on_rank(name: str, spec: ModelSpec, options: ShardingOptions) -> dict
     warnings.simplefilter("ignore")
     count_large_blocks()
     mesh = init_device_mesh("cpu", (options.world_size,))
-    import_peer(name)
+    _warm_up(name, spec, mesh, options)
     before = bytes_in_use()
     step = training_step(name, spec, mesh=mesh, options=options)
     losses = [_averaged(step()) for _ in range(CHECKED_STEPS)]
@@ -127,6 +128,14 @@ def _facts_on_rank(name: str, spec: ModelSpec, options: ShardingOptions) -> dict
             operations=None if counts is None else counts.operations,
         )
     )
+
+
+def _warm_up(name: str, spec: ModelSpec, mesh: DeviceMesh, options: ShardingOptions) -> None:
+    """A step of a small model, so that what a process takes once, for modules and caches of its own, is not counted."""
+    eager = name.removesuffix(AGAIN).removesuffix(NameParts.of(name).compiled)
+    small = replace(spec, blocks=1, dim=16, hidden_dim=32, batch_rows=1)
+    training_step(eager, small, mesh=mesh, options=options)()
+    gc.collect()
 
 
 def _peaks(step: Step) -> tuple[int, int]:
