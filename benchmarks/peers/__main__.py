@@ -22,9 +22,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
-from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions, base_of
+from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions, available, base_of
 from benchmarks.models import ModelSpec
 from benchmarks.peers.facts import TOLERANCE, Facts, difference, measure_facts, own_bytes, reference_losses
 from benchmarks.peers.plot import draw
@@ -101,7 +99,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300, help="seconds for each contender (default: 300)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--plot", type=Path, action="append", default=[], metavar="FILE", help="draw bars, PNG or SVG")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    for name in given.impl:
+        try:
+            is_known = base_of(name) in PEERS or available(name)
+        except ValueError as failure:
+            parser.error(str(failure))
+        assert is_known
+    return given
 
 
 def probe(
@@ -118,6 +123,9 @@ def probe(
         first = name.removesuffix(AGAIN)
         if first != name and first in facts:
             facts[name] = facts[first]
+            continue
+        if not _is_installed(name):
+            missing.append(_line(name, "left out"))
             continue
         begun = time.perf_counter()
         try:
@@ -142,13 +150,15 @@ def _line(name: str, what: str) -> str:
 
 def version_of(name: str) -> str:
     """The package that has implementation `name`, and which version is installed."""
-    package = PACKAGES.get(base_of(name))
-    if package is None:
-        return f"torch {torch.__version__}"
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"{package}, not installed"
+    package = PACKAGES.get(base_of(name), "torch")
+    if not _is_installed(name):
+        return f"{package} is not installed"
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def _is_installed(name: str) -> bool:
+    package = PACKAGES.get(base_of(name), "torch")
+    return any(True for _ in importlib.metadata.distributions(name=package))
 
 
 def _cause(failure: Exception) -> str:

@@ -91,7 +91,7 @@ COLUMNS = (
     ),
 )
 NOTES = (
-    "wall of the slowest rank, CPU of all threads of all ranks: medians; / torch: with the 95 % interval of a bootstrap",
+    "wall of the slowest rank, CPU of all threads of all ranks: medians; / torch: 95 % interval of a bootstrap",
     "peak, of a rank: what it had allocated at most in a step, in blocks of 64 KiB and more; over own state: less "
     "parameters, gradients and both states of AdamW; until optimizer: the same before the optimizer steps",
     "copied by operations, outside of collectives; sent over TCP, counted by the kernel; calls of Python and built-in "
@@ -143,8 +143,8 @@ def _first(competing: list[Contender], ours: list[Contender], column: Column) ->
     if not mine:
         return "not known of ours"
     (least, first), (our_least, our_first) = (min(of, key=lambda pair: pair[0]) for of in (known, mine))
-    if first is our_first:
-        return first.name
+    if our_least == least:
+        return " and ".join(each.name for value, each in known if value == least)
     if _is_time(column) and (interval := _over(our_first, first, column)).low <= 1:
         return f"{first.name} and {our_first.name}, which took {interval} of it"
     if column.title in ("peak MiB", "over own state") and _peaks_are_equal(our_first, first):
