@@ -187,11 +187,11 @@ def _averaged(loss: torch.Tensor) -> float:
 
 
 def _sent_in_a_step(step: Step) -> int:
-    """The average of several."""
-    before = _settled_bytes()
+    """The average of several, without the barrier."""
+    start, before = _settled_bytes(), _settled_bytes()
     for _ in range(SENDING_STEPS):
         step()
-    return (_settled_bytes() - before) // SENDING_STEPS
+    return max(0, _settled_bytes() - before - (before - start)) // SENDING_STEPS
 
 
 def _settled_bytes() -> int:

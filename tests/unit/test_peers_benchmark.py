@@ -221,7 +221,7 @@ def test_a_reason_that_nobody_looked_for_is_not_made_up() -> None:
     assert "first in CPU ms: torch (1000, fsdp2 2000): the reason is not known" in table_of(rows, "A run").render()
 
 
-@pytest.mark.full  # 40 s: each contender is tried in processes of its own
+@pytest.mark.full  # a minute: each contender is tried in processes of its own
 def test_the_command_compares_what_torch_has_by_itself(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     names = "unsharded,ddp,fsdp1,torch,torch-again,fsdp2"
