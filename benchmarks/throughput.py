@@ -100,6 +100,8 @@ def _measure_on_rank(
     for _ in range(WARM_UP_STEPS):
         for step in steps.values():
             step()
+    gc.collect()
+    gc.freeze()  # what is there now is not scanned again between steps: with compiled contenders that takes seconds
     gc.disable()
     for repetition in range(repetitions):
         first = repetition % len(names)
