@@ -12,8 +12,10 @@ export RES_OPTIONS ?= timeout:1 attempts:3
 DOCS_STAMP := $(VENV)/.docs
 CLIENTS_VENV := .venv-clients-$(TORCH)
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+PEERS_VENV := .venv-peers-$(TORCH)
+PEERS_STAMP := $(PEERS_VENV)/.installed
 
-.PHONY: help train train-check quick test test-full test-clients test-pool lint bench faults soak torch-gaps gpu-check dist docs docs-serve drawings clean
+.PHONY: help train train-check quick test test-full test-clients test-pool lint bench bench-peers faults soak torch-gaps gpu-check dist docs docs-serve drawings clean
 
 help:
 	@echo "make train        train a language model, sharded over $(NPROC) processes"
@@ -24,6 +26,7 @@ help:
 	@echo "make test-clients other people's programs (Accelerate, Lightning, torchtitan, ...) run on fsdp2"
 	@echo "make test-pool    the tests on gloo ranks with memory for communication that stays, whatever they set up"
 	@echo "make bench        host time, calls, copies, collectives, memory, optimizers, checkpoints beside torch's fully_shard"
+	@echo "make bench-peers  whole steps beside DDP, FSDP1, SimpleFSDP, DeepSpeed and Megatron-FSDP, where they run here"
 	@echo "make faults       ranks that diverge, stop or die, under both implementations, and exceptions at every line"
 	@echo "make soak         a thousand drawn programs in which ranks diverge: each time all is right, or named"
 	@echo "make torch-gaps   record in docs/beyond.md what torch's own fully_shard does where users want more of it, and ours"
@@ -82,6 +85,16 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.throughput
 	$(BIN)/python -m benchmarks.compile
 	$(BIN)/python -m benchmarks.scaling --columns 1,4
+
+# DeepSpeed compiles nothing when it is installed; what it needs on CPU, it compiles when it is imported.
+$(PEERS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$(TORCH)" numpy
+	DS_BUILD_OPS=0 $(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[bench-peers]" "torch==$(TORCH)"
+	@touch $@
+
+bench-peers: $(PEERS_STAMP)
+	$(PEERS_VENV)/bin/python -m benchmarks.peers $(ARGS)
 
 faults: $(STAMP)
 	$(BIN)/python -m extras.faults $(ARGS)

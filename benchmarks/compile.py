@@ -4,9 +4,8 @@
     python -m benchmarks.compile --backend aot_eager     graphs without kernels of their own: what capturing costs
     python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
 
-A name is an implementation (`unsharded`, `torch`, `fsdp2`) and what of it is compiled: `whole` (the model in one graph,
-``fullgraph=True``), `blocks` (each block by itself), `hooks` (the same, communication outside of the graphs, as with
-torch), or nothing. torch's own cannot be compiled whole.
+Names are those of `benchmarks.implementations`: what is compiled is `-whole`, `-blocks`, `-hooks` or nothing. torch's
+own cannot be compiled whole.
 
 First comes the time to the end of the first two steps, in which everything is compiled; then, as in
 `benchmarks.throughput`, CPU time of all threads of all ranks, which decides, and wall time of the slowest rank.
@@ -18,23 +17,23 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import fsdp2
-from benchmarks.implementations import UNSHARDED, ShardingOptions, build_contender
+from benchmarks.implementations import UNSHARDED, ShardingOptions
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.samples import write_json
 from benchmarks.tables import Table
 from benchmarks.throughput import Interval
+from benchmarks.training import training_step
 
 CONTENDERS = (
     f"{UNSHARDED}-whole",
@@ -54,39 +53,22 @@ def _spec(blocks: int) -> ModelSpec:
     )
 
 
-def _step_of(name: str, blocks: int, backend: str, options: ShardingOptions, mesh: Any) -> Callable[[], None]:
-    implementation, _, how = name.partition("-")
-    model, inputs = build_contender(implementation, _spec(blocks), mesh=mesh, options=options)
-    called: Any = model
-    if how == "whole":
-        called = torch.compile(model, backend=backend, fullgraph=True)
-    elif how:
-        if how == "hooks":
-            fsdp2.set_graph_capture(model, False)
-        for block in model.blocks:
-            block.compile(backend=backend, fullgraph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-
-    def step() -> None:
-        called(inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-5)
 
 
 def _measure_on_rank(
     names: Sequence[str], blocks: int, backend: str, repetitions: int
 ) -> dict[str, dict[str, list[float]]]:
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks
-    options = ShardingOptions(world_size=2)
+    options = ShardingOptions(world_size=2, backend=backend)
     mesh = init_device_mesh("cpu", (2,))
     seconds: dict[str, dict[str, list[float]]] = {}
     steps = {}
     for name in names:
         dist.barrier()
         begun = time.perf_counter()
-        steps[name] = _step_of(name, blocks, backend, options, mesh)
+        steps[name] = training_step(name, _spec(blocks), mesh=mesh, options=options, make_optimizer=_sgd)
         for _ in range(2):
             steps[name]()
         seconds[name] = {"first": [time.perf_counter() - begun], "cpu": [], "wall": []}

@@ -1,9 +1,15 @@
 """Names of implementations -> models ready to train, and the fake process group they train in.
 
 An implementation is a `fully_shard` function with torch's signature, or a `FullyShardedDataParallel` class: torch's
-(`fsdp1`, and `fsdp1-flat` with ``use_orig_params=False``) or fsdp2's (`wrapper`). `unsharded` is the model as it is.
-The suffix `-again` gives a second instance of the same implementation: an A/A control, whose ratio to the first
-one shows what the measurement itself scatters. `-pooled` (of fsdp2) keeps the memory of communication.
+(`fsdp1`, and `fsdp1-flat` with ``use_orig_params=False``) or fsdp2's (`wrapper`). `unsharded` is the model as it is,
+`ddp` torch's DistributedDataParallel around it. Suffixes say more, in this order:
+
+* `-zero2` (of torch and fsdp2) keeps parameters from forward to backward;
+* `-pooled` (of fsdp2) keeps the memory of communication, `-no-prefetch` (of fsdp2) gathers nothing ahead;
+* `-whole` is compiled as one graph, `-blocks` block by block, `-hooks` (of fsdp2) block by block with communication
+  outside of the graphs, as it is with torch's;
+* `-again` is a second instance of the same: an A/A control, whose ratio to the first one shows what the measurement
+  itself scatters.
 """
 
 from __future__ import annotations
@@ -23,11 +29,15 @@ from benchmarks.models import ModelSpec, StackedBlocks, build_model
 
 UNSHARDED = "unsharded"
 AGAIN = "-again"
-# What may follow the name of ours -> what is called on the model.
+ZERO2 = "-zero2"
+# What may follow the name of ours, and the first that of torch's -> what is called on the model.
 VARIANTS: dict[str, tuple[str, object]] = {
+    ZERO2: ("set_reshard_after_forward", False),
     "-pooled": ("set_communication_memory_pool", True),
     "-no-prefetch": ("set_prefetch_budget", 0),
 }
+# What may follow: what of the model is compiled.
+WHOLE, BLOCKS, HOOKS = COMPILED = ("-whole", "-blocks", "-hooks")
 # Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
 SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
 IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
@@ -37,8 +47,12 @@ WRAPPING_MODULES = {
     "fsdp1-flat": "torch.distributed.fsdp",
     "wrapper": "fsdp2.compat.fsdp1",
 }
-_NAMES = (*IMPLEMENTATIONS, *WRAPPING_MODULES)
-NAMES_HELP = f"{', '.join(_NAMES)}, or any of them with '{AGAIN}', fsdp2 with one of {', '.join(VARIANTS)}"
+DDP = "ddp"
+_NAMES = (*IMPLEMENTATIONS, *WRAPPING_MODULES, DDP)
+NAMES_HELP = (
+    f"{', '.join(_NAMES)}; after torch '{ZERO2}', after fsdp2 one of {', '.join(VARIANTS)}; "
+    f"then one of {', '.join(COMPILED)}; then '{AGAIN}'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +63,30 @@ class ShardingOptions:
         world_size: ranks of the fake process group.
         reshard_after_forward: None leaves the default: blocks reshard, the root does not.
         param_dtype: dtype of the computation; with bfloat16 gradients are reduced in float32.
+        backend: of `torch.compile`, for the implementations that are compiled.
     """
 
     world_size: int = 8
     reshard_after_forward: bool | None = None
     param_dtype: torch.dtype = torch.float32
+    backend: str = "inductor"
+
+
+@dataclass(frozen=True, slots=True)
+class NameParts:
+    """What a name says: the implementation, a key of `VARIANTS` or nothing, one of `COMPILED` or nothing."""
+
+    base: str
+    variant: str
+    compiled: str
+
+    @classmethod
+    def of(cls, name: str) -> NameParts:
+        rest = name.removesuffix(AGAIN)
+        compiled = next((each for each in COMPILED if rest.endswith(each)), "")
+        rest = rest.removesuffix(compiled)
+        variant = next((each for each in VARIANTS if rest.endswith(each)), "")
+        return cls(rest.removesuffix(variant), variant, compiled)
 
 
 @contextlib.contextmanager
@@ -82,12 +115,7 @@ def clipping_of(name: str) -> Callable[..., torch.Tensor]:
 
 def base_of(name: str) -> str:
     """The implementation that `name` is an instance of."""
-    return name.removesuffix(AGAIN).removesuffix(_variant_of(name))
-
-
-def _variant_of(name: str) -> str:
-    """The key of `VARIANTS` that `name` ends with, be it the same again, or nothing."""
-    return next((variant for variant in VARIANTS if name.removesuffix(AGAIN).endswith(variant)), "")
+    return NameParts.of(name).base
 
 
 def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
@@ -95,10 +123,15 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
 
     Raises ValueError for an unknown name.
     """
-    base_name = base_of(name)
-    if base_name not in _NAMES or (_variant_of(name) and base_name != "fsdp2"):
+    parts = NameParts.of(name)
+    base_name = parts.base
+    ours_alone = parts.variant not in ("", ZERO2) or parts.compiled == HOOKS
+    takers = ("fsdp2",) if ours_alone else tuple(SHARDING_MODULES) if parts.variant else _NAMES
+    if base_name not in takers:
         raise ValueError(f"unknown implementation '{name}': expected {NAMES_HELP}")
-    if base_name == UNSHARDED:
+    if parts.compiled == WHOLE and base_name == "torch":
+        raise ValueError(f"implementation '{name}': torch's hooks cannot be traced, so only '-blocks' compiles")
+    if base_name in (UNSHARDED, DDP):
         return True
     if base_name in WRAPPING_MODULES:
         return hasattr(importlib.import_module(WRAPPING_MODULES[base_name]), "FullyShardedDataParallel")
@@ -111,14 +144,45 @@ def build_contender(
     name: str, spec: ModelSpec, *, mesh: DeviceMesh, options: ShardingOptions
 ) -> tuple[nn.Module, torch.Tensor]:
     """A model of shape `spec` under implementation `name`, and its input `(batch_rows, dim)`."""
-    model = build_model(spec)
     inputs = torch.linspace(-1, 1, spec.batch_rows * spec.dim).view(spec.batch_rows, spec.dim)
     if base_of(name) == UNSHARDED:
-        return model.to(options.param_dtype), inputs.to(options.param_dtype)
-    if base_of(name) in WRAPPING_MODULES:
-        return wrap_blocks(base_of(name), model, mesh=mesh, options=options), inputs
+        inputs = inputs.to(options.param_dtype)
+    return build_sharded(name, spec, mesh=mesh, options=options), inputs
+
+
+def build_sharded(name: str, spec: ModelSpec, *, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
+    """A model of shape `spec` under implementation `name`, compiled as it says.
+
+    Raises ValueError for an unknown name.
+    """
+    available(name, options.param_dtype)
+    model = build_model(spec)
+    if base_of(name) == UNSHARDED:
+        model.to(options.param_dtype)
+    elif base_of(name) == DDP:
+        return compile_model(name, _replicate(model, mesh), options.backend)
+    elif base_of(name) in WRAPPING_MODULES:
+        return compile_model(name, wrap_blocks(base_of(name), model, mesh=mesh, options=options), options.backend)
     shard_blocks(name, model, mesh=mesh, options=options)
-    return model, inputs
+    return compile_model(name, model, options.backend)
+
+
+def compile_model(name: str, model: nn.Module, backend: str) -> nn.Module:
+    """`model`, compiled in place as `name` says; blocks of the `StackedBlocks` in it by themselves."""
+    compiled = NameParts.of(name).compiled
+    if compiled == WHOLE:
+        model.compile(backend=backend, fullgraph=True)
+    elif compiled:
+        if compiled == HOOKS:
+            importlib.import_module("fsdp2").set_graph_capture(model, False)
+        for block in next(each for each in model.modules() if isinstance(each, StackedBlocks)).blocks:
+            block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def _replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Under DDP, with gradients that lie in its buckets, which saves it a copy of them."""
+    return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
 
 def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: ShardingOptions) -> None:
@@ -130,7 +194,7 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
-    if variant := _variant_of(name):
+    if variant := NameParts.of(name).variant:
         method, argument = VARIANTS[variant]
         getattr(model, method)(argument)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,31 @@ import torch
 import torch.distributed as dist
 
 
-def on_ranks(world_size: int, measured: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(world_size: int, measured: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> list[Any]:
     """What ``measured(*arguments)`` returned on each of ``world_size`` gloo ranks, as JSON carries it.
 
-    Each process has one thread for its own computation. Raises what one of them raised.
+    Each process has one thread for its own computation. Raises what one of them raised, and TimeoutError when they are
+    not done after ``timeout`` seconds; then, too, no process is left.
     """
     with tempfile.TemporaryDirectory() as path:
-        torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
-            _run_rank, (world_size, path, measured, arguments), nprocs=world_size
+        ranks = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+            _run_rank, (world_size, path, measured, arguments), nprocs=world_size, join=False
         )
+        _join(ranks, timeout)
         return [json.loads(_result_of(rank, path).read_text()) for rank in range(world_size)]
+
+
+def _join(ranks: Any, timeout: float | None) -> None:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    try:
+        while not ranks.join(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"ranks were not done after {timeout:.0f} s")
+    finally:
+        for process in ranks.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
 
 
 def _run_rank(rank: int, world_size: int, path: str, measured: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -24,21 +24,22 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions, build_contender
+from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions
 from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.samples import write_json
 from benchmarks.tables import Table
+from benchmarks.training import training_step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ABOUT_30M = ModelSpec(
@@ -89,27 +90,18 @@ class Interval:
         return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def _step_of(name: str, options: ShardingOptions, mesh: Any) -> Callable[[], None]:
-    model, inputs = build_contender(name, ABOUT_30M, mesh=mesh, options=options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
-
-    def step() -> None:
-        model(inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def _measure_on_rank(
-    names: Sequence[str], repetitions: int, options: ShardingOptions
+    names: Sequence[str], repetitions: int, options: ShardingOptions, spec: ModelSpec
 ) -> dict[str, list[tuple[float, float]]]:
+    warnings.simplefilter("ignore")  # torch's, about its own FSDP1, and those of other packages
     mesh = init_device_mesh("cpu", (options.world_size,))
-    steps = {name: _step_of(name, options, mesh) for name in names}
+    steps = {name: training_step(name, spec, mesh=mesh, options=options) for name in names}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(WARM_UP_STEPS):
         for step in steps.values():
             step()
+    gc.collect()
+    gc.freeze()  # what is there now is not scanned again between steps: with compiled contenders that takes seconds
     gc.disable()
     for repetition in range(repetitions):
         first = repetition % len(names)
@@ -122,9 +114,17 @@ def _measure_on_rank(
     return seconds
 
 
-def measure(names: Sequence[str], *, repetitions: int, options: ShardingOptions) -> dict[str, Samples]:
-    """Runs ``options.world_size`` processes; the samples by implementation."""
-    by_rank = on_ranks(options.world_size, _measure_on_rank, tuple(names), repetitions, options)
+def measure(
+    names: Sequence[str],
+    *,
+    repetitions: int,
+    options: ShardingOptions,
+    spec: ModelSpec = ABOUT_30M,
+    timeout: float | None = None,
+) -> dict[str, Samples]:
+    """Runs ``options.world_size`` processes, for ``timeout`` seconds at most; the samples by implementation."""
+    arguments = (tuple(names), repetitions, options, spec)
+    by_rank = on_ranks(options.world_size, _measure_on_rank, *arguments, timeout=timeout)
     return {
         name: Samples(
             cpu=tuple(
