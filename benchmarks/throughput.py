@@ -13,6 +13,10 @@ in an order that rotates; all ranks start it together. Two figures of it, summed
   ratio of torch to itself beside it, and wall times are called inconclusive where its interval leaves [0.93, 1.07].
 
 The ratio is that of medians, with the 95 % interval of a bootstrap over repetitions.
+
+`exchanges` is no implementation: it moves the bytes that sharding must move (each parameter gathered for forward and
+for backward, and its gradient reduced) from rank to rank, and does nothing else. With the unsharded model's step it is
+what a sharded step would take if nothing were in vain and nothing overlapped; ours over that is printed below.
 """
 
 from __future__ import annotations
@@ -25,21 +29,23 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions
-from benchmarks.models import ModelSpec
+from benchmarks.models import ModelSpec, build_model
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.samples import write_json
 from benchmarks.tables import Table
 from benchmarks.training import training_step
+from fsdp2.features import gloo_p2p
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ABOUT_30M = ModelSpec(
@@ -47,6 +53,7 @@ ABOUT_30M = ModelSpec(
 )
 WARM_UP_STEPS = 3
 REFERENCE = "torch"
+EXCHANGES = "exchanges"
 QUIET = (0.93, 1.07)
 """Where the wall time of an implementation over its own second instance must lie for wall times to say anything."""
 
@@ -90,12 +97,39 @@ class Interval:
         return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
+def _exchanges(spec: ModelSpec, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[], None]:
+    """What must travel in a step: gathers in the dtype of the computation, gradients added up in fp32."""
+    group, ranks = mesh.get_group(), mesh.size()
+    parts = [
+        torch.zeros(-(-each.numel() // ranks), dtype=options.param_dtype) for each in build_model(spec).parameters()
+    ]
+    wholes = {part.numel(): torch.zeros(ranks * part.numel(), dtype=options.param_dtype) for part in parts}
+    sums = {part.numel(): torch.zeros(part.numel()) for part in parts}
+    times = 1 if options.reshard_after_forward is False else 2
+
+    def step() -> None:
+        for part in parts:
+            works: list[Any] = []
+            for _ in range(times):
+                gloo_p2p.all_gather(wholes[part.numel()], part, group, works)
+                works.pop().wait()
+            gloo_p2p.reduce_scatter(sums[part.numel()], wholes[part.numel()], dist.ReduceOp.AVG, group, works)
+            works.pop().wait()
+
+    return step
+
+
 def _measure_on_rank(
     names: Sequence[str], repetitions: int, options: ShardingOptions, spec: ModelSpec
 ) -> dict[str, list[tuple[float, float]]]:
     warnings.simplefilter("ignore")  # torch's, about its own FSDP1, and those of other packages
     mesh = init_device_mesh("cpu", (options.world_size,))
-    steps = {name: training_step(name, spec, mesh=mesh, options=options) for name in names}
+    steps: dict[str, Callable[[], object]] = {
+        name: _exchanges(spec, mesh, options)
+        if name == EXCHANGES
+        else training_step(name, spec, mesh=mesh, options=options)
+        for name in names
+    }
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(WARM_UP_STEPS):
         for step in steps.values():
@@ -138,6 +172,15 @@ def measure(
     }
 
 
+def _over_limit(samples: dict[str, Samples]) -> str:
+    found = []
+    for which in ("cpu", "wall"):
+        ours, compute, exchanges = (getattr(samples[name], which) for name in ("fsdp2", UNSHARDED, EXCHANGES))
+        limit = [sum(pair) for pair in zip(compute, exchanges, strict=True)]
+        found.append(f"{'CPU' if which == 'cpu' else which} {Interval.of(ours, limit)}")
+    return ", ".join(found)
+
+
 def _table(samples: dict[str, Samples], options: ShardingOptions, repetitions: int) -> Table:
     notes = ["CPU of all threads of all ranks; wall of the slowest rank; ratios with the 95 % interval of a bootstrap"]
     for name in samples:
@@ -152,6 +195,8 @@ def _table(samples: dict[str, Samples], options: ShardingOptions, repetitions: i
         ["", "CPU ms", f"CPU / {REFERENCE}", "wall ms", f"wall / {REFERENCE}"],
         notes=notes,
     )
+    if {UNSHARDED, EXCHANGES, "fsdp2"} <= samples.keys():
+        notes.append(f"fsdp2 over the unsharded step and the exchanges, one after the other: {_over_limit(samples)}")
     for name, mine in samples.items():
         cells = []
         for which in ("cpu", "wall"):
@@ -169,9 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--impl",
         type=lambda text: text.split(","),
-        default=[UNSHARDED, "torch", "torch-again", "fsdp2"],
+        default=[UNSHARDED, EXCHANGES, "torch", "torch-again", "fsdp2"],
         metavar="NAMES",
-        help=f"comma-separated: {NAMES_HELP}",
+        help=f"comma-separated: {NAMES_HELP}; or {EXCHANGES}",
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--repetitions", type=int, default=40, help="interleaved timed steps (default: 40)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import functools
 import itertools
 import operator
@@ -61,6 +62,45 @@ def test_a_gather_from_its_own_place_in_the_output(world_size: int) -> None:
     for work in works:
         work.wait()
     assert torch.equal(output, torch.cat([content(each, 3, torch.float32) for each in range(world_size)]))
+
+
+@pytest.mark.full  # 9 to 20 s: more ranks than cores
+@multi_rank(16, timeout=300)
+def test_many_ranks_train_as_one(world_size: int) -> None:
+    """Beyond the 8 that other tests have: sums, uneven rows, a rank without rows."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(9, 40), nn.Tanh(), nn.Linear(40, 3))
+    model = copy.deepcopy(plain)
+    fully_shard(model[0])
+    fully_shard(model)
+    assert model[0].weight.device_mesh.size() == 16
+    for step in range(2):
+        batches = [torch.randn(4, 9, generator=torch.Generator().manual_seed(16 * step + each)) for each in range(16)]
+        model(batches[dist.get_rank()]).square().sum().backward()
+        (sum(plain(each).square().sum() for each in batches) / 16).backward()  # type: ignore[union-attr]
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), its.grad)  # type: ignore[union-attr,operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("numel", [0, 1, 5, 70_001])
+@multi_rank(2, 4)
+def test_narrow_terms_are_added_in_the_dtype_of_the_output(
+    numel: int, mean: bool, dtype: torch.dtype, world_size: int
+) -> None:
+    """The same bits as if they had been cast before they were sent."""
+    rank, found = dist.get_rank(), []
+    input = content(rank, world_size * numel, dtype)
+    op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+    for sent in (input, input.float()):
+        works: list[dist.Work] = []
+        output = torch.full((numel,), float("nan"))
+        peers.reduce_scatter(output, sent, op, world(), works)
+        for work in works:
+            work.wait()
+        found.append(output)
+    assert torch.equal(*found) and not found[0].isnan().any()
 
 
 @pytest.mark.parametrize("mean", [False, True])
