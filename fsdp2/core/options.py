@@ -137,6 +137,9 @@ class MixedPrecisionPolicy:
             bytes on the device as the shards have in ``param_dtype``. One parameter that asks for it is enough for all
             of its group. Not with a custom all-gather, whose buffers are borrowed for one gather, nor of tensors that
             gather themselves.
+        grad_dtype: of the sharded parameters' ``.grad``, and in which gradients accumulate; where ``reduce_dtype`` is
+            None they are reduced in it as well. It is set as each parameter's ``Tensor.grad_dtype``, unless that is set
+            already. Parameters keep their dtype, at rest and where they compute. None: as ``Tensor.grad_dtype`` says.
 
     Raises:
         FSDPTypeError: a dtype that is none, an override that cannot be called, a ``cache_shards`` that is no bool.
@@ -150,9 +153,10 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: ParamDtypeOverride | None = field(default=None, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     cache_shards: bool = field(default=False, kw_only=True)
+    grad_dtype: torch.dtype | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise FSDPValueError(
@@ -292,6 +296,7 @@ def mixed_precision(policy: Any, what: str = "mp_policy must be") -> MixedPrecis
     return MixedPrecisionPolicy(
         *(getattr(policy, name) for name in names),
         param_dtype_override_fn=getattr(policy, "param_dtype_override_fn", None),
+        grad_dtype=getattr(policy, "grad_dtype", None),
     )
 
 

@@ -272,7 +272,7 @@ class FSDPParam:
         self.policy = policy
         self.unsharded: nn.Parameter | None = None
         self.post_forward: nn.Parameter | None = None
-        self.grad_dtype: tuple[bool, torch.dtype | None] = (False, None)
+        self.grad_dtype: tuple[bool, torch.dtype | None] = (policy.grad_dtype is not None, policy.grad_dtype)
         self.arrived_dtype: torch.dtype | None = None
         self.group: Any = None
         self.in_full_precision = False
@@ -294,7 +294,9 @@ class FSDPParam:
         explicit, dtype = _torch.grad_dtype_policy(sharded)
         if explicit:
             self.grad_dtype = (True, dtype)
-        elif self.grad_dtype[0]:  # conversions make parameters without it
+        elif not sharded.dtype.is_floating_point:
+            self.grad_dtype = (False, None)
+        elif self.grad_dtype[0]:  # of the policy; and conversions make parameters without it
             sharded.grad_dtype = self.grad_dtype[1]
         sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]
         sharded.share_memory_ = refuse_share_memory  # type: ignore[method-assign,assignment]
@@ -338,6 +340,8 @@ class FSDPParam:
     @property
     def default_reduce_dtype(self) -> torch.dtype:
         """The dtype in which its gradient is reduced if the policy says nothing: a matter of the torch version."""
+        if self.policy.grad_dtype is not None and self.grad_dtype == (True, self.policy.grad_dtype):
+            return self.policy.grad_dtype
         if not _torch.reduces_in_grad_dtype:
             return self.param_dtype
         explicit, dtype = self.grad_dtype

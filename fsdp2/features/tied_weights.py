@@ -25,8 +25,8 @@ def _owner(parameter: nn.Parameter) -> FSDPParam | None:
     return fsdp_param_of(parameter if successor is None else successor)
 
 
-def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, Any]:
-    return policy.param_dtype, policy.reduce_dtype
+def _dtypes(policy: MixedPrecisionPolicy) -> tuple[Any, ...]:
+    return policy.param_dtype, policy.reduce_dtype, policy.grad_dtype
 
 
 class TiedWeights(Ties):

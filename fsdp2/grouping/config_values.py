@@ -33,7 +33,7 @@ _PLACEMENTS: dict[str, Callable[[int], Placement | RowPlacement]] = {
     "RowBlocks": RowBlocks,
     "Owned": Owned,
 }
-_DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype")
 _POLICY_FIELDS = (*_DTYPE_FIELDS, "cast_forward_inputs", "cache_shards")
 _OFFLOAD_FIELDS = tuple(each.name for each in dataclasses.fields(CPUOffloadPolicy))
 

@@ -38,6 +38,7 @@ def policy(draw: random.Random) -> MixedPrecisionPolicy:
         draw.choice([True, False, ("x",), ("mask", "x")]),
         buffer_dtype=draw.choice(dtypes),
         cache_shards=draw.random() < 0.5,
+        grad_dtype=draw.choice(dtypes),
     )
 
 
