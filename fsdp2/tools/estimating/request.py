@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2.core.offload_choice import offload_choice
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload
 from fsdp2.core.state import Strategy
-from fsdp2.errors import FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
 from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware
 
@@ -74,7 +75,11 @@ class Request:
                 "optimizer is an optimizer's class, a function of the list of parameters that makes one, or None, got "
                 f"{type(self.optimizer).__name__}."
             )
-        offload(self.offload_policy)
+        if not isinstance(offload_choice(self.offload_policy), OffloadPolicy):
+            raise FSDPNotImplementedError(
+                "estimates know one offload_policy for all parameters: what of them rests in host memory, by names or "
+                "by a function, is not told apart. Estimate with CPUOffloadPolicy() and without: these are the bounds."
+            )
         self.hardware.refuse_more_ranks(self.ranks)
         self._check_batch()
 
