@@ -24,6 +24,7 @@ def draw(contenders: Sequence[Contender], file: Path) -> None:
     from matplotlib import pyplot
 
     matplotlib.rcParams["svg.hashsalt"] = "fsdp2"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, which can be searched and takes less
     shown = [each for each in contenders if not each.name.endswith(AGAIN)][::-1]
     text, bar, our_bar = PALETTES["dark" if file.stem.endswith("-dark") else "light"]
     figure, panels = pyplot.subplots(1, len(SHOWN), sharey=True, figsize=(10, 0.32 * len(shown) + 0.8))
