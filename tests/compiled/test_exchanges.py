@@ -178,6 +178,7 @@ def test_parameters_that_are_written_in_a_forward_are_gathered_anew() -> None:
 
 
 @multi_rank(4)
+@pytest.mark.full  # 2 to 9 s each
 @WAYS
 def test_equal_models_over_other_ranks_share_graphs(compile: Any) -> None:
     """Graphs know ranks by a handle, an input: what was compiled for one process group is right for another."""

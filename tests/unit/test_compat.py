@@ -330,7 +330,7 @@ def installed(tmp_path: Path) -> tuple[Path, str]:
 @pytest.mark.parametrize(
     ("arguments", "switch", "printed"),
     [
-        (["-m", "fsdp2.compat", "program.py"], "0", OURS),
+        pytest.param(["-m", "fsdp2.compat", "program.py"], "0", OURS, marks=pytest.mark.full),  # 6 to 9 s
         pytest.param(["program.py"], "1", OURS, marks=pytest.mark.full),  # 5 s
         (["program.py", "--here"], "1", OURS),
         pytest.param(["program.py"], "0", TORCHS, marks=pytest.mark.full),  # 5 s
