@@ -98,22 +98,23 @@ class Interval:
 
 
 def _exchanges(spec: ModelSpec, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[], None]:
-    """What must travel in a step: gathers in the dtype of the computation, gradients added up in fp32."""
+    """What must travel in a step: gathers in the dtype of the computation, gradients added up in fp32; by units."""
     group, ranks = mesh.get_group(), mesh.size()
-    parts = [
-        torch.zeros(-(-each.numel() // ranks), dtype=options.param_dtype) for each in build_model(spec).parameters()
-    ]
-    wholes = {part.numel(): torch.zeros(ranks * part.numel(), dtype=options.param_dtype) for part in parts}
-    sums = {part.numel(): torch.zeros(part.numel()) for part in parts}
+    model = build_model(spec)
+    sizes = [sum(each.numel() for each in block.parameters()) for block in model.blocks]
+    sizes.append(sum(each.numel() for each in model.parameters()) - sum(sizes))
+    parts = [torch.zeros(-(-size // ranks), dtype=options.param_dtype) for size in sizes]
+    wholes = [torch.zeros(ranks * part.numel(), dtype=options.param_dtype) for part in parts]
+    sums = [torch.zeros(part.numel()) for part in parts]
     times = 1 if options.reshard_after_forward is False else 2
 
     def step() -> None:
-        for part in parts:
+        for part, whole, total in zip(parts, wholes, sums, strict=True):
             works: list[Any] = []
             for _ in range(times):
-                gloo_p2p.all_gather(wholes[part.numel()], part, group, works)
+                gloo_p2p.all_gather(whole, part, group, works)
                 works.pop().wait()
-            gloo_p2p.reduce_scatter(sums[part.numel()], wholes[part.numel()], dist.ReduceOp.AVG, group, works)
+            gloo_p2p.reduce_scatter(total, whole, dist.ReduceOp.AVG, group, works)
             works.pop().wait()
 
     return step
