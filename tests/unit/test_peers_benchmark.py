@@ -150,7 +150,7 @@ def test_what_trains_something_else_is_not_in_the_table(monkeypatch: pytest.Monk
     facts, missing = command.probe(["torch", "torch-again", "ddp"], TINY, TWO, 1.0)
     assert list(facts) == ["torch", "torch-again"]
     assert missing == [
-        f"ddp (torch {version("torch")}): trains something else: losses 1, 2, 3.1, 3e-02 from the reference"
+        f"ddp (torch {version('torch')}): trains something else: losses 1, 2, 3.1, 3e-02 from the reference"
     ]
 
 
@@ -173,7 +173,7 @@ def test_what_fails_or_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert missing == [
         f"deepspeed (pytest {pytest.__version__}): ValueError: no CPU here",
         "megatron (no-such-package is not installed): left out",
-        f"fsdp2 (torch {version("torch")}): ranks were not done after 60 s",
+        f"fsdp2 (torch {version('torch')}): ranks were not done after 60 s",
     ]
 
 
