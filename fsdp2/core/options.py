@@ -138,8 +138,9 @@ class MixedPrecisionPolicy:
             of its group. Not with a custom all-gather, whose buffers are borrowed for one gather, nor of tensors that
             gather themselves.
         grad_dtype: of the sharded parameters' ``.grad``, and in which gradients accumulate; where ``reduce_dtype`` is
-            None they are reduced in it as well. It is set as each parameter's ``Tensor.grad_dtype``, unless that is set
-            already. Parameters keep their dtype, at rest and where they compute. None: as ``Tensor.grad_dtype`` says.
+            None they are reduced in it as well. It is set as each floating-point parameter's ``Tensor.grad_dtype``,
+            unless that is set already. Parameters keep their dtype, at rest and where they compute. None: as
+            ``Tensor.grad_dtype`` says.
 
     Raises:
         FSDPTypeError: a dtype that is none, an override that cannot be called, a ``cache_shards`` that is no bool.
@@ -170,11 +171,13 @@ class MixedPrecisionPolicy:
             object.__setattr__(self, "cast_forward_inputs", tuple(sorted(casts)))
 
     def for_parameter(self, parameter: nn.Parameter, fqn: str) -> MixedPrecisionPolicy:
-        """The policy of one parameter: the override asked, and a cast dropped that changes nothing.
+        """The policy of one parameter: the override asked, and no ``grad_dtype`` of what is no real number.
 
         Raises:
             FSDPValueError: the override returned anything but None, ``param_dtype`` or the parameter's own dtype.
         """
+        if self.grad_dtype is not None and not parameter.is_floating_point():
+            return replace(self, grad_dtype=None).for_parameter(parameter, fqn)
         override = self.param_dtype_override_fn
         if override is None:
             return self

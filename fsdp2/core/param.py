@@ -294,8 +294,6 @@ class FSDPParam:
         explicit, dtype = _torch.grad_dtype_policy(sharded)
         if explicit:
             self.grad_dtype = (True, dtype)
-        elif not sharded.dtype.is_floating_point:
-            self.grad_dtype = (False, None)
         elif self.grad_dtype[0]:  # of the policy; and conversions make parameters without it
             sharded.grad_dtype = self.grad_dtype[1]
         sharded._fsdp_param = Link(self)  # type: ignore[attr-defined]

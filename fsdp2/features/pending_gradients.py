@@ -30,8 +30,8 @@ class PendingGradient:
     backward, reduction or ``zero_grad``.
 
     Attributes:
-        unreduced: the sum of this rank's microbatches, of the whole parameter (its shape on this rank's part of tensor
-            parallel meshes), in the dtype that it adds up in; neither divided nor averaged.
+        unreduced: the sum of this rank's microbatches, of the whole parameter, in the dtype that it adds up in; neither
+            divided nor averaged. A DTensor on the tensor-parallel mesh, where the parameter is on one.
         over_shards: this rank's rows of what was reduced over the ranks that it is sharded over, in the reduce dtype:
             the mean, where fp32 and bf16 are averaged; zeros where nobody had a gradient. Replicas are still to come.
         on_host: this rank's rows of the mean over all ranks, of the microbatches so far, in host memory; zeros too.

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +124,48 @@ def test_a_budget_holds_between_graphs_too() -> None:
                 model(batch_of(number, dist.get_rank()))
     one, two, three = gathered("blocks.0", "blocks.1", "blocks.2")
     assert [each for each in found if "Model" not in each] == [one, "wait", two, "wait", three, "wait"]
+
+
+class Large(nn.Module):
+    """A matrix of 1 MiB in fp32, which travels alone, and small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(512, 512)
+        self.head = nn.Linear(512, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.wide(x)))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("how", ["eager", "a graph"])
+def test_large_gradients_are_sent_as_they_are(how: str) -> None:
+    """In eager mode and in graphs: half of the bytes, and what each rank's plain bf16 model finds, added in fp32."""
+    sent: list[int] = []
+    reduce = PeerToPeer.reduce_scatter
+
+    def reduce_scatter(self: Any, members: Any, *arguments: Any, **others: Any) -> None:
+        sent.extend(input.nbytes for _, input in members if input.numel() == 512 * 512)
+        reduce(self, members, *arguments, **others)
+
+    torch.manual_seed(0)
+    model, plain = Large(), Large()
+    plain.load_state_dict(model.state_dict())
+    plain.bfloat16()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    batches = [torch.randn(4, 512, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
+    with compiling() as graphs, mock.patch.object(PeerToPeer, "reduce_scatter", reduce_scatter):
+        called = model if how == "eager" else whole(model, graphs.backend())
+        called(batches[dist.get_rank()]).float().square().sum().backward()
+    assert sent == [2 * 512 * 512]
+    terms = []
+    for each in batches:
+        plain.zero_grad()
+        plain(each).float().square().sum().backward()
+        assert plain.wide.weight.grad is not None
+        terms.append(plain.wide.weight.grad.float())
+    assert torch.equal(model.wide.weight.grad.full_tensor(), (terms[0] + terms[1]) / 2)  # type: ignore[union-attr,operator]
 
 
 class Skipping(nn.Module):

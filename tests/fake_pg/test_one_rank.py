@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, _torch, fully_shard
 from tests.harness import FakeWorlds
 from tests.harness.internals import groups_of
 
@@ -170,3 +171,52 @@ def test_graphs_read_the_same_memory(simulate: FakeWorlds) -> None:
         plain(X).sum().backward()
     for ours, its in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.to_local(), its.grad)
+
+
+# ---- beside other features -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, strategy", [(1, None), (4, "replicate")])
+@pytest.mark.parametrize("feature", ["pool", "storage", "inference", "no backward unshard", "second root"])
+def test_beside_what_keeps_or_frees_memory(feature: str, ranks: int, strategy: Any, simulate: FakeWorlds) -> None:
+    simulate(ranks)
+    net, plain = sharded(strategy=strategy), Net()
+    if feature == "pool":
+        if not _torch.can_swap_memory:
+            pytest.skip("the pool needs torch 2.13")
+        net.set_communication_memory_pool(True)
+    elif feature == "storage":
+        net.set_keep_unsharded_storage(True)
+    elif feature == "no backward unshard":
+        net.set_unshard_in_backward(False)
+    elif feature == "second root":
+        net.first(X)
+    for _ in range(2):
+        if feature == "inference":
+            with fsdp2.inference(net), torch.no_grad():
+                assert torch.equal(net(X), plain(X))
+        found = net(X)
+        assert torch.equal(found, plain(X))
+        found.sum().backward()
+        net.zero_grad()
+        assert all(buffers.lies_in_place for group in groups_of(net) for buffers in group.storage.buffers)
+        with torch.no_grad():
+            for each in (net, plain):
+                each.first.bias.add_(1)
+
+
+def test_whole_parameters_are_written_where_they_lie(simulate: FakeWorlds) -> None:
+    simulate(1)
+    net, plain = sharded(), Net()
+    net(X).sum().backward()
+    for model in (net, plain):
+        with torch.no_grad(), fsdp2.full_parameters(model, writeback=True) if model is net else nullcontext():
+            model.first.weight.mul_(3)
+    assert torch.equal(net(X), plain(X))
+    optimizer = fsdp2.optim.local(torch.optim.SGD, net.parameters(), lr=0.1, flat=True)
+    net.zero_grad()
+    net(X).sum().backward()
+    plain(X).sum().backward()
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(net(X), plain(X))

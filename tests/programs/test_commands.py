@@ -114,6 +114,7 @@ def test_mistakes_have_status_1(models: str, tmp_path: Path, capsys: pytest.Capt
     assert "depends on the number of ranks: say it, --mesh 4x8" in text
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 computes embeddings of fake numbers of any dtype")
 def test_a_batch_without_its_dtype_is_refused_in_a_sentence(
     models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

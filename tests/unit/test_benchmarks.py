@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import clip, first_step, gpu_step, micro, optimizers, scaling
+from benchmarks import checks, clip, first_step, gpu_step, micro, optimizers, scaling
 from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
@@ -293,6 +293,17 @@ def test_the_first_step_is_measured_in_new_processes(capsys: pytest.CaptureFixtu
     assert tuple(seconds) == first_step.PARTS
     assert all(set(part) == {"unsharded", "torch", "fsdp2"} for part in seconds.values())
     assert all(samples[0] > 0 for part in seconds.values() for samples in part.values())
+    few = ["--blocks", "1", "--repetitions", "1", "--world-size", "4", "--impl", "torch,fsdp2"]
+    first_step.main([*few, "--no-optimizer"])
+    assert "AdamW" not in capsys.readouterr().out
+
+
+def test_each_check_of_a_step_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its names are the engine's, and no step without a check fails."""
+    checks.main(["--repetitions", "1"])
+    printed = capsys.readouterr().out
+    for name in (*checks.CHECKS, checks.ALL):
+        assert f"check: {name}" in printed
 
 
 @pytest.mark.full  # it compiles on two ranks: 30 s

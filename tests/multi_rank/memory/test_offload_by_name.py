@@ -9,16 +9,20 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torchs_state_dict
 import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import fsdp2
+import fsdp2.compat
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPNotImplementedError,
@@ -109,6 +113,22 @@ def test_state_dicts_and_torchs_checkpoint_functions(world_size: int) -> None:
                 for optimizer, each in zip(optimizers, (ours, its), strict=True)
             ]
             assert torch.equal(*states), name
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("install", [False, True])
+def test_gradients_in_both_places_are_clipped_together(install: bool, world_size: int) -> None:
+    model, plain = shard(UNEVEN_MLP), UNEVEN_MLP.build()
+    fully_shard(plain)
+    norms = []
+    with fsdp2.compat.install() if install else nullcontext():
+        for each in (model, plain):
+            loss_on(UNEVEN_MLP, each, 0, dist.get_rank(), 0).backward()
+            clip = nn.utils.clip_grad_norm_ if install else fsdp2.clip_grad_norm_
+            norms.append(clip(each.parameters(), 0.01))
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to_local(), its.grad.to_local())  # type: ignore[union-attr]
+    torch.testing.assert_close(*[each.full_tensor() if isinstance(each, DTensor) else each for each in norms])
 
 
 # ---- which ones --------------------------------------------------------------------------------

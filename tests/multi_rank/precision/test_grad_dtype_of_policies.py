@@ -94,6 +94,24 @@ def test_it_survives_conversions_and_steps(world_size: int) -> None:
     assert not torch.equal(before, net.first.weight.full_tensor())
 
 
+def test_complex_parameters_keep_their_own(simulate: FakeWorlds) -> None:
+    """A real dtype would drop half of each number; one that the user has set stays through conversions."""
+    simulate(2)
+    layer = nn.Linear(4, 4, bias=False, dtype=torch.complex64)
+    layer.weight.grad_dtype = torch.complex128
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(grad_dtype=torch.float64))
+    for _ in range(2):
+        layer(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
+        assert layer.weight.grad.dtype == torch.complex128  # type: ignore[union-attr]
+        layer.zero_grad()
+        layer.cpu()
+    other = fully_shard(
+        nn.Linear(4, 4, dtype=torch.complex64), mp_policy=MixedPrecisionPolicy(grad_dtype=torch.float64)
+    )
+    other(torch.ones(2, 4, dtype=torch.complex64)).abs().sum().backward()
+    assert other.weight.grad.dtype == torch.complex64
+
+
 def test_dtypes_that_are_none_are_refused(simulate: FakeWorlds) -> None:
     simulate(2)
     with pytest.raises(FSDPValueError, match=r"MixedPrecisionPolicy\.grad_dtype must be a floating-point dtype"):

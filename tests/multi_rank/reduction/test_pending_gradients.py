@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, pending_gradients
+from fsdp2.core.group import FSDPParamGroup
 from tests.harness import FakeWorlds, multi_rank
 
 MICROBATCHES = 3
@@ -178,6 +182,46 @@ def test_zero_grad_drops_what_waits_and_a_cast_keeps_it(world_size: int) -> None
         if name in expected:
             assert each.grad.dtype == torch.float64
             torch.testing.assert_close(each.grad.full_tensor().float(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+def even() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+@multi_rank(4)
+def test_beside_tensor_parallelism() -> None:
+    """What waits is a DTensor on that mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    net: Any = parallelize_module(even(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["dp"])
+    net.set_requires_gradient_sync(False)
+    own, sums = mesh["dp"].get_local_rank(), []
+    for rank in range(2):
+        plain = even()
+        for microbatch in range(MICROBATCHES):
+            plain(batch(rank, microbatch)).square().sum().backward()
+            if rank == own:
+                net(batch(rank, microbatch)).square().sum().backward()
+        sums.append(plain[0].weight.grad)
+    pending = pending_gradients(net)[net[0].weight].unreduced
+    assert isinstance(pending, DTensor) and pending.device_mesh == mesh["tp"]
+    torch.testing.assert_close(pending.full_tensor(), sums[own], rtol=1e-5, atol=1e-5)
+    fsdp2.synchronize_gradients(net)
+    torch.testing.assert_close(net[0].weight.grad.full_tensor(), sum(sums) / 2, rtol=1e-5, atol=1e-5)
+
+
+@multi_rank(2)
+def test_an_exception_in_between_leaves_the_settings(world_size: int) -> None:
+    net = sharded()
+    net.set_requires_gradient_sync(False)
+    accumulate(net)
+    with mock.patch.object(FSDPParamGroup, "reduce", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        fsdp2.synchronize_gradients(net)
+    assert not any(group.settings.requires_gradient_sync for group in net._get_fsdp_state().unit)
+    assert pending_gradients(net), "nothing is lost"
+    fsdp2.synchronize_gradients(net)
+    assert_gradients(net, mean(world_size))
 
 
 @multi_rank(2)
