@@ -93,7 +93,7 @@ def hook(x: Tensor) -> Tensor:
 def test_functions_of_modules_that_are_imported_later_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of `fsdp2.compat` are, which a program may import after its first `fully_shard`."""
     later = ModuleType("fsdp2.later")
-    exec("def double(x):\n    return x.mul(2)\n", vars(later))
+    exec(compile("def double(x):\n    return x.mul(2)\n", __file__, "exec"), vars(later))  # in a file, as modules are
     begin_graphs_at_calls_only()
     monkeypatch.setitem(sys.modules, later.__name__, later)
     begin_graphs_at_calls_only()
