@@ -5,7 +5,8 @@
     python -m benchmarks.compile --impl torch-blocks,fsdp2-blocks --blocks 4
 
 Names are those of `benchmarks.implementations`: what is compiled is `-whole`, `-blocks`, `-hooks` or nothing. torch's
-own cannot be compiled whole.
+own cannot be compiled whole. `exchanges` moves what must travel in a step and does nothing else, as in
+`benchmarks.throughput`: with the unsharded model's compiled step it is what a compiled step would take at the least.
 
 First comes the time to the end of the first two steps, in which everything is compiled; then, as in
 `benchmarks.throughput`, CPU time of all threads of all ranks, which decides, and wall time of the slowest rank.
@@ -32,11 +33,13 @@ from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.samples import write_json
 from benchmarks.tables import Table
-from benchmarks.throughput import Interval
-from benchmarks.training import training_step
+from benchmarks.throughput import TIMES, Interval, over_limit
+from benchmarks.training import EXCHANGES, training_step
 
+UNSHARDED_WHOLE = f"{UNSHARDED}-whole"
 CONTENDERS = (
-    f"{UNSHARDED}-whole",
+    UNSHARDED_WHOLE,
+    EXCHANGES,
     "torch",
     "torch-blocks",
     "fsdp2",
@@ -109,6 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(CONTENDERS)}")
     samples = measure(given.impl, blocks=given.blocks, backend=given.backend, repetitions=given.repetitions)
+    notes = ["CPU of all threads of both ranks; ratios with the 95 % interval of a bootstrap"]
+    if {UNSHARDED_WHOLE, EXCHANGES, "fsdp2-whole"} <= samples.keys():
+        whole, compute, exchanges = (samples[name] for name in ("fsdp2-whole", UNSHARDED_WHOLE, EXCHANGES))
+        over = (f"{label} {over_limit(whole[key], compute[key], exchanges[key])}" for key, label in TIMES.items())
+        notes.append(f"fsdp2-whole over the unsharded step and the exchanges, one after the other: {', '.join(over)}")
     machine = Environment.current()
     load = " ".join(f"{value:.1f}" for value in machine.load_average)
     print(f"torch {machine.torch}, {machine.cpu}, {machine.cores} cores, load average {load}")
@@ -116,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table(
         f"Training step, {given.blocks} blocks, 2 gloo ranks, {given.backend}: medians of {given.repetitions} steps",
         ["", "first two steps s", "CPU ms", f"CPU / {REFERENCE}", "wall ms"],
-        notes=["CPU of all threads of both ranks; ratios with the 95 % interval of a bootstrap"],
+        notes=notes,
     )
     for name, mine in samples.items():
         reference = samples.get(REFERENCE)

@@ -29,23 +29,21 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.implementations import AGAIN, NAMES_HELP, UNSHARDED, ShardingOptions
-from benchmarks.models import ModelSpec, build_model
+from benchmarks.models import ModelSpec
 from benchmarks.ranks import on_ranks
 from benchmarks.results import Environment
 from benchmarks.samples import write_json
 from benchmarks.tables import Table
-from benchmarks.training import training_step
-from fsdp2.features import gloo_p2p
+from benchmarks.training import EXCHANGES, training_step
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ABOUT_30M = ModelSpec(
@@ -53,7 +51,7 @@ ABOUT_30M = ModelSpec(
 )
 WARM_UP_STEPS = 3
 REFERENCE = "torch"
-EXCHANGES = "exchanges"
+TIMES = {"cpu": "CPU", "wall": "wall"}
 QUIET = (0.93, 1.07)
 """Where the wall time of an implementation over its own second instance must lie for wall times to say anything."""
 
@@ -97,40 +95,12 @@ class Interval:
         return f"{self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def _exchanges(spec: ModelSpec, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[], None]:
-    """What must travel in a step: gathers in the dtype of the computation, gradients added up in fp32; by units."""
-    group, ranks = mesh.get_group(), mesh.size()
-    model = build_model(spec)
-    sizes = [sum(each.numel() for each in block.parameters()) for block in model.blocks]
-    sizes.append(sum(each.numel() for each in model.parameters()) - sum(sizes))
-    parts = [torch.zeros(-(-size // ranks), dtype=options.param_dtype) for size in sizes]
-    wholes = [torch.zeros(ranks * part.numel(), dtype=options.param_dtype) for part in parts]
-    sums = [torch.zeros(part.numel()) for part in parts]
-    times = 1 if options.reshard_after_forward is False else 2
-
-    def step() -> None:
-        for part, whole, total in zip(parts, wholes, sums, strict=True):
-            works: list[Any] = []
-            for _ in range(times):
-                gloo_p2p.all_gather(whole, part, group, works)
-                works.pop().wait()
-            gloo_p2p.reduce_scatter(total, whole, dist.ReduceOp.AVG, group, works)
-            works.pop().wait()
-
-    return step
-
-
 def _measure_on_rank(
     names: Sequence[str], repetitions: int, options: ShardingOptions, spec: ModelSpec
 ) -> dict[str, list[tuple[float, float]]]:
     warnings.simplefilter("ignore")  # torch's, about its own FSDP1, and those of other packages
     mesh = init_device_mesh("cpu", (options.world_size,))
-    steps: dict[str, Callable[[], object]] = {
-        name: _exchanges(spec, mesh, options)
-        if name == EXCHANGES
-        else training_step(name, spec, mesh=mesh, options=options)
-        for name in names
-    }
+    steps = {name: training_step(name, spec, mesh=mesh, options=options) for name in names}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(WARM_UP_STEPS):
         for step in steps.values():
@@ -173,13 +143,9 @@ def measure(
     }
 
 
-def _over_limit(samples: dict[str, Samples]) -> str:
-    found = []
-    for which in ("cpu", "wall"):
-        ours, compute, exchanges = (getattr(samples[name], which) for name in ("fsdp2", UNSHARDED, EXCHANGES))
-        limit = [sum(pair) for pair in zip(compute, exchanges, strict=True)]
-        found.append(f"{'CPU' if which == 'cpu' else which} {Interval.of(ours, limit)}")
-    return ", ".join(found)
+def over_limit(ours: Sequence[float], compute: Sequence[float], exchanges: Sequence[float]) -> Interval:
+    """`ours` over the model's own step and the exchanges, one after the other."""
+    return Interval.of(ours, [sum(pair) for pair in zip(compute, exchanges, strict=True)])
 
 
 def _table(samples: dict[str, Samples], options: ShardingOptions, repetitions: int) -> Table:
@@ -197,7 +163,9 @@ def _table(samples: dict[str, Samples], options: ShardingOptions, repetitions: i
         notes=notes,
     )
     if {UNSHARDED, EXCHANGES, "fsdp2"} <= samples.keys():
-        notes.append(f"fsdp2 over the unsharded step and the exchanges, one after the other: {_over_limit(samples)}")
+        of = [samples[name] for name in ("fsdp2", UNSHARDED, EXCHANGES)]
+        over = (f"{label} {over_limit(*(getattr(each, key) for each in of))}" for key, label in TIMES.items())
+        notes.append(f"fsdp2 over the unsharded step and the exchanges, one after the other: {', '.join(over)}")
     for name, mine in samples.items():
         cells = []
         for which in ("cpu", "wall"):

@@ -12,16 +12,20 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.implementations import UNSHARDED, ShardingOptions, available, base_of, build_sharded
 from benchmarks.models import ModelSpec, build_model
+from fsdp2.features import gloo_p2p
 
 Step = Callable[[], torch.Tensor]
 """Forward, backward, optimizer and `zero_grad`; returns this rank's loss."""
 StepOfBatch = Callable[[torch.Tensor], torch.Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+EXCHANGES = "exchanges"
 
 # Implementation -> the adapter, whose `program(name, model, mesh=, options=, make_optimizer=)` is a `StepOfBatch`.
 PEERS = {
@@ -59,6 +63,8 @@ def training_step(
 
     Raises ValueError for an unknown name, ImportError for a package that is not installed, and what a peer raises.
     """
+    if name == EXCHANGES:
+        return _exchanges(spec, mesh, options)
     batch = batch_of(spec, mesh.get_rank())
     adapter = imported(name)
     if adapter is not None:
@@ -66,6 +72,30 @@ def training_step(
         return lambda: step(batch)
     model = build_sharded(name, spec, mesh=mesh, options=options)
     return program_of(model, make_optimizer, batch.to(options.param_dtype) if base_of(name) == UNSHARDED else batch)
+
+
+def _exchanges(spec: ModelSpec, mesh: DeviceMesh, options: ShardingOptions) -> Step:
+    """What must travel in a step: gathers in the dtype of the computation, gradients added up in fp32; by units."""
+    group, ranks = mesh.get_group(), mesh.size()
+    model = build_model(spec)
+    sizes = [sum(each.numel() for each in block.parameters()) for block in model.blocks]
+    sizes.append(sum(each.numel() for each in model.parameters()) - sum(sizes))
+    parts = [torch.zeros(-(-size // ranks), dtype=options.param_dtype) for size in sizes]
+    wholes = [torch.zeros(ranks * part.numel(), dtype=options.param_dtype) for part in parts]
+    sums = [torch.zeros(part.numel()) for part in parts]
+    times = 1 if options.reshard_after_forward is False else 2
+
+    def step() -> torch.Tensor:
+        for part, whole, total in zip(parts, wholes, sums, strict=True):
+            works: list[Any] = []
+            for _ in range(times):
+                gloo_p2p.all_gather(whole, part, group, works)
+                works.pop().wait()
+            gloo_p2p.reduce_scatter(total, whole, dist.ReduceOp.AVG, group, works)
+            works.pop().wait()
+        return sums[0]
+
+    return step
 
 
 def imported(name: str) -> Any:
