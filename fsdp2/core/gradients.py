@@ -557,15 +557,12 @@ class GradientBucket:
         """The buffer that gradients were last delivered on, if they were: whether a parameter has its own is open."""
         return self._buffer
 
-    def is_cleared(self) -> bool:
-        """Whether the gradient buffer has memory, of gradients that were delivered and cleared since."""
+    def cleared_buffer(self) -> GradientBuffer | None:
+        """The gradient buffer, if it has memory, of gradients that were delivered and cleared since."""
         buffer = self._buffer
-        return buffer is not None and buffer.resizable.has_memory and not self._is_due and self._are_cleared()
-
-    def release(self) -> None:
-        """Free the gradient buffer's memory if the gradients have been cleared and nobody else holds one."""
-        if self._buffer is not None and self.is_cleared():
-            self._buffer.release()
+        if buffer is None or not buffer.resizable.has_memory or self._is_due or not self._are_cleared():
+            return None
+        return buffer
 
     def leave_buffer(self) -> None:
         """Neither free nor use the gradient buffer again. Gradients that lie on it keep it."""

@@ -15,6 +15,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Offloading
 from fsdp2.core.gather import Gather, GroupStorage, Transfer
+from fsdp2.core.gradients import GradientBuffer
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
@@ -753,15 +754,17 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
 
     Between passes, or by a hook on a delivered gradient. While a graph is captured it stays.
     """
-    by_comm: dict[FSDPCommContext, list[FSDPParamGroup]] = {}
+    by_comm: dict[FSDPCommContext, list[tuple[FSDPParamGroup, list[GradientBuffer]]]] = {}
     for group in groups:
-        if group.comm is not None and group.reducer.can_release():
-            by_comm.setdefault(group.comm, []).append(group)
+        cleared = group.reducer.cleared_buffers()
+        if cleared and group.comm is not None:
+            by_comm.setdefault(group.comm, []).append((group, cleared))
     for comm, together in by_comm.items():
         if comm.device.is_capturing():
             continue
         if comm.device.has_streams:
-            last = [group.reducer.last_stream(comm) for group in together]
+            last = [group.reducer.last_stream(comm) for group, _ in together]
             comm.reduces_follow_readers((comm.reduce_scatter_stream, *last))
-        for group in together:
-            group.reducer.release()
+        for _, cleared in together:
+            for buffer in cleared:
+                buffer.release()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
-from fsdp2.core.gradients import GradientBucket, PackedGradients
+from fsdp2.core.gradients import GradientBucket, GradientBuffer, PackedGradients
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_threshold_bytes
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
@@ -311,16 +311,9 @@ class GradientReducer:
         """Whether some gradients are reduced in the dtype in which they arrive."""
         return bool(self._follow_arrivals)
 
-    def can_release(self) -> bool:
-        """Whether some sharded gradients were delivered and cleared since, and none is on its way."""
-        return not self.is_reducing and any(bucket.is_cleared() for bucket in self.buckets)
-
-    def release(self) -> None:
-        """Free the memory of sharded gradients that have been cleared, unless a reduction is on its way there."""
-        if self.is_reducing:
-            return
-        for bucket in self.buckets:
-            bucket.release()
+    def cleared_buffers(self) -> list[GradientBuffer]:
+        """Those of sharded gradients that were delivered and cleared since, unless a reduction is on its way there."""
+        return [] if self.is_reducing else [one for each in self.buckets if (one := each.cleared_buffer()) is not None]
 
     # -- the end of a backward
 

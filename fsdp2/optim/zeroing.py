@@ -48,8 +48,7 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Call
     Returns:
         What to call once ``.grad`` is cleared: it frees the memory that gradients lie on, unless somebody holds some.
     """
-    groups: dict[FSDPParamGroup | None, None] = {}
-    cleared: dict[FSDPParamGroup, set[FSDPParam]] = {}
+    groups: dict[FSDPParamGroup, set[FSDPParam] | None] = {}  # those of them that wait
     unseen: list[torch.Tensor] = []
     for parameter in parameters:
         owner = fsdp_param_of(parameter)
@@ -60,22 +59,24 @@ def clear_waiting(parameters: Iterable[torch.Tensor], set_to_none: bool) -> Call
                 continue
             unseen.append(owner.sharded)
         group = owner.group
-        groups[group] = None
-        if group is not None and group.reducer in GradientReducer.owing:
-            cleared.setdefault(group, set()).add(owner)
-    for group, params in cleared.items():
-        group.clear_waiting(params, set_to_none)
+        if group in groups:
+            waiting = groups[group]
+        elif group is None:
+            continue
+        else:
+            waiting = groups[group] = set() if group.reducer in GradientReducer.owing else None
+        if waiting is not None:
+            waiting.add(owner)
+    for group, waiting in groups.items():
+        if waiting is not None:
+            group.clear_waiting(waiting, set_to_none)
     for sharded in unseen:
         if sharded.grad is not None and set_to_none:
             sharded.grad = None
         elif sharded.grad is not None:
             sharded.grad.zero_()
 
-    return partial(_free, groups) if set_to_none else _nothing
-
-
-def _free(groups: Iterable[FSDPParamGroup | None]) -> None:
-    free_cleared_gradients(group for group in groups if group is not None)
+    return partial(free_cleared_gradients, groups) if set_to_none else _nothing
 
 
 def _nothing() -> None:
