@@ -42,6 +42,7 @@ from fsdp2.features.accumulation import accumulate
 from fsdp2.features.broadcast_parameters import broadcast_parameters
 from fsdp2.features.divergence import DivergenceReport, divergence_report
 from fsdp2.features.full_parameters import full_parameters
+from fsdp2.features.graphed_step.step import GraphedStep, make_graphed_step
 from fsdp2.features.inference import inference
 from fsdp2.features.owned import Owned, balanced_owners
 from fsdp2.features.pending_gradients import PendingGradient, pending_gradients, synchronize_gradients
@@ -130,6 +131,7 @@ __all__ = [
     "FSDPTypeError",
     "FSDPValueError",
     "GradientReductionHandle",
+    "GraphedStep",
     "GroupChoice",
     "Hardware",
     "HSDPMeshInfo",
@@ -171,6 +173,7 @@ __all__ = [
     "get_cls_to_fsdp_cls",
     "get_total_norm",
     "inference",
+    "make_graphed_step",
     "metrics",
     "offload_optimizer_state",
     "optim",

@@ -19,6 +19,7 @@ from fsdp2.core.root import FSDPRoot
 from fsdp2.core.streams import FSDPCommContext, StreamDevice, Wait
 from fsdp2.core.transport import Native
 from fsdp2.features.gloo_p2p import Exchange, PeerToPeer
+from fsdp2.features.graphed_step.step import GraphedStep
 from fsdp2.features.memory_pool import MemoryPool
 from tests.harness.jitter import fill_with_garbage
 from tests.harness.recording.recorder import RecordingDevice
@@ -144,6 +145,12 @@ def _asked_number() -> AbstractContextManager[Any]:
 def _given_back_memory() -> AbstractContextManager[Any]:
     """memory of graphs is given back."""
     return mock.patch.object(MemoryPool, "hold", lambda pool: None)
+
+
+@fault
+def _former_inputs() -> AbstractContextManager[Any]:
+    """a graph reads the inputs of its recording."""
+    return mock.patch.object(GraphedStep, "_fill", lambda graphed, given: None)
 
 
 @fault

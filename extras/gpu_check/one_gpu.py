@@ -182,10 +182,19 @@ CHECKS = (
         10,
         "replay",
         asks="Is a captured step right when it is replayed, also after an eager step of another shape?",
-        expected="Parameters like the plain model's after 100 replays, and after 100 more.",
-        means="Memory of the graph was given to others: `hold` in `features/memory_pool.py`.",
-        runs=[Program("replayed"), Program("replayed", environment=NCCL_ALONE)],
-        rehearsals=[Plant(Program("replayed"), "memory of graphs is given back", "were given back")],
+        expected="Parameters like the plain model's after 100 replays and after 100 more; losses of graphed steps too.",
+        means="Memory of the graph was given to others: `hold` in `features/memory_pool.py`. Only losses of graphed "
+        "steps: `features/graphed_step/`.",
+        runs=[
+            Program("replayed"),
+            Program("replayed", environment=NCCL_ALONE),
+            Program("graphed"),
+            Program("graphed", environment=NCCL_ALONE),
+        ],
+        rehearsals=[
+            Plant(Program("replayed"), "memory of graphs is given back", "were given back"),
+            Plant(Program("graphed"), "a graph reads the inputs of its recording", "the loss of step"),
+        ],
         torch=(2, 13),
     ),
     Check(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fsdp2
 from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard, offload_optimizer_state
 from fsdp2.checkpoint import Checkpoints
 from fsdp2.core.streams import Wait
@@ -15,7 +17,7 @@ from tests.harness.compare import SUM_ORDER
 from tests.harness.cuda import NEEDS_CUDA, shard
 from tests.harness.internals import allocated_bytes, groups_of
 from tests.harness.jitter import jittering
-from tests.harness.models import MODEL_CASES, TRANSFORMER, ModelCase
+from tests.harness.models import MODEL_CASES, TRANSFORMER, Batch, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.training import assert_trains_like
 
@@ -208,6 +210,40 @@ def test_a_whole_step_is_captured_and_replayed(width: int, world_of_one: None) -
     torch.cuda.synchronize()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.to_local(), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_graphed_step_trains_as_the_reference(reshard_after_forward: bool, world_of_one: None) -> None:
+    """Also with an evaluation and a step of another shape between two replays."""
+    model = TRANSFORMER.build()
+    for unit in TRANSFORMER.units(model):
+        fully_shard(unit, reshard_after_forward=reshard_after_forward)
+
+    def fused(parameters: Any) -> torch.optim.Optimizer:
+        rate = torch.tensor(1e-2, device="cuda")
+        return torch.optim.AdamW(parameters, lr=rate, eps=1e-3, fused=True, capturable=True)
+
+    optimizer = fused(model.parameters())
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = TRANSFORMER.loss(model, Batch(inputs, targets))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    reference = Reference(TRANSFORMER, world_size=1, device="cuda", make_optimizer=fused)
+    graphed = fsdp2.make_graphed_step(step, model, optimizer)
+    found, expected = [], []
+    for index in range(8):
+        batch = TRANSFORMER.batch(0, index, 0)
+        found.append(graphed(batch.inputs.cuda(), batch.targets.cuda()))
+        expected += reference.step().losses[0]
+        with torch.no_grad():
+            model(batch.inputs[:1].cuda())
+    assert graphed.is_recorded
+    losses = torch.stack(found), torch.stack([each.cuda() for each in expected])
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

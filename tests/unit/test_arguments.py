@@ -96,6 +96,7 @@ FUNCTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "compile_report": lambda model: {"model": model},
     "explain": lambda model: {"model": model},
     "full_parameters": lambda model: {"module": model},
+    "make_graphed_step": lambda model: {"step": model, "module": model, "optimizer": optimizer(model)},
     "metrics": lambda model: {"model": model, "write": None},
     "timeline": lambda model: {"model": model},
     "inference": lambda model: {"module": model},
@@ -179,6 +180,7 @@ UNCHECKED = {
     *(
         "Estimate",
         "Explanation",
+        "GraphedStep",
         "Metrics",
         "OptimizerStateOffload",
         "PendingGradient",

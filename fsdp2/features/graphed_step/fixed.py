@@ -1,0 +1,148 @@
+"""`Fixed`: what a recorded step has taken from the host for good, so that a replay would not notice that it changed.
+
+Kernels have been launched with numbers and addresses. What may change between two replays is looked at before each, and
+a change is an error that names it: a replay that went on would train something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch
+from fsdp2.core.state import FSDPState
+
+Found = tuple[tuple[str, ...], Any]
+"""Words that say together what something is, and it. (They are joined only where it has changed.)"""
+
+
+class Fixed:
+    """What modules, optimizers and settings are now. Holds the tensors that the graph reads and writes: their memory.
+
+    Args:
+        modules: and all below them.
+        states: of the sharded ones.
+        optimizers: that the step steps.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], states: Sequence[FSDPState], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._modules = [named for module in modules for named in module.named_modules()]
+        self._states = states
+        self._optimizers = optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._names = [[name for name in group if name != "params"] for group in groups]  # a scheduler may add to them
+        self._tensors = list(self._read_tensors())
+        self._addresses = _addresses(self._tensors)
+        self._facts = list(self._read_facts())
+
+    def change(self) -> str | None:
+        """What has changed since; None: nothing has."""
+        tensors = list(self._read_tensors())
+        if len(tensors) != len(self._tensors) or not all(map(operator.is_, *map(_values, (tensors, self._tensors)))):
+            return self._replaced(tensors)
+        addresses = _addresses(tensors)
+        if addresses != self._addresses:
+            moved = zip(self._tensors, self._addresses, addresses, strict=True)
+            return next(f"{_text(words)} lies elsewhere" for (words, _), before, after in moved if before != after)
+        for (words, before), (_, after) in zip(self._facts, self._read_facts(), strict=True):
+            difference = _difference(before, after)
+            if difference is not None:
+                return f"{_text(words)} is {difference}"
+        return None
+
+    def _read_tensors(self) -> Iterator[Found]:
+        """Those that the graph has the addresses of."""
+        for path, module in self._modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield ("parameter", path, name), _torch.plain_of(parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield ("buffer", path, name), _torch.plain_of(buffer)
+        for optimizer in self._optimizers:
+            which = type(optimizer).__name__
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield ("the state of", which, name), _torch.plain_of(value)
+        for which, name, value in self._read_hyperparameters():
+            if isinstance(value, torch.Tensor):
+                yield ("the hyperparameter of", which, name), value
+
+    def _read_facts(self) -> Iterator[Found]:
+        """What was asked on the host, and is asked no more."""
+        for path, module in self._modules:
+            yield ("whether it trains, of module", path), module.training
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield ("requires_grad of", path, name), parameter.requires_grad
+        for state in self._states:
+            resharding = state.reshard_after_forward, state.reshard_after_backward
+            yield ("the resharding of", state.name), resharding
+            yield ("a setting of the root", state.name), state.root_settings
+            for group in state.unit:
+                yield ("a setting of", group.name), group.settings
+        for which, name, value in self._read_hyperparameters():
+            if not isinstance(value, torch.Tensor):
+                yield ("the hyperparameter of", which, name), value
+
+    def _read_hyperparameters(self) -> Iterator[tuple[str, str, Any]]:
+        groups = ((type(each).__name__, group) for each in self._optimizers for group in each.param_groups)
+        for (which, group), names in zip(groups, self._names, strict=False):
+            for name in names:
+                yield which, name, group.get(name)
+
+    def _replaced(self, tensors: Sequence[Found]) -> str:
+        present, known = ({id(each) for each in _values(some)} for some in (tensors, self._tensors))
+        for words, tensor in self._tensors:
+            if id(tensor) not in present:
+                return f"{_text(words)} is another tensor, or is not there any more"
+        return f"{next(_text(words) for words, tensor in tensors if id(tensor) not in known)} is new"
+
+
+def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Found]:
+    """What a step of ``optimizers`` on ``device`` counts on the host: a replay counts no further."""
+    found: list[Found] = []
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                words = (type(optimizer).__name__, name)
+                if not isinstance(value, torch.Tensor):
+                    found.append((words, value))
+                elif value.device.type != device.type:
+                    found.append((words, _torch.version_of(value)))
+    return found
+
+
+def _difference(before: Any, after: Any) -> str | None:
+    """How what is ``after`` is not ``before``; of settings, the fields that differ."""
+    if before is after:
+        return None
+    if not dataclasses.is_dataclass(before) or type(before) is not type(after):
+        return None if before == after else f"{after!r}, and was {before!r}"
+    for name in (field.name for field in dataclasses.fields(before)):
+        difference = _difference(getattr(before, name), getattr(after, name))
+        if difference is not None:
+            return f"{name}={difference}"
+    return None
+
+
+def _values(found: Sequence[Found]) -> list[Any]:
+    return [value for _, value in found]
+
+
+def _addresses(tensors: Sequence[Found]) -> list[int]:
+    return [tensor.data_ptr() for _, tensor in tensors]
+
+
+def _text(words: tuple[str, ...]) -> str:
+    what, *path = words
+    return f"{what} '{'.'.join(filter(None, path))}'"

@@ -1,0 +1,391 @@
+"""`make_graphed_step`: forward, backward, clipping and optimizer in one graph, which costs the host one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from fsdp2 import _torch, _torch_compiler
+from fsdp2.arguments import ANYTHING, at_least, checked
+from fsdp2.core.agreement import disagreement
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.module import FSDPModule
+from fsdp2.core.state import FSDPState, states_below_all
+from fsdp2.core.trees import map_tensors, tensors_in
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.features.graphed_step.fixed import Fixed, Found, host_state
+from fsdp2.features.graphed_step.recording import OF_DEVICES, Recording
+
+Step = Callable[..., Any]
+
+
+@checked(step=ANYTHING, module=ANYTHING, optimizer=ANYTHING, warm_up=at_least(1), pool=ANYTHING)
+def make_graphed_step(
+    step: Step,
+    module: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    warm_up: int = 3,
+    pool: Any = None,
+) -> GraphedStep:
+    """``step`` as a graph of the device: called like it, it costs the host one launch in the place of thousands.
+
+        >>> lr = torch.tensor(3e-4, device="cuda")  # a scheduler writes into it
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
+        >>> def step(tokens, targets):
+        ...     loss = loss_of(model(tokens), targets)
+        ...     loss.backward()
+        ...     fsdp2.clip_grad_norm_(model, 1.0)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+        >>> step = fsdp2.make_graphed_step(step, model, optimizer)
+        >>> for tokens, targets in batches:
+        ...     loss = step(tokens, targets)
+
+    The first ``warm_up`` calls run ``step`` as it is, so that everything has been made that is made once. The next one
+    records it, and that call and all later ones replay the recording. Each call is one step on what it is given: its
+    inputs are copied to where the recorded step reads them, and what it returns are copies of the recorded outputs,
+    which stay as they are.
+
+    The addresses of a step must repeat. So the memory for communication is kept from use to use from now on
+    (``set_communication_memory_pool(True)``; before torch 2.13 ``set_keep_unsharded_storage(True)``), for ever.
+
+    What the host decides is decided once. Before each replay it is compared with what was recorded, and a difference is
+    an error: other shapes, dtypes or plain values among the arguments; hyperparameters that are no tensors; settings;
+    ``training``; ``requires_grad``; tensors that were replaced or moved. What cannot be seen is the caller's: Python
+    code inside of ``step`` does not run again, so counters, prints and branches stay as they were. Between two calls
+    anything may run: evaluation, checkpoints, steps of other shapes by the plain function.
+
+    Collective: all ranks of the meshes must call it, and each of its results, as they would call ``step``.
+
+    Args:
+        step: does forward, backward, and what else belongs to a step, with nothing that waits for the device
+            (``.item()``, ``print`` of a tensor). It leaves no gradients: it ends with ``zero_grad()``. It takes and
+            returns tensors, or lists, tuples, dicts and dataclasses of them, and plain values.
+        module: the root of what it trains; several, if it is about several.
+        optimizer: that it steps, with ``capturable=True`` if there is such an argument; several, or none.
+        warm_up: how many calls run as they are, at least 1.
+        pool: `GraphedStep.pool` of another one, whose memory this one uses too: of validation, for one. They must not
+            be replayed at the same time.
+
+    Raises:
+        FSDPTypeError, FSDPValueError: another kind of argument.
+        FSDPRuntimeError: nothing at or below ``module`` is sharded, or it is not the root. From a call: the step cannot
+            be recorded, or a replay would not do what ``step`` does; nothing has been stepped then.
+        FSDPNotImplementedError: the device records no graphs, or parameters or gradients are offloaded.
+    """
+    if not callable(step):
+        raise FSDPTypeError(f"make_graphed_step takes a function that does a step, got {step!r}.")
+    modules = _each_of(module, nn.Module, "modules")
+    optimizers = _each_of(optimizer, Optimizer, "optimizers")
+    states = states_below_all(modules)
+    groups = list(dict.fromkeys(group for state in states for group in state.unit))
+    if not groups:
+        raise FSDPRuntimeError(
+            "make_graphed_step() was given nothing that contains a sharded module: pass what fully_shard was called on."
+        )
+    _refuse_offloaded(groups)
+    devices = list(dict.fromkeys(group.mesh.device for group in groups))
+    make = OF_DEVICES.get(devices[0].type)
+    if make is None or len(devices) > 1:
+        raise FSDPNotImplementedError(
+            f"make_graphed_step records a graph of one device that can ({', '.join(OF_DEVICES)}), and the model is on "
+            f"{', '.join(map(str, devices))}. Call the step itself there."
+        )
+    _keep_addresses(modules)
+    return GraphedStep(step, modules, states, optimizers, warm_up, lambda: make(devices[0], pool), devices[0])
+
+
+class GraphedStep:
+    """What `make_graphed_step` makes; called like the step that it was given."""
+
+    def __init__(
+        self,
+        step: Step,
+        modules: Sequence[nn.Module],
+        states: Sequence[FSDPState],
+        optimizers: Sequence[Optimizer],
+        warm_up: int,
+        make: Callable[[], Recording],
+        device: torch.device,
+    ) -> None:
+        self._step = step
+        self._modules = modules
+        self._states = states
+        self._optimizers = optimizers
+        self._warm_up = warm_up
+        self._make = make
+        self._device = device
+        self._groups = list(dict.fromkeys(group for state in states for group in state.unit))
+        self._meshes = list(dict.fromkeys(group.mesh for group in self._groups))
+        self.reset()
+
+    @property
+    def pool(self) -> Any:
+        """Where the graph's memory comes from; for ``make_graphed_step(..., pool=...)`` of another one."""
+        return self._recording.pool
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls are replays."""
+        return self._fixed is not None
+
+    def reset(self) -> None:
+        """Give the graph up: the next calls warm up and record again, with what has changed."""
+        self._recording = self._make()
+        self._fixed: Fixed | None = None
+        self._calls = 0
+        self._arguments = ""
+        self._parameters: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self._outputs: Any = None
+
+    @_torch_compiler.stays_outside("a graphed step is a graph already")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step. Returns what the step does, detached.
+
+        Raises:
+            FSDPRuntimeError, FSDPValueError: see `make_graphed_step`.
+        """
+        if self._fixed is None and self._calls < self._warm_up:
+            with self._recording.warm_up():
+                output = map_tensors(torch.Tensor.detach, self._step(*args, **kwargs))
+            self._calls += 1
+            return output
+        if self._fixed is None:
+            self._record(args, kwargs)
+        else:
+            self._refuse_changes(args, kwargs)
+            self._fill(tensors_in((args, kwargs)))
+        self._recording.replay()
+        return map_tensors(lambda each: each.detach().clone(), self._outputs)
+
+    # -- the recording
+
+    def _record(self, args: Any, kwargs: Any) -> None:
+        failure: BaseException | None = None
+        try:
+            fixed, own_args, own_kwargs = self._prepare(args, kwargs)
+        except Exception as error:  # other ranks are told, and it is raised below
+            failure = error
+        self._refuse(failure, None)
+        counted = host_state(self._optimizers, self._device)
+        try:
+            self._recording.record(lambda: self._run(own_args, own_kwargs))
+            complaint = self._complaint(fixed, counted)
+        except Exception as error:
+            failure, complaint = error, f"{type(error).__name__}: {error}"
+        except BaseException:
+            self._abandon()
+            raise
+        try:
+            self._refuse(failure, complaint)
+        except BaseException:
+            self._abandon()
+            raise
+        self._fixed = fixed
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[Fixed, Any, Any]:
+        """What the recorded step reads: arguments of its own. Parameters rest, as they do before each replay."""
+        of_modules = (parameter for module in self._modules for parameter in module.parameters())
+        of_optimizers = (each for one in self._optimizers for group in one.param_groups for each in group["params"])
+        self._parameters = list({id(each): each for every in (of_modules, of_optimizers) for each in every}.values())
+        self._refuse_unready()
+        inputs: list[torch.Tensor] = []
+        own_args, own_kwargs = map_tensors(lambda each: _static(each, self._device, inputs), (args, kwargs))
+        self._inputs, self._arguments = inputs, _described((args, kwargs))
+        self._settle()
+        return Fixed(self._modules, self._states, self._optimizers), own_args, own_kwargs
+
+    def _refuse(self, failure: BaseException | None, complaint: str | None) -> None:
+        """Collective: no rank replays a step that another could not record.
+
+        Raises:
+            FSDPRuntimeError: on all ranks, if one has a failure or a complaint; one that came before the recording is
+                raised as it is.
+        """
+        said = complaint or (None if failure is None else f"{type(failure).__name__}: {failure}")
+        others = next(filter(None, (self._of_others(said, mesh) for mesh in self._meshes)), None)
+        if failure is not None and complaint is None:
+            raise failure
+        if said is not None or others is not None:
+            raise FSDPRuntimeError(
+                f"the step could not be recorded as a graph, and nothing was stepped. {said or others}"
+            ) from failure
+
+    @staticmethod
+    def _of_others(said: str | None, mesh: DataParallelMesh) -> str | None:
+        for ranks in (mesh.shard_group, mesh.replicate_group):
+            difference = disagreement(str(said), ranks, mesh.device, "whether a step was recorded")
+            if difference is not None:
+                return f"The ranks differ:\n{difference}"
+        return None
+
+    def _settle(self) -> None:
+        """Parameters rest, sharded: so each replay begins. Compute has waited for all other streams then."""
+        for state in self._states:
+            state.quiesce()
+
+    def _run(self, args: Any, kwargs: Any) -> None:
+        self._outputs = self._step(*args, **kwargs)
+
+    def _complaint(self, fixed: Fixed, counted: list[Found]) -> str | None:
+        """Why the recording does not do what the step does. ``counted``: the `host_state` of before."""
+        for before, now in zip(counted, host_state(self._optimizers, self._device), strict=False):
+            if before != now:
+                which, name = now[0]
+                return f"{which} keeps '{name}' on the host, which a replay does not change. {_CAPTURABLE}"
+        change = fixed.change()
+        if change is not None:
+            return (
+                f"While the step was recorded {change}: each replay would begin with the one of before. A state of an "
+                "optimizer is made in the first step that has a gradient for its parameter, so warm up with such steps "
+                "(warm_up=...); buffers must be written in place."
+            )
+        if self._has_gradients():
+            return f"It leaves gradients. {_END_WITH_ZERO_GRAD}"
+        return None
+
+    def _abandon(self) -> None:
+        """Let go of what the recording has left: nothing of it was executed."""
+        self.reset()
+        for module in self._modules:
+            module.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        for root in dict.fromkeys(state.root for state in self._states if state.root is not None):
+            root.recover_if_failed()
+
+    def _refuse_unready(self) -> None:
+        """Before the recording.
+
+        Raises:
+            FSDPRuntimeError: something could not be part of a graph.
+        """
+        for optimizer in self._optimizers:
+            if any(group.get("capturable") is False for group in optimizer.param_groups):
+                raise FSDPRuntimeError(f"{type(optimizer).__name__} counts its steps on the host. {_CAPTURABLE}")
+        if self._has_gradients():
+            raise FSDPRuntimeError(
+                f"there are gradients before a step is recorded, to which each replay would add. {_END_WITH_ZERO_GRAD}"
+            )
+        held = self._held_gradient()
+        if held is not None:
+            raise FSDPRuntimeError(f"before a step is recorded, {held}.")
+
+    def _has_gradients(self) -> bool:
+        with _torch.plain_attributes():
+            return any([parameter.grad is not None for parameter in self._parameters])
+
+    def _held_gradient(self) -> str | None:
+        """What an earlier step has left where the graph writes."""
+        for group in self._groups:
+            for bucket in group.reducer.buckets:
+                buffer = bucket.delivered
+                if buffer is not None and buffer.resizable.has_memory and not buffer.is_free():
+                    return (
+                        f"somebody holds a gradient of '{group.name}' of an earlier step, which lies where the graph "
+                        "writes: keep a clone of it"
+                    )
+        return None
+
+    # -- a replay
+
+    def _fill(self, given: Iterable[torch.Tensor]) -> None:
+        """Copy what is given to where the graph reads it."""
+        for static, value in zip(self._inputs, given, strict=True):
+            static.copy_(value)
+
+    def _refuse_changes(self, args: Any, kwargs: Any) -> None:
+        assert self._fixed is not None, "it is recorded"
+        self._settle()
+        found = _described((args, kwargs))
+        if found != self._arguments:
+            raise FSDPValueError(
+                f"the step was recorded for arguments {self._arguments}, and was called with {found}: a graph is of "
+                "one shape. Pad batches to it, call the step itself for others, or make a graphed step for each shape."
+            )
+        change = self._fixed.change()
+        if change is None and self._has_gradients():
+            change = "a parameter has a gradient, which belongs to no step of the graph"
+        change = change or self._held_gradient()
+        if change is not None:
+            raise FSDPRuntimeError(
+                f"since the step was recorded something has changed that a replay would not see: {change}. Change it "
+                "back, or call reset(), after which the step is recorded again. Hyperparameters that are tensors on "
+                "the device may change in place: lr=torch.tensor(1e-3, device=...)."
+            )
+
+
+_CAPTURABLE = "Make it with capturable=True, or, where it knows no such argument, take another optimizer."
+_END_WITH_ZERO_GRAD = "End the step with optimizer.zero_grad(set_to_none=True), for all parameters that have gradients."
+
+
+def _each_of(given: Any, kind: type[Any], what: str) -> list[Any]:
+    every = [given] if isinstance(given, kind) else given
+    if not isinstance(every, (list, tuple)) or not all(isinstance(each, kind) for each in every):
+        raise FSDPTypeError(f"make_graphed_step takes {what}, one or a list of them, got {given!r}.")
+    return list(every)
+
+
+def _refuse_offloaded(groups: Sequence[FSDPParamGroup]) -> None:
+    for group in groups:
+        offloading = group.storage.offloading
+        if offloading.is_host or offloading.sums_on_host or offloading.state_on_host:
+            raise FSDPNotImplementedError(
+                f"'{group.name}' is offloaded: the host waits for what it copies, in each step, so the step cannot be "
+                "a graph. Shard it with the default OffloadPolicy()."
+            )
+
+
+def _keep_addresses(modules: Sequence[nn.Module]) -> None:
+    """Let the memory for communication be the same in each step."""
+    for root in (each for module in modules for each in _topmost(module)):
+        if _torch.can_swap_memory:
+            root.set_communication_memory_pool(True)
+        else:
+            root.set_keep_unsharded_storage(True)
+
+
+def _topmost(module: nn.Module) -> list[FSDPModule]:
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _topmost(child)]
+
+
+def _static(given: torch.Tensor, device: torch.device, known: list[torch.Tensor]) -> torch.Tensor:
+    """Where the recorded step reads an argument."""
+    if given.requires_grad:
+        raise FSDPValueError(
+            f"a graphed step was given a tensor of shape {tuple(given.shape)} that requires a gradient, which no graph "
+            "gives back: detach it."
+        )
+    static = given.detach().to(device).clone() if not _is_dtensor(given) else given.detach().clone()
+    known.append(static)
+    return static
+
+
+def _described(arguments: Any) -> str:
+    """Arguments with shapes and dtypes in the place of tensors: equal where a graph takes one for the other."""
+    return repr(map_tensors(lambda each: _Like(each), arguments))  # type: ignore[arg-type,return-value]
+
+
+class _Like:
+    """Stands for a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        placements = f", {list(tensor.placements)}" if _is_dtensor(tensor) else ""  # type: ignore[attr-defined]
+        self._text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{placements}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements")

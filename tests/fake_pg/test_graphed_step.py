@@ -1,0 +1,159 @@
+"""`fsdp2.make_graphed_step` on a device that only records: what is launched, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPNotImplementedError,
+    FSDPRuntimeError,
+    FSDPTypeError,
+    FSDPValueError,
+    fully_shard,
+)
+from tests.harness.fake import fake_world
+from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
+from tests.harness.recording.recorder import recording
+from tests.harness.recording.training import Expected, Stack
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=torch.tensor(0.1), fused=True, capturable=True),
+    "local": lambda params: fsdp2.optim.local(torch.optim.SGD, params, lr=0.1, momentum=0.9, foreach=True),
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "fewer": {"reshard_after_forward": 2},
+    "half": {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cache_shards=True)},
+}
+
+
+def sharded(width: int = 8, **options: Any) -> Stack:
+    torch.manual_seed(0)
+    model = Stack(width)
+    for unit in [*model.blocks, model]:
+        fully_shard(unit, **options)
+    return model
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    def step(batch: Tensor, scale: float = 1.0) -> Any:
+        loss = model(batch).float().square().mean() * scale
+        loss.backward()
+        fsdp2.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss, "scale": scale}
+
+    return step
+
+
+@pytest.mark.parametrize("options", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_replays_launch_the_same_on_the_same_memory(
+    optimizer: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """And the host neither waits for the device nor for anything from before the graph."""
+    with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
+        model = sharded(**options)
+        steps = optimizer(model.parameters())
+        step = step_of(model, steps)
+        graphed = fsdp2.make_graphed_step(step, model, steps, warm_up=4)
+        for _ in range(3):
+            for _ in range(3):
+                graphed(torch.ones(2, 8))
+            model(torch.ones(5, 8)).sum()
+            step(torch.ones(3, 8))
+            with torch.no_grad():
+                model(torch.ones(2, 8))
+        assert graphed.is_recorded
+
+
+def test_wrong_uses_are_refused() -> None:
+    with fake_world(4):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = step_of(model, optimizer)
+        with pytest.raises(FSDPNotImplementedError, match=r"the model is on cpu\. Call the step itself"):
+            fsdp2.make_graphed_step(step, model, optimizer)
+        with pytest.raises(FSDPTypeError, match="a function that does a step"):
+            fsdp2.make_graphed_step(3, model, optimizer)
+        with pytest.raises(FSDPTypeError, match="takes modules, one or a list"):
+            fsdp2.make_graphed_step(step, optimizer, model)
+        with pytest.raises(FSDPTypeError, match="takes optimizers, one or a list"):
+            fsdp2.make_graphed_step(step, model, [model])
+        with pytest.raises(FSDPRuntimeError, match="nothing that contains a sharded module"):
+            fsdp2.make_graphed_step(step, nn.Linear(2, 2), optimizer)
+        with pytest.raises(FSDPValueError, match="takes a number >= 1 as 'warm_up', got 0"):
+            fsdp2.make_graphed_step(step, model, optimizer, warm_up=0)
+        offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        with graphs(RepeatedStep), pytest.raises(FSDPNotImplementedError, match="'Linear' is offloaded"):
+            fsdp2.make_graphed_step(step, offloaded)
+
+
+def unsharded_ahead(model: Any) -> None:
+    """A gather that nobody has waited for."""
+    for block in model.blocks:
+        block.unshard(async_op=True)
+
+
+def unsharded_and_given_up(model: Any) -> None:
+    for block in model.blocks:
+        block.unshard(async_op=True)
+        block.reshard()
+
+
+def used_and_not_differentiated(model: Any) -> None:
+    model(torch.ones(2, 8))
+
+
+def failed(model: Any) -> None:
+    model.fails = True
+    with pytest.raises(Expected):
+        model(torch.ones(2, 8))
+    model.fails = False
+
+
+@pytest.mark.parametrize("begin", [unsharded_ahead, unsharded_and_given_up, used_and_not_differentiated, failed])
+def test_what_runs_on_other_streams_comes_before_the_graph(begin: Callable[[Any], None]) -> None:
+    with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graphed = fsdp2.make_graphed_step(step_of(model, optimizer), model, optimizer, warm_up=4)
+        for _ in range(3):
+            for _ in range(5):
+                graphed(torch.ones(2, 8))
+            begin(model)
+
+
+def test_reductions_that_are_finished_by_hand() -> None:
+    """A handle that nobody has waited for is an error, before anything is launched."""
+    with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
+        model = sharded()
+        model.set_manual_backward_finalization(True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(batch: Tensor) -> None:
+            model(batch).square().mean().backward()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=4)
+        for _ in range(6):
+            graphed(torch.ones(2, 8))
+        model(torch.ones(2, 8)).sum().backward()
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(FSDPRuntimeError, match="a parameter has a gradient"):
+            graphed(torch.ones(2, 8))
+        handle.wait()
+        model.zero_grad()
+        graphed(torch.ones(2, 8))

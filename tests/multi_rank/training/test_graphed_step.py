@@ -1,0 +1,320 @@
+"""`fsdp2.make_graphed_step` on gloo ranks, where in the place of a replay the step runs again, on the arguments of the
+recording: what goes in and comes out, what is refused, and on which ranks. (`tests/fake_pg/test_graphed_step.py` has
+what is launched, `tests/gpu` the graphs.)"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
+from tests.harness import multi_rank
+from tests.harness.compare import SUM_ORDER, assert_same, assert_sharded_same, full_parameters, parameters_of
+from tests.harness.models import TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
+from tests.harness.recording.graphs import RepeatedStep, graphs
+from tests.harness.reference import Reference
+
+FUSED: dict[str, Any] = {"fused": True, "capturable": True}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), eps=1e-3, **FUSED)
+
+
+def shard(case: ModelCase, **options: Any) -> Any:
+    model = case.build()
+    for unit in case.units(model):
+        fully_shard(unit, **options)
+    return model
+
+
+def step_of(case: ModelCase, model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int = 1) -> Any:
+    """One step; of several microbatches, which come one after the other."""
+
+    def step(*tensors: Tensor) -> list[Tensor]:
+        losses = []
+        for index in range(microbatches):
+            with fsdp2.accumulate(model, last=index == microbatches - 1):
+                loss = case.loss(model, Batch(*tensors[2 * index : 2 * index + 2]))
+                loss.backward()
+            losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    return step
+
+
+def assert_steps_are_the_references(
+    case: ModelCase, model: Any, *, world_size: int, steps: int = 6, microbatches: int = 1, between: Any = None
+) -> Any:
+    optimizer = adamw(model.parameters())
+    reference = Reference(case, world_size=world_size, make_optimizer=adamw, microbatches=microbatches)
+    with graphs(RepeatedStep):
+        graphed = fsdp2.make_graphed_step(step_of(case, model, optimizer, microbatches), model, optimizer, warm_up=2)
+    found, expected = [], []
+    for index in range(steps):
+        batches = [case.batch(0, index, dist.get_rank(), micro) for micro in range(microbatches)]
+        found += graphed(*(each for batch in batches for each in (batch.inputs, batch.targets)))
+        record = reference.step()
+        expected += record.losses[dist.get_rank()]
+        if between is not None:
+            between(index)
+    losses = [{str(index): loss for index, loss in enumerate(every)} for every in (found, expected)]
+    assert_same("losses, none of which is another's", *losses, tolerance=SUM_ORDER)
+    assert_sharded_same("parameters", parameters_of(model), record.parameters, tolerance=SUM_ORDER)
+    assert graphed.is_recorded
+    return graphed
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize("case", [UNEVEN_MLP, TRANSFORMER], ids=lambda case: case.name)
+def test_steps_are_the_references(case: ModelCase, options: dict[str, Any], world_size: int) -> None:
+    assert_steps_are_the_references(case, shard(case, **options), world_size=world_size)
+
+
+@multi_rank(2)
+def test_microbatches_in_one_step(world_size: int) -> None:
+    assert_steps_are_the_references(UNEVEN_MLP, shard(UNEVEN_MLP), world_size=world_size, microbatches=3)
+
+
+@multi_rank(4)
+def test_replicas(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert_steps_are_the_references(UNEVEN_MLP, shard(UNEVEN_MLP, mesh=mesh), world_size=world_size)
+
+
+@multi_rank(2)
+def test_anything_may_run_between_two_calls(world_size: int) -> None:
+    """Evaluation that leaves parameters gathered, state dicts, whole parameters."""
+    model = shard(UNEVEN_MLP, reshard_after_forward=False)
+
+    def between(index: int) -> None:
+        with torch.no_grad():
+            model(UNEVEN_MLP.batch(0, index, 0).inputs)
+        model.unshard()
+        model.state_dict()
+        with fsdp2.full_parameters(model):
+            pass
+
+    assert_steps_are_the_references(UNEVEN_MLP, model, world_size=world_size, between=between)
+
+
+def simple(**options: Any) -> tuple[Any, torch.optim.Optimizer, Callable[..., Any]]:
+    """A model after its recording."""
+    model = shard(UNEVEN_MLP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **FUSED)
+    step = step_of(UNEVEN_MLP, model, optimizer)
+    graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=2, **options)
+    for index in range(3):
+        graphed(*arguments(index))
+    return model, optimizer, graphed
+
+
+def arguments(index: int = 0) -> tuple[Tensor, Tensor]:
+    batch = UNEVEN_MLP.batch(0, index, dist.get_rank())
+    return batch.inputs, batch.targets
+
+
+def _new_rate(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 3.0
+
+
+def _evaluates(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.eval()
+
+
+def _freezes(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.get_parameter("0.weight").requires_grad_(False)
+
+
+def _accumulates(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.set_requires_gradient_sync(False)
+
+
+def _stays_gathered(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.set_reshard_after_forward(False)
+
+
+def _loads(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _assigns(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _keeps_gradients(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, 0)).backward()
+
+
+CHANGES = {
+    _new_rate: r"the hyperparameter of 'AdamW\.lr' is 3\.0, and was 0\.01",
+    _evaluates: "whether it trains, of module '' is False, and was True",
+    _freezes: r"requires_grad of '0\.weight' is False",
+    _accumulates: "a setting of '.*' is requires_gradient_sync=False, and was True",
+    _stays_gathered: r"the resharding of '.*' is \(False, True\)",
+    _loads: r"the state of 'AdamW\.step' is another tensor",
+    _assigns: r"parameter '0\.weight' is another tensor|lies elsewhere",
+    _keeps_gradients: "a parameter has a gradient",
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_a_replay_would_not_see_is_refused(change: Callable[..., None]) -> None:
+    """Then `reset` records it anew, or the change is taken back; nothing was stepped."""
+    with graphs(RepeatedStep):
+        model, optimizer, graphed = simple()
+        change(model, optimizer)
+        before = full_parameters(model)
+        with pytest.raises(FSDPRuntimeError, match=CHANGES[change]):
+            graphed(*arguments())
+        assert_same("parameters", full_parameters(model), before)
+
+
+@multi_rank(2)
+def test_a_rate_that_is_a_tensor_may_change(world_size: int) -> None:
+    model = shard(UNEVEN_MLP)
+    optimizer = adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=5)
+    with graphs(RepeatedStep):
+        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
+        for index in range(5):
+            graphed(*arguments(index))
+            schedule.step()
+        before = full_parameters(model)
+        graphed(*arguments())
+        assert graphed.is_recorded
+        assert_same("parameters, at rate 0", full_parameters(model), before)
+
+
+@multi_rank(2)
+def test_other_arguments_are_refused() -> None:
+    with graphs(RepeatedStep):
+        _, _, graphed = simple()
+        inputs, targets = arguments()
+        for given in ((inputs[:1], targets), (inputs.double(), targets), (inputs,), (inputs, targets, 3)):
+            with pytest.raises(FSDPValueError, match=r"was recorded for arguments .*, and was called with .*one shape"):
+                graphed(*given)
+        graphed(inputs, targets)
+
+
+@multi_rank(2)
+def test_reset_records_again() -> None:
+    with graphs(RepeatedStep):
+        model, optimizer, graphed = simple()
+        _new_rate(model, optimizer)
+        graphed.reset()
+        assert not graphed.is_recorded
+        for index in range(3):
+            graphed(*arguments(index))
+        assert graphed.is_recorded
+
+
+class Fails(RepeatedStep):
+    """Records nothing on rank 1."""
+
+    def record(self, run: Callable[[], None]) -> None:
+        super().record(run)
+        if dist.get_rank() == 1:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+@multi_rank(2)
+def test_no_rank_replays_what_another_could_not_record() -> None:
+    with graphs(Fails), pytest.raises(FSDPRuntimeError, match=r"could not be recorded(.|\n)*operation not permitted"):
+        simple()
+
+
+@multi_rank(2)
+def test_no_rank_records_what_another_does_not() -> None:
+    with graphs(RepeatedStep):
+        model = shard(UNEVEN_MLP)
+        optimizer = adamw(model.parameters())
+        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
+        graphed(*arguments())
+        inputs, targets = arguments()
+        what = "requires a gradient" if dist.get_rank() == 0 else "The ranks differ(.|\n)*requires a gradient"
+        with pytest.raises((FSDPValueError, FSDPRuntimeError), match=what):
+            graphed(inputs.requires_grad_(dist.get_rank() == 0), targets)
+        graphed(*arguments())
+        assert graphed.is_recorded
+
+
+def _leaves_gradients(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    def step(*tensors: Tensor) -> None:
+        optimizer.zero_grad()
+        UNEVEN_MLP.loss(model, Batch(*tensors)).backward()
+        optimizer.step()
+
+    return step
+
+
+def _makes_buffers(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    model.register_buffer("count", torch.zeros(()))
+    inner = step_of(UNEVEN_MLP, model, optimizer)
+
+    def step(*tensors: Tensor) -> None:
+        model.count = model.count + 1
+        inner(*tensors)
+
+    return step
+
+
+REFUSED = {
+    _leaves_gradients: "there are gradients before a step is recorded.*End the step with optimizer.zero_grad",
+    _makes_buffers: "buffer 'count' is another tensor.*buffers must be written in place",
+}
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_steps_that_no_graph_repeats_are_refused(make: Callable[..., Any]) -> None:
+    with graphs(RepeatedStep):
+        model = shard(UNEVEN_MLP)
+        optimizer = adamw(model.parameters())
+        graphed = fsdp2.make_graphed_step(make(model, optimizer), model, optimizer, warm_up=2)
+        for _ in range(2):
+            graphed(*arguments())
+        with pytest.raises(FSDPRuntimeError, match=REFUSED[make]):
+            graphed(*arguments())
+
+
+@multi_rank(2)
+def test_optimizers_that_count_on_the_host_are_refused() -> None:
+    """By their argument, or by what they were seen to count; and a state that is made while it is recorded."""
+    with graphs(RepeatedStep):
+        model = shard(UNEVEN_MLP)
+        for optimizer, why in (
+            (torch.optim.Adam(model.parameters()), "Adam counts its steps on the host. Make it with capturable=True"),
+            (Counting(model.parameters()), "Counting keeps 'steps' on the host, which a replay does not change"),
+        ):
+            graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
+            graphed(*arguments())
+            with pytest.raises(FSDPRuntimeError, match=why):
+                graphed(*arguments())
+
+
+class Counting(torch.optim.Optimizer):
+    """Plain gradient descent that counts in Python."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
