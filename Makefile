@@ -77,6 +77,7 @@ test-clients: $(CLIENTS_STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m benchmarks --impl torch,torch-own-mesh,fsdp2,fsdp2-own-mesh
 	$(BIN)/python -m benchmarks.optimizers
 	$(BIN)/python -m benchmarks.micro
 	$(BIN)/python -m benchmarks.first_step

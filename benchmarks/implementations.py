@@ -6,6 +6,7 @@ An implementation is a `fully_shard` function with torch's signature, or a `Full
 
 * `-zero2` (of torch and fsdp2) keeps parameters from forward to backward;
 * `-pooled` (of fsdp2) keeps the memory of communication, `-no-prefetch` (of fsdp2) gathers nothing ahead;
+* `-own-mesh` (of torch and fsdp2) says the mesh of each parameter by a `shard_placement_fn`, the one that all have;
 * `-whole` is compiled as one graph, `-blocks` block by block, `-hooks` (of fsdp2) block by block with communication
   outside of the graphs, as it is with torch's;
 * `-again` is a second instance of the same: an A/A control, whose ratio to the first one shows what the measurement
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.models import ModelSpec, StackedBlocks, build_model
@@ -30,9 +32,11 @@ from benchmarks.models import ModelSpec, StackedBlocks, build_model
 UNSHARDED = "unsharded"
 AGAIN = "-again"
 ZERO2 = "-zero2"
-# What may follow the name of ours, and the first that of torch's -> what is called on the model.
-VARIANTS: dict[str, tuple[str, object]] = {
+OWN_MESH = "-own-mesh"
+# What may follow the name of ours, and the first two that of torch's -> what is called on the model.
+VARIANTS: dict[str, tuple[str, object] | None] = {
     ZERO2: ("set_reshard_after_forward", False),
+    OWN_MESH: None,
     "-pooled": ("set_communication_memory_pool", True),
     "-no-prefetch": ("set_prefetch_budget", 0),
 }
@@ -40,6 +44,9 @@ VARIANTS: dict[str, tuple[str, object]] = {
 WHOLE, BLOCKS, HOOKS = COMPILED = ("-whole", "-blocks", "-hooks")
 # Implementation -> the module that has `fully_shard` and `MixedPrecisionPolicy`.
 SHARDING_MODULES = {"torch": "torch.distributed.fsdp", "fsdp2": "fsdp2"}
+# Implementation -> the module that has what a `shard_placement_fn` returns, with a mesh.
+PLACEMENT_MODULES = {"torch": "torch.distributed.fsdp._fully_shard._fsdp_common", "fsdp2": "fsdp2"}
+_SAYS_MESHES = "ShardPlacementResult"
 IMPLEMENTATIONS = (UNSHARDED, *SHARDING_MODULES)
 # Implementation -> the module that has `FullyShardedDataParallel` and what belongs to it.
 WRAPPING_MODULES = {
@@ -50,7 +57,7 @@ WRAPPING_MODULES = {
 DDP = "ddp"
 _NAMES = (*IMPLEMENTATIONS, *WRAPPING_MODULES, DDP)
 NAMES_HELP = (
-    f"{', '.join(_NAMES)}; after torch '{ZERO2}', after fsdp2 one of {', '.join(VARIANTS)}; "
+    f"{', '.join(_NAMES)}; after torch '{ZERO2}' or '{OWN_MESH}', after fsdp2 one of {', '.join(VARIANTS)}; "
     f"then one of {', '.join(COMPILED)}; then '{AGAIN}'"
 )
 
@@ -125,7 +132,7 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
     """
     parts = NameParts.of(name)
     base_name = parts.base
-    ours_alone = parts.variant not in ("", ZERO2) or parts.compiled == HOOKS
+    ours_alone = parts.variant not in ("", ZERO2, OWN_MESH) or parts.compiled == HOOKS
     takers = ("fsdp2",) if ours_alone else tuple(SHARDING_MODULES) if parts.variant else _NAMES
     if base_name not in takers:
         raise ValueError(f"unknown implementation '{name}': expected {NAMES_HELP}")
@@ -135,6 +142,8 @@ def available(name: str, param_dtype: torch.dtype = torch.float32) -> bool:
         return True
     if base_name in WRAPPING_MODULES:
         return hasattr(importlib.import_module(WRAPPING_MODULES[base_name]), "FullyShardedDataParallel")
+    if parts.variant == OWN_MESH and not hasattr(importlib.import_module(PLACEMENT_MODULES[base_name]), _SAYS_MESHES):
+        return False
     needed = ["fully_shard"] if param_dtype == torch.float32 else ["fully_shard", "MixedPrecisionPolicy"]
     module = importlib.import_module(SHARDING_MODULES[base_name])
     return all(hasattr(module, name) for name in needed)
@@ -190,13 +199,13 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     base_name = base_of(name)
     if base_name == UNSHARDED:
         return
-    fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options)
+    variant = NameParts.of(name).variant
+    fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options, says_meshes=variant == OWN_MESH)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
-    if variant := NameParts.of(name).variant:
-        method, argument = VARIANTS[variant]
-        getattr(model, method)(argument)
+    if then := VARIANTS.get(variant):
+        getattr(model, then[0])(then[1])
 
 
 def wrap_blocks(name: str, model: StackedBlocks, *, mesh: DeviceMesh, options: ShardingOptions) -> nn.Module:
@@ -224,7 +233,9 @@ def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: Shar
         _bind_fully_shard(base_name, mesh=mesh, options=options)(module)
 
 
-def _bind_fully_shard(name: str, *, mesh: DeviceMesh, options: ShardingOptions) -> Callable[[nn.Module], object]:
+def _bind_fully_shard(
+    name: str, *, mesh: DeviceMesh, options: ShardingOptions, says_meshes: bool = False
+) -> Callable[[nn.Module], object]:
     module = importlib.import_module(SHARDING_MODULES[name])
     arguments: dict[str, object] = {"mesh": mesh}
     if options.reshard_after_forward is not None:
@@ -233,4 +244,8 @@ def _bind_fully_shard(name: str, *, mesh: DeviceMesh, options: ShardingOptions) 
         arguments["mp_policy"] = module.MixedPrecisionPolicy(
             param_dtype=options.param_dtype, reduce_dtype=torch.float32
         )
+    if says_meshes:
+        kinds = importlib.import_module(PLACEMENT_MODULES[name])
+        placement = kinds.ShardPlacementResult(Shard(0), kinds.FSDPMeshInfo(mesh, shard_mesh_dim=0))
+        arguments["shard_placement_fn"] = lambda parameter: placement
     return lambda target: module.fully_shard(target, **arguments)

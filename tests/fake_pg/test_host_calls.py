@@ -41,6 +41,11 @@ def test_calls_per_group_do_not_grow_with_its_parameters(params: int) -> None:
     assert sharded.garbage_objects == 0
 
 
+def test_a_mesh_for_each_parameter_costs_nothing_in_a_step() -> None:
+    spec = small_parameters(blocks=8, params_per_block=12)
+    assert counts_of("fsdp2-own-mesh", spec).calls == counts_of("fsdp2", spec).calls
+
+
 def test_even_large_parameters_are_not_copied() -> None:
     counts = counts_of("fsdp2", replace(LARGE_PARAMETERS, blocks=2))
     large = 2 * LARGE_PARAMETERS.params_per_block * LARGE_PARAMETERS.dim * LARGE_PARAMETERS.hidden_dim * 4
