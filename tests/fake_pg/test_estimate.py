@@ -6,6 +6,7 @@ Estimates make a simulated world of their own, so that these tests have none.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -207,6 +208,36 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert offloaded.peak_bytes < on_device.peak_bytes
     # To the device for forward and backward, back once; the sum is padded by what says which gradients exist.
     assert offloaded.to_host >= 3 * 4 * MIB // 8
+
+
+def _half_on_host(model: nn.Module, mesh: Any) -> None:
+    for index, layer in enumerate(model.layers):  # type: ignore[union-attr,arg-type]
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy() if index % 2 else None)
+    fully_shard(model, mesh=mesh)
+
+
+def test_offloading_of_some_parameters_moves_their_part() -> None:
+    """As the engine does it, whoever has said so: names, a function, or the program that shards."""
+    batch = torch.empty(8, 512)
+    of_all = {"shard": None, "blocks": "Linear", "batch": batch}
+    none, every = (layers(**of_all, offload_policy=policy) for policy in (None, CPUOffloadPolicy()))
+    names = {f"layers.{index}.weight": CPUOffloadPolicy() for index in (1, 3)}
+    every_other = itertools.cycle([None, CPUOffloadPolicy()])
+    halves = [
+        layers(**of_all, offload_policy=names),
+        layers(**of_all, offload_policy=lambda name, _: next(every_other)),
+        layers(batch=batch, shard=_half_on_host),
+    ]
+    for half in halves:
+        # The optimizer's temporary tensors there are of one parameter, in each of them.
+        assert every.host_bytes / 2 <= half.host_bytes < every.host_bytes / 2 + MIB // 4
+        assert half.to_host == pytest.approx(every.to_host / 2, rel=0.01)
+        assert every.peak_bytes < half.peak_bytes < none.peak_bytes
+        assert half.phases["forward"].by_use["shards"] == none.phases["forward"].by_use["shards"] / 2
+        assert half.settings["offload"] == "shards, gradients, optimizer of 50% of the parameters"
+        assert half.time is not None and none.time is not None and half.time.seconds > none.time.seconds
+    with pytest.raises(FSDPValueError, match="offload_policy names 'nothing'"):
+        layers(**of_all, offload_policy={"nothing": CPUOffloadPolicy()})
 
 
 @pytest.mark.full  # 8 s

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload
+from fsdp2.core.offload_choice import OffloadChoice
+from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
 from fsdp2.errors import FSDPTypeError
 from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
-from fsdp2.tools.estimating.memory import RESTS, Peak, Phase, Use
+from fsdp2.tools.estimating.memory import Peak, Phase, Use
 from fsdp2.tools.estimating.rank import Observation, observe
 from fsdp2.tools.estimating.request import CHECKPOINTING, Checkpointing, MakeModel, MakeOptimizer, Request, Shard
 from fsdp2.tools.estimating.result import CollectiveSum, Estimate, PhasePeak, Remedy, StepTime
@@ -44,7 +45,7 @@ def estimate(
     hardware: Hardware | str = DEFAULT_HARDWARE,
     mesh_dim_names: tuple[str, ...] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-    offload_policy: OffloadPolicy | None = None,
+    offload_policy: OffloadChoice | None = None,
     blocks: Any = None,
     shard: Shard | None = None,
     checkpointing: Checkpointing = "none",
@@ -79,7 +80,7 @@ def estimate(
         mesh_dim_names: ("shard",) or ("replicate", "shard") by default. Ranks along "tp", "cp" and "pp" have the same
             samples.
         mp_policy: as in `fully_shard`.
-        offload_policy: the same.
+        offload_policy: the same; names are those below the model.
         blocks: as in `auto_shard`, which shards the model; with ``shard``, what is checkpointed.
         shard: shards the model in the place of `auto_shard`: called with the model and the mesh.
         checkpointing: of activations of the modules that are groups: "none", "blocks" (all of it is computed once
@@ -141,15 +142,11 @@ def names_of(shape: tuple[int, ...]) -> tuple[str, ...]:
 def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
     """Simulate ``request`` and say what was seen. Raises what `estimate` does."""
     seen = observe(request, caller)
-    offloaded = _offloaded_uses(request)
     extra = request.activation_bytes or 0
-    peaks = {
-        phase: _with(peak, extra, phase) for phase, peak in seen.log.peaks(lambda use: use not in offloaded).items()
-    }
-    on_host = seen.log.peaks(lambda use: use in offloaded) if offloaded else {}
-    host_bytes = max((peak.nbytes for peak in on_host.values()), default=0)
+    peaks = {phase: _with(peak, extra, phase) for phase, peak in seen.log.peaks().items()}
+    host_bytes = max((peak.nbytes for peak in seen.log.peaks(on_host=True).values()), default=0)
     last = list(peaks)[-1]
-    resting = seen.log.at_end_of(last, lambda use: use not in offloaded and use is not Use.GRADIENTS)
+    resting = seen.log.at_end_of(last, lambda use: use is not Use.GRADIENTS)
     hardware, peak_bytes = request.hardware, max(peak.nbytes for peak in peaks.values())
     sums = _collectives(seen)
     return Estimate(
@@ -157,7 +154,7 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
         parameters=seen.parameters,
         groups=seen.groups,
         mesh=dict(zip(request.mesh_dim_names, request.mesh_shape, strict=True)),
-        settings={**_settings(request), "loss": seen.loss},
+        settings={**_settings(request, seen), "loss": seen.loss},
         hardware=hardware,
         phases={phase.value: PhasePeak(peak.nbytes, _named(peak.by_use)) for phase, peak in peaks.items()},
         peak_bytes=peak_bytes,
@@ -172,14 +169,6 @@ def answer(request: Request, caller: str = "fsdp2.estimate") -> Estimate:
         remedies=(),
         time=_time(request, seen, sums),
     )
-
-
-def _offloaded_uses(request: Request) -> frozenset[Use]:
-    """What is in host memory, and not on a device. (On CPUs there is no other memory.)"""
-    policy = offload(request.offload_policy)
-    if not isinstance(policy, CPUOffloadPolicy) or not request.hardware.has_streams:
-        return frozenset()
-    return RESTS | {Use.OPTIMIZER} if policy.parameters else frozenset()
 
 
 def _with(peak: Peak, activations: int, phase: Phase) -> Peak:
@@ -227,7 +216,7 @@ def _time(request: Request, seen: Observation, sums: tuple[CollectiveSum, ...]) 
     )
 
 
-def _settings(request: Request) -> dict[str, str]:
+def _settings(request: Request, seen: Observation) -> dict[str, str]:
     """What the estimate is of, in words; what is as by default is left out."""
     default = "as shard= says" if request.shard is not None else "zero3"
     said: dict[str, str] = {"strategy": request.strategy or default}
@@ -236,10 +225,11 @@ def _settings(request: Request) -> dict[str, str]:
         said["computes in"] = _dtype(policy.param_dtype)
     if policy.reduce_dtype is not None:
         said["reduces in"] = _dtype(policy.reduce_dtype)
-    if isinstance(offload(request.offload_policy), CPUOffloadPolicy):
-        said["offload"] = (
-            "shards, gradients, optimizer" if request.offloads_parameters else repr(request.offload_policy)
-        )
+    if seen.offloaded:
+        part = f" of {seen.offloaded / seen.parameters:.0%} of the parameters"
+        said["offload"] = f"shards, gradients, optimizer{part if seen.offloaded < seen.parameters else ''}"
+    elif isinstance(request.offloading, CPUOffloadPolicy):
+        said["offload"] = repr(request.offload_policy)
     said["checkpointing"] = request.checkpointing
     if request.accumulation > 1:
         said["microbatches"] = f"{request.accumulation} ({request.kept} gradients)"
@@ -292,7 +282,7 @@ def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
         for count in microbatches_of(request):
             if count > request.accumulation:
                 yield {"accumulation": count, "kept": "sharded"}, f"accumulation={count}, kept='sharded'"
-    if not isinstance(offload(request.offload_policy), CPUOffloadPolicy) and by_itself:
+    if not isinstance(request.offloading, CPUOffloadPolicy) and by_itself:
         yield {"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy()"
 
 

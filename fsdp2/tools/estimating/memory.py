@@ -38,10 +38,6 @@ class Phase(str, Enum):
     OPTIMIZER = "optimizer step"
 
 
-RESTS = frozenset({Use.SHARDS, Use.GRADIENTS, Use.OPTIMIZER_STATE})
-"""What offloading keeps in host memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most that was alive at once in a phase, in bytes, and what it was."""
@@ -66,11 +62,13 @@ class MemoryLog:
     Attributes:
         events: of a block, by how many bytes it grew.
         uses: of blocks, by their numbers.
+        on_host: numbers of blocks that offloading keeps in host memory.
         marks: where phases begin in ``events``; None where one ends.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
     uses: dict[int, Use] = field(default_factory=dict)
+    on_host: set[int] = field(default_factory=set)
     marks: list[tuple[int, Phase | None]] = field(default_factory=list)
     _blocks: dict[int, _Block] = field(default_factory=dict)
     _borrowed: dict[str, int] = field(default_factory=dict)
@@ -80,9 +78,11 @@ class MemoryLog:
         """Whether ``storage`` is in the log and alive."""
         return id(storage) in self._blocks
 
-    def add(self, storage: torch.UntypedStorage, use: Use) -> None:
+    def add(self, storage: torch.UntypedStorage, use: Use, *, on_host: bool = False) -> None:
         """``storage``, which is not known, was allocated."""
         key, block = id(storage), self._new_block(storage.nbytes(), use)
+        if on_host:
+            self.on_host.add(block.number)
         block.reference = weakref.ref(storage, lambda _: self._released(key))
         self._blocks[key] = block
 
@@ -106,23 +106,26 @@ class MemoryLog:
             self.events.append((block.number, storage.nbytes() - block.nbytes))
             block.nbytes = storage.nbytes()
 
-    def use(self, storage: torch.UntypedStorage, use: Use) -> None:
-        """It has turned out what ``storage`` is for, from its allocation on."""
-        block = self._blocks.get(id(storage))
-        if block is None:
+    def use(self, storage: torch.UntypedStorage, use: Use, *, on_host: bool = False) -> None:
+        """It has turned out what ``storage`` is for, and whether it is in host memory, from its allocation on."""
+        if id(storage) not in self._blocks:
             self.add(storage, use)
-        else:
-            self.uses[block.number] = use
+        number = self._blocks[id(storage)].number
+        self.uses[number] = use
+        if on_host:
+            self.on_host.add(number)
 
     def use_of(self, storage: torch.UntypedStorage) -> Use | None:
         """What ``storage`` is for, as far as it is known."""
         block = self._blocks.get(id(storage))
         return None if block is None else self.uses[block.number]
 
-    def take(self, nbytes: int, use: Use) -> None:
+    def take(self, nbytes: int, use: Use, *, on_host: bool = False) -> None:
         """``nbytes`` are taken and given back at once."""
         if nbytes:
             number = self._new_block(nbytes, use).number
+            if on_host:
+                self.on_host.add(number)
             self.events.append((number, -nbytes))
 
     def borrow(self, name: str, nbytes: int) -> None:
@@ -140,27 +143,27 @@ class MemoryLog:
 
     # -- at the end
 
-    def peaks(self, counts: Callable[[Use], bool]) -> dict[Phase, Peak]:
-        """The peak of each phase, of what ``counts``; the highest, of a phase that was begun several times."""
+    def peaks(self, *, on_host: bool = False) -> dict[Phase, Peak]:
+        """The peak of each phase, on the device or ``on_host``; the highest, if a phase was begun several times."""
         found: dict[Phase, Peak] = {}
-        for phase, now in self._states(counts):
+        for phase, now in self._states(on_host):
             if phase is not None and (phase not in found or sum(now.values()) > found[phase].nbytes):
                 found[phase] = Peak(sum(now.values()), {use: nbytes for use, nbytes in now.items() if nbytes})
         return found
 
-    def _states(self, counts: Callable[[Use], bool]) -> Iterator[tuple[Phase | None, dict[Use, int]]]:
+    def _states(self, on_host: bool) -> Iterator[tuple[Phase | None, dict[Use, int]]]:
         """Where a phase begins, and after each event that may be its peak: the phase, and bytes by use."""
         now: dict[Use, int] = defaultdict(int)
         total, done = 0, 0
         for (start, phase), (end, _) in zip(self.marks, [*self.marks[1:], (len(self.events), None)], strict=True):
             for number, change in self.events[done:start]:
-                if counts(self.uses[number]):
+                if (number in self.on_host) is on_host:
                     now[self.uses[number]] += change
                     total += change
             yield phase, now
             highest = total
             for number, change in self.events[start:end]:
-                if counts(self.uses[number]):
+                if (number in self.on_host) is on_host:
                     now[self.uses[number]] += change
                     total += change
                     if total > highest:
@@ -169,11 +172,11 @@ class MemoryLog:
             done = end
 
     def at_end_of(self, phase: Phase, counts: Callable[[Use], bool]) -> dict[Use, int]:
-        """Bytes by use where ``phase`` last ended."""
+        """Bytes on the device of what ``counts``, by use, where ``phase`` last ended."""
         ends = [after for (_, each), (after, _) in zip(self.marks, self.marks[1:], strict=False) if each is phase]
         now: dict[Use, int] = defaultdict(int)
         for number, change in self.events[: ends[-1] if ends else 0]:
-            if counts(self.uses[number]):
+            if number not in self.on_host and counts(self.uses[number]):
                 now[self.uses[number]] += change
         return {use: nbytes for use, nbytes in now.items() if nbytes}
 

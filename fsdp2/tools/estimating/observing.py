@@ -121,10 +121,11 @@ class Observer(_torch.TorchDispatchMode):
         for tensor in self._watched(result):
             storage = tensor.untyped_storage()
             if not self.log.is_known(storage):
-                self.log.add(storage, self._use())
+                self.log.add(storage, self._use(), on_host=self._on_host)
                 new.append(tensor)
         if self._phase is not None and self._clocks is None:
-            self.log.take(workspace_bytes(func, args, kwargs.get("out")), self._use())
+            nbytes = workspace_bytes(func, args, kwargs.get("out"))
+            self.log.take(nbytes, self._use(), on_host=self._on_host)
         elif self._phase is not None:
             self._run(func, args, kwargs, result, new)
         return result

@@ -44,7 +44,7 @@ def _model(request: Request) -> Iterator[str]:
     if request.checkpointing != "none":
         yield f"# {_HOW_TO_CHECKPOINT[request.checkpointing]}"
     yield f"fsdp2.auto_shard(model, mesh, {', '.join(_arguments(request))})"
-    place = "cpu" if request.offloads_parameters else device
+    place = "cpu" if isinstance(request.offload_policy, CPUOffloadPolicy) else device
     yield f'model.to_empty(device="{place}")  # memory for this rank\'s shards'
     yield "with torch.no_grad():  # values, unless you load a checkpoint; parameters and buffers of your own need some"
     yield "    for module in model.modules():"

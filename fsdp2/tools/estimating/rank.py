@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import fsdp_param_of
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
@@ -37,7 +39,7 @@ from fsdp2.tools.estimating.subject import (
     shorten,
     stand_in,
 )
-from fsdp2.tools.estimating.traffic import Traffic, transports_observed
+from fsdp2.tools.estimating.traffic import Observed, Traffic, transports_observed
 
 SIMULATED_MICROBATCHES = 3
 """Of a step, at the most: the first, one in the middle, the last."""
@@ -59,6 +61,7 @@ class Observation:
         model_flops: that count for the utilization.
         matmul_dtype: in which most operations of matrix products are.
         parameters: elements of the model.
+        offloaded: those of them that rest in host memory, on devices that have their own.
         groups: how many.
         loss: what was differentiated, in words.
     """
@@ -74,6 +77,7 @@ class Observation:
     model_flops: float
     matmul_dtype: torch.dtype
     parameters: int
+    offloaded: int
     groups: int
     loss: str
 
@@ -101,11 +105,7 @@ def observe(request: Request, caller: str) -> Observation:
         rank = Rank(request, mode)
         stack.enter_context(resizes_seen(rank.log))
         stack.enter_context(
-            transports_observed(
-                rank.traffic,
-                moves=not request.hardware.has_streams,
-                offloads=request.offloads_parameters and request.hardware.has_streams,
-            )
+            transports_observed(rank.traffic, moves=not request.hardware.has_streams)
         )
         stack.enter_context(rank.observer)
         rank.build(mesh)
@@ -180,10 +180,9 @@ class Rank:
             comm = FSDPCommContext(SimulatedDevice(self._clocks))
             for state in states_below(self.model):
                 state.compute_through(comm)  # as if it was on a device with streams
-        for parameter in self.model.parameters():
-            self.log.use(_local(parameter).untyped_storage(), Use.SHARDS)
+        self._know(self.model.parameters(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
-        if self.optimizer is not None and self._clocks is not None and not request.offloads_parameters:
+        if self.optimizer is not None and self._clocks is not None and not self._offloaded():
             _step_as_on_devices(self.optimizer)
         self._args, self._kwargs = request.local_batch()
         if not self._computes:
@@ -266,6 +265,7 @@ class Rank:
             model_flops=self.observer.model_flops,
             matmul_dtype=self.observer.matmul_dtype,
             parameters=self._parameters,
+            offloaded=sum(parameter.numel() for parameter in self._offloaded()),
             groups=sum(len(state.unit) for state in states_below(self.model)),
             loss=self._loss_said,
         )
@@ -282,9 +282,7 @@ class Rank:
             if index == 1 and not is_last:
                 self._repeat(since, count - len(simulated))
         if self.optimizer is not None:
-            with self.observer.during(Phase.OPTIMIZER, on_host=request.offloads_parameters):
-                self.optimizer.step()
-            self._know(self._states(), Use.OPTIMIZER_STATE)
+            self._step_optimizer(self.optimizer)
         self.model.zero_grad()
 
     def _so_far(self) -> tuple[Traffic, Clocks | None, float, float]:
@@ -307,8 +305,9 @@ class Rank:
         with self.observer.during(Phase.BACKWARD):
             loss.backward()  # type: ignore[no-untyped-call]
             self.traffic.settle()
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        self._know(gradients, Use.GRADIENTS)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self._know([parameter.grad], Use.GRADIENTS, of=parameter)
 
     def _loss(self) -> torch.Tensor:
         try:
@@ -339,22 +338,50 @@ class Rank:
 
     # -- what memory is for
 
-    def _know(self, tensors: Iterable[torch.Tensor], use: Use) -> None:
+    def _know(self, tensors: Iterable[torch.Tensor], use: Use, *, of: torch.Tensor | None = None) -> None:
+        """``of``: the parameter that they belong to; None: each is one."""
         for tensor in tensors:
-            self.log.use(_local(tensor).untyped_storage(), use)
+            on_host = self._is_on_host(tensor if of is None else of)
+            self.log.use(_local(tensor).untyped_storage(), use, on_host=on_host)
 
-    def _states(self) -> Iterator[torch.Tensor]:
-        assert self.optimizer is not None, "asked for"
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    def _is_on_host(self, parameter: torch.Tensor) -> bool:
+        """Whether it is offloaded. (On CPUs there is no other memory.)"""
+        owner = fsdp_param_of(parameter)
+        is_offloaded = owner is not None and owner.group is not None and owner.group.storage.offloading.is_host
+        return is_offloaded and self._request.hardware.has_streams
+
+    def _offloaded(self) -> list[torch.Tensor]:
+        return [each for each in self.model.parameters() if self._is_on_host(each)]
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """On the device, and in host memory, what lies there."""
+        offloaded = set(map(id, self._offloaded()))
+        gradients = [(each, each.grad) for each in self.model.parameters()]
+        for on_host in sorted({id(each) in offloaded for each, _ in gradients}):
+            for each, gradient in gradients:
+                each.grad = gradient if (id(each) in offloaded) is on_host else None
+            with self.observer.during(Phase.OPTIMIZER, on_host=on_host):
+                optimizer.step()
+        for each, gradient in gradients:
+            each.grad = gradient
+        for parameter, state in optimizer.state.items():
+            tensors = (value for value in state.values() if isinstance(value, torch.Tensor))
+            self._know(tensors, Use.OPTIMIZER_STATE, of=parameter)
 
     def _know_unsharded(self) -> None:
         for state in states_below(self.model):
             for group in state.unit:
+                self._know_place(group)
                 for buffers in group.storage.buffers:
                     if buffers.lies_in_place:
                         continue
                     self.log.use(buffers.unsharded.storage, Use.UNSHARDED)
+
+    def _know_place(self, group: FSDPParamGroup) -> None:
+        offloads = group.storage.offloading.is_host and self._request.hardware.has_streams
+        for way in (group.transport, group.reducer.transport):
+            if isinstance(way, Observed):
+                way.offloads = offloads
 
     def _hook_gradients(self) -> None:
         """Know autograd's gradients of whole parameters when they arrive."""

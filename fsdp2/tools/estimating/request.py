@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.offload_choice import offload_choice
-from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, offload
+from fsdp2.core.offload_choice import OffloadChoice, offload_choice
+from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.state import Strategy
-from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.features.accumulation import Kept
 from fsdp2.tools.estimating.hardware import Hardware
 
@@ -45,7 +45,7 @@ class Request:
     hardware: Hardware
     mesh_dim_names: tuple[str, ...]
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy | None
+    offload_policy: OffloadChoice | None
     blocks: Any
     shard: Shard | None
     checkpointing: Checkpointing
@@ -75,11 +75,7 @@ class Request:
                 "optimizer is an optimizer's class, a function of the list of parameters that makes one, or None, got "
                 f"{type(self.optimizer).__name__}."
             )
-        if not isinstance(offload_choice(self.offload_policy), OffloadPolicy):
-            raise FSDPNotImplementedError(
-                "estimates know one offload_policy for all parameters: what of them rests in host memory, by names or "
-                "by a function, is not told apart. Estimate with CPUOffloadPolicy() and without: these are the bounds."
-            )
+        offload_choice(self.offload_policy)
         self.hardware.refuse_more_ranks(self.ranks)
         self._check_batch()
 
@@ -116,10 +112,9 @@ class Request:
         return math.prod(size for size, name in pairs if name not in SAME_SAMPLES)
 
     @property
-    def offloads_parameters(self) -> bool:
-        """Whether shards, gradients and optimizer state are in host memory."""
-        policy = offload(self.offload_policy)
-        return isinstance(policy, CPUOffloadPolicy) and policy.parameters
+    def offloading(self) -> OffloadChoice:
+        """``offload_policy``, in our own classes."""
+        return offload_choice(self.offload_policy)
 
     @property
     def samples(self) -> int:

@@ -125,12 +125,14 @@ class Observed(Native):
         group: the process group.
         inner: what moves the bytes; None: nothing does, as the buffers need no values.
         traffic: where it is written.
+
+    Attributes:
         offloads: whether shards and reduced gradients are in host memory, which a device gets and gives its copy of.
     """
 
-    def __init__(self, group: dist.ProcessGroup, inner: Native | None, traffic: Traffic, offloads: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, inner: Native | None, traffic: Traffic) -> None:
         super().__init__(group)
-        self._inner, self._traffic, self._offloads = inner, traffic, offloads
+        self._inner, self._traffic, self.offloads = inner, traffic, False
         self.is_ordered = True if inner is None else inner.is_ordered
         self.widens = True if inner is None else inner.widens
         self.way = "" if inner is None else inner.way
@@ -148,7 +150,7 @@ class Observed(Native):
 
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
         """Write down one collective, for all members are launched at once."""
-        if self._offloads:
+        if self.offloads:
             self._copy_from_host([input for _, input in members])
         self._traffic.add(Kind.ALL_GATHER, sum(output.nbytes for output, _ in members), self.group)
         if self._inner is not None:
@@ -157,7 +159,7 @@ class Observed(Native):
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """Write down one collective, for all members are launched at once."""
         self._traffic.add(Kind.REDUCE_SCATTER, sum(input.nbytes for _, input in members), self.group)
-        if self._offloads:
+        if self.offloads:
             nbytes = sum(output.nbytes for output, _ in members)
             self._traffic.log.borrow(REDUCED, nbytes)
             self._traffic.cross(nbytes)
@@ -173,13 +175,13 @@ class Observed(Native):
 
 
 @contextmanager
-def transports_observed(traffic: Traffic, *, moves: bool, offloads: bool) -> Iterator[None]:
+def transports_observed(traffic: Traffic, *, moves: bool) -> Iterator[None]:
     """While inside, groups that are prepared exchange by `Observed`; ``moves``: over the engine's own transport."""
     before = transport.OF_BACKENDS.get(_FAKE)
     inner: Callable[[dist.ProcessGroup], Native] = before or Native
 
     def observed(group: dist.ProcessGroup) -> Native:
-        return Observed(group, inner(group) if moves else None, traffic, offloads)
+        return Observed(group, inner(group) if moves else None, traffic)
 
     transport.OF_BACKENDS[_FAKE] = observed
     try:
