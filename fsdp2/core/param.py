@@ -387,8 +387,11 @@ class FSDPParam:
             and local.device == self.local.device
         )
 
-    def take_unsharded(self, alias: torch.Tensor) -> None:
-        """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor."""
+    def take_unsharded(self, alias: torch.Tensor, *, is_extended: bool = False) -> None:
+        """Make the unsharded parameter over ``alias``: its slot of the unsharded buffer, or an extension's tensor.
+
+        The backward of one that ``is_extended`` may ask in which dtype the gradient is wanted (from torch 2.15 on).
+        """
         spec = self.sharding.unsharded_spec
         if spec is None:
             unsharded = nn.Parameter(alias, requires_grad=self.requires_grad)
@@ -396,7 +399,9 @@ class FSDPParam:
             spec = _torch.spec_with_dtype(spec, alias.dtype)
             unsharded = parameter_at_offset(alias, spec, requires_grad=self.requires_grad)
         if alias.dtype.is_floating_point or alias.dtype.is_complex:
-            unsharded.grad_dtype = None  # a gradient of any dtype may lie here; see `accumulation_dtype`
+            asks = is_extended and _torch.reduces_in_grad_dtype
+            # None: a gradient of any dtype may lie here; see `accumulation_dtype`
+            unsharded.grad_dtype = self.accumulation_dtype if asks else None
         if self.unsharded is not None:
             mark_replaced(self.unsharded, self.sharded)
         mark_replaced(unsharded, self.sharded, find=self._finds("unsharded"))

@@ -432,7 +432,7 @@ class ExtensionGather:
             each.inner = [Resizable(tensor) for tensor in inner if tensor.untyped_storage().data_ptr() not in lying]
             if tuple(unsharded.shape) != param.shape:
                 unsharded = _without_padding(unsharded, param)
-            param.take_unsharded(unsharded)
+            param.take_unsharded(unsharded, is_extended=True)
             each.is_made = True
         if each.releases:
             for output in each.outputs:

@@ -21,7 +21,7 @@ from tests.harness.parity.extensions import (
     sharded,
     steps_like_the_reference,
 )
-from tests.harness.parity.implementation import API, torch_from
+from tests.harness.parity.implementation import API, installed_from, torch_from
 from tests.harness.parity.programs import is_sharded, loss_on, mesh_of, shard, train
 from tests.harness.parity.trace import GATHER, traced
 
@@ -158,3 +158,17 @@ def test_extensions_may_be_given_to_plain_tensors_after_sharding() -> None:
     local_tensor.fsdp_pre_all_gather, local_tensor.fsdp_post_all_gather = pre, post
     train(case, model, steps=1)
     assert calls == ["pre", "post"] * 2 and local is not None
+
+
+@multi_rank(2)
+@installed_from((2, 15), "grad_dtype policies")
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16, None], ids=str)
+def test_the_backward_of_an_extension_reads_the_dtype_that_is_wanted(reduce_dtype: torch.dtype | None) -> None:
+    """While it is unsharded."""
+    model = sharded(FiveArguments, 16, mp_policy=API.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype))
+    wanted = []
+    model.first.register_forward_pre_hook(lambda module, args: wanted.append(module.weight.grad_dtype))
+    for _ in range(3):
+        loss_on(plain_case(16), model).backward()
+    assert wanted == [reduce_dtype or torch.float32] * 3
+    assert model.first.weight.grad.dtype == torch.float32
