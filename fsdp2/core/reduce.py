@@ -255,6 +255,7 @@ class GradientReducer:
             factor=settings.divide_factor,
             only_sums=settings.only_sums or settings.denominator is not None or has_sums_only,
             premultiplies=group is not None
+            and _torch.can_premultiply
             and settings.divide_factor is not None
             and _torch.backend_name(group, mesh.device).startswith("nccl"),
         )
