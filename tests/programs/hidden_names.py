@@ -1,7 +1,7 @@
 """``python tests/programs/hidden_names.py [PATH ...]``: takes names from torch, one by one, and says what fsdp2 does.
 
-Each is hidden in a process of its own, which then imports fsdp2. If that works, two ranks train a model there and
-compare it with the plain one. A line of JSON for each name: its path, whether torch has lost it (not all that is of C++
+Each is hidden in a process of its own, which then imports fsdp2. If that works, and something else is done in the place
+of the name or it is the first one of a feature, two ranks train a model there and compare it with the plain one. A line of JSON for each name: its path, whether torch has lost it (not all that is of C++
 can be hidden: then fsdp2's table alone does not find it), the error, the exit codes of the ranks.
 
 It is run by its path: the package of the tests imports fsdp2.
@@ -152,7 +152,8 @@ def try_without(table: ModuleType, name: Any) -> dict[str, Any]:
         importlib.import_module("fsdp2.compat.fsdp1" if name.feature == table.COMPAT_FSDP1 else "fsdp2")
     except BaseException as error:
         return found | {"error": type(error).__name__, "text": str(error)}
-    return found | {"ranks": rank_codes()}
+    is_first = name.feature and name is next(each for each in table.NAMES if each.feature == name.feature)
+    return found | {"ranks": rank_codes() if name.otherwise or name.unless or is_first else []}
 
 
 def main(paths: list[str]) -> None:
