@@ -249,7 +249,7 @@ class FSDPParamGroup:
 
     def _refuse_functions(self, settings: GroupSettings) -> None:
         """Those of the user's that move parameters or gradients, where they would not do what they are told."""
-        is_other = settings.all_gather_output_fn is not self.settings.all_gather_output_fn
+        is_other = settings.all_gather_output_fn != self.settings.all_gather_output_fn  # equal: methods of one object
         if is_other and self._phase is not ParamPhase.SHARDED:
             raise FSDPValueError(
                 f"set_all_gather_layout() on '{self.name}', whose parameters are {self._phase.value}: they lie as the "

@@ -288,16 +288,16 @@ def judge(name: TorchName, found: dict[str, Any]) -> None:
     elif name.feature == _torch_names.COMPAT_FSDP1:
         assert found["error"] == "FSDPNotImplementedError" and name.shown in found["text"], found
     else:
-        assert found["error"] == "" and found["ranks"] in ([0, 0], []), found
-        assert found["ranks"] or not name.otherwise
+        assert found["error"] == "" and found["ranks"] == [0, 0], found
 
 
-@pytest.mark.full  # 130 names, each in a process of its own: a minute
-def test_every_name_that_is_taken_from_torch() -> None:
+@pytest.mark.full  # a hundred names, each in a process of its own; a quarter of them train: two minutes
+def test_names_that_are_taken_from_torch() -> None:
+    """Every required one and every one with something in its place; of each feature the first."""
     found = run_hidden()
-    assert set(found) == {name.path for name in NAMES}
+    firsts = {name.feature: name.path for name in reversed(NAMES) if name.feature}
+    assert set(found) == {name.path for name in NAMES if not name.feature or firsts[name.feature] == name.path}
     for name in NAMES:
-        judge(name, found[name.path])
-    assert sum(each["is_gone"] for each in found.values()) > len(NAMES) // 2
-    tried = {name.feature for name in NAMES if name.feature and found[name.path]["ranks"]}
-    assert tried == set(REFUSING) | {_torch_names.OVERLAP, _torch_names.MEMORY_TRACKER}
+        if name.path in found:
+            judge(name, found[name.path])
+    assert sum(each["is_gone"] for each in found.values()) > len(found) // 2

@@ -475,6 +475,6 @@ def test_graphs_say_that_they_call_no_function() -> None:
         compiled(batch.inputs)
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="'.*' is called from a compiled function, but outside of its graph")
+        warnings.simplefilter("ignore")  # of the graph break, and of what Dynamo looks at
         torch.compile(model, backend="eager")(batch.inputs).sum().backward()
     assert functions.gathers and functions.reductions
