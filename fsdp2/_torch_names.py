@@ -256,10 +256,10 @@ _OF_FEATURES: dict[str, tuple[str, ...]] = {
         "torch._C:_DisableFuncTorch",
     ),
     SHOWING: (
+        "torch._C._distributed_c10d:FakeProcessGroup._create_internal",
         "torch.distributed:ProcessGroup._set_default_backend",
         "torch.distributed:ProcessGroup._register_backend",
         "torch.distributed:ProcessGroup._set_group_name",
-        "torch._C._distributed_c10d:FakeProcessGroup._create_internal",
     ),
     SIMULATING: (
         "torch.testing._internal.distributed.fake_pg:FakeStore",

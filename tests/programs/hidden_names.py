@@ -1,8 +1,8 @@
 """``python tests/programs/hidden_names.py [PATH ...]``: takes names from torch, one by one, and says what fsdp2 does.
 
 Each is hidden in a process of its own, which then imports fsdp2; of those of a feature, whose modules take long to
-import, the first. If that works, two ranks train a model there and compare it with the plain one. A line of JSON for each
-name: its path, whether torch has lost it (not all of C++ can be hidden: then fsdp2's table alone does not find it), the
+import, the first. If that works, two ranks train a model there and compare it with the plain one. A line of JSON for
+each name: its path, whether torch has lost it (not all of C++ can be hidden: fsdp2's table alone misses it then), the
 error, the exit codes of the ranks.
 
 It is run by its path: the package of the tests imports fsdp2.
