@@ -1,7 +1,7 @@
-"""Every private or version-dependent name of torch that fsdp2 relies on, and nothing else.
+"""Every use of a private or version-dependent name of torch, and nothing else.
 
-Each entry says why it is needed, and where versions of torch differ. All were seen to work on 2.11, 2.13 and 2.15. A
-new version that breaks one of them breaks here.
+Each entry says why it is needed, and where versions of torch differ. All were seen to work on 2.11, 2.13 and 2.15.
+`fsdp2._torch_names` has the table of them, which is probed before this is imported.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad as forward_ad  # read by the hot path, at no call
 from torch.autograd import profiler as profiler  # read by the hot path, at no call
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -37,19 +34,24 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2 import _torch_names
+from fsdp2._torch_names import has, need
+
 # `all_gather_single` / `reduce_scatter_single` are the names from 2.13 on, where the older ones warn. Looked
 # up at every call, so that a program which patches or wraps the function sees the traffic.
-_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_ALL_GATHER = "all_gather_single" if has("torch.distributed:all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if has("torch.distributed:reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 # The functions as torch defines them, and the methods of process groups that they end in.
 _FUNCTIONS = vars(dist)
 _ORIGINALS = (getattr(dist, _ALL_GATHER), getattr(dist, _REDUCE_SCATTER))
 _ALL_REDUCE = dist.all_reduce
-_ALL_GATHER_METHOD = "all_gather_single" if _ALL_GATHER == "all_gather_single" else "_allgather_base"
+_ALL_GATHER_METHOD = (
+    "all_gather_single" if has("torch.distributed:ProcessGroup.all_gather_single") else "_allgather_base"
+)
 _REDUCE_SCATTER_METHOD = (
-    "reduce_scatter_single" if _REDUCE_SCATTER == "reduce_scatter_single" else "_reduce_scatter_base"
+    "reduce_scatter_single" if has("torch.distributed:ProcessGroup.reduce_scatter_single") else "_reduce_scatter_base"
 )
 
 
@@ -215,9 +217,10 @@ def replace_truncated_normal(ours: Callable[..., Any]) -> None:
     From 2.13 on it draws again while ``any`` element is out of range, which of a DTensor each rank sees of its own part
     only. (2.11 to 2.15.)
     """
-    draw = nn.init._no_grad_trunc_normal_
+    name = "_no_grad_trunc_normal_" if has("torch.nn.init:_no_grad_trunc_normal_") else "trunc_normal_"
+    draw = getattr(nn.init, name)
     if not isinstance(draw, functools.partial):
-        nn.init._no_grad_trunc_normal_ = functools.partial(ours, draw)  # type: ignore[assignment]
+        setattr(nn.init, name, functools.partial(ours, draw))
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -336,7 +339,15 @@ def unscale(tensors: list[torch.Tensor], found: torch.Tensor, factor: torch.Tens
 
     What ``torch.amp.GradScaler`` calls: one kernel on accelerators, public nowhere.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+    if _CHECKS_ALL:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+        return
+    for each in tensors:
+        found.copy_(torch.maximum(found, (~torch.isfinite(each)).any().to(found)))
+        each.mul_(factor)
+
+
+_CHECKS_ALL = has("torch:_amp_foreach_non_finite_check_and_unscale_")
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -344,7 +355,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-can_swap_memory = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+can_swap_memory = has("torch:UntypedStorage._swap_data_ptr_")
 """From 2.13 on."""
 
 
@@ -468,30 +479,43 @@ def prepend_forward_hook(module: torch.nn.Module, hook: Callable[..., Any]) -> R
     return handle
 
 
-COMPOSED = REGISTRY_KEY
+if has("torch.distributed._composable.contract:REGISTRY_KEY") and has(
+    "torch.distributed._composable.contract:RegistryItem"
+):
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    COMPOSED: str = REGISTRY_KEY
+    _COMPOSED: type = RegistryItem
+else:
+    COMPOSED, _COMPOSED = "_fsdp2_registry", object
 """In ``module.__dict__``: by name, the composable functions (``fully_shard``, ``replicate``) that were called on it.
 
 (As an attribute it would be there of wrappers that hand on those of what they wrap, as torch's for checkpoints do.)
 """
 
+if has("torch.distributed._composable_state:_module_state_mapping"):
+    from torch.distributed._composable_state import _module_state_mapping as _states
+else:
+    _states = weakref.WeakKeyDictionary()
+
 
 def compose(module: torch.nn.Module, name: str) -> None:
     """Note that the composable function ``name`` was called on ``module``, where torch's own look (2.11 to 2.15)."""
-    module.__dict__.setdefault(REGISTRY_KEY, {}).setdefault(name, RegistryItem())
+    module.__dict__.setdefault(COMPOSED, {}).setdefault(name, _COMPOSED())
 
 
 def map_state(module: torch.nn.Module, state: object) -> None:
     """Note that ``state`` is what a composable function has made of ``module``, where programs look for it."""
-    _module_state_mapping[module] = weakref.ref(state)  # type: ignore[arg-type]
+    _states[module] = weakref.ref(state)  # type: ignore[arg-type]
 
 
 def decompose(module: torch.nn.Module, name: str) -> None:
     """It was undone."""
-    _module_state_mapping.pop(module, None)
-    registry = module.__dict__.get(REGISTRY_KEY, {})
+    _states.pop(module, None)
+    registry = module.__dict__.get(COMPOSED, {})
     registry.pop(name, None)
     if not registry:
-        module.__dict__.pop(REGISTRY_KEY, None)
+        module.__dict__.pop(COMPOSED, None)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -549,8 +573,11 @@ def wait_for_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def grad_dtype_policy(parameter: torch.Tensor) -> tuple[bool, torch.dtype | None]:
     """Whether the user set ``parameter.grad_dtype``, and to what. (Up to 2.14 only one that differs is noticed.)"""
     dtype: torch.dtype | None = parameter.grad_dtype
-    explicit = getattr(parameter, "_has_grad_dtype_override", dtype != parameter.dtype)
+    explicit = parameter._has_grad_dtype_override if _KNOWS_OVERRIDE else dtype != parameter.dtype  # type: ignore[attr-defined]
     return bool(explicit), dtype
+
+
+_KNOWS_OVERRIDE = has("torch:Tensor._has_grad_dtype_override")
 
 
 reduces_in_grad_dtype = _VERSION >= (2, 15)
@@ -569,10 +596,14 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 @contextmanager
 def without_functorch() -> Iterator[None]:
     """What runs inside is no part of the functorch transforms that are being applied; it may make parameters."""
+    need(_torch_names.TRANSFORMS)
     from torch._functorch.eager_transforms import enable_inplace_requires_grad  # a transform has imported it
 
     with torch._C._DisableFuncTorch(), enable_inplace_requires_grad(True):  # type: ignore[attr-defined]
         yield
+
+
+can_premultiply = has("torch.distributed:_make_nccl_premul_sum")
 
 
 def premultiplied_sum(factor: float) -> Any:
@@ -662,6 +693,7 @@ def reduce_scatters_are_patched() -> bool:
 def silent_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group that seems to have the ranks of ``group``, and over which nothing travels (2.11 to 2.15)."""
     backend_type = dist.ProcessGroup.BackendType.CUSTOM
+    need(_torch_names.SHOWING)
     silent = dist.ProcessGroup(group.rank(), group.size())  # type: ignore[call-arg]
     silent._set_default_backend(backend_type)
     fake = torch._C._distributed_c10d.FakeProcessGroup  # type: ignore[attr-defined]
@@ -687,6 +719,9 @@ def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
 
     (NCCL's barrier warns, and guesses, if it is not told which device it is for.)
     """
+    need(_torch_names.SYMMETRIC)
+    import torch.distributed._symmetric_memory as symmetric_memory  # few programs use it
+
     symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
     device = torch.accelerator.current_accelerator()
     takes_device = device is not None and backend_name(group, device).startswith("nccl")
@@ -695,6 +730,8 @@ def use_symmetric_memory(backend: str, group: dist.ProcessGroup) -> None:
 
 def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer from the pool of symmetric memory, which keeps what was rendezvoused once."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     pool = symmetric_memory.get_mem_pool(device)
     with torch.get_device_module(device).use_mem_pool(pool):
         return torch.empty(tuple(size), dtype=dtype, device=device)
@@ -702,6 +739,8 @@ def symmetric_empty(size: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 def symmetric_rendezvous(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let the ranks of ``group`` reach into ``tensor``'s memory. Collective, once per buffer."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
@@ -732,6 +771,7 @@ def only_plain_or_fake(types: Sequence[type]) -> bool:
 
 def begin_simulated_world(rank: int, world_size: int) -> None:
     """Make this process ``rank`` of ``world_size``, of which no other is there (the store is not public)."""
+    need(_torch_names.SIMULATING)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
@@ -741,6 +781,7 @@ def begin_simulated_world(rank: int, world_size: int) -> None:
 
 def forget_meshes() -> None:
     """Let DTensor decide anew: what it remembers is found by a mesh's shape, and is of process groups that are gone."""
+    need(_torch_names.SIMULATING)
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

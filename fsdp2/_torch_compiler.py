@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType
@@ -13,6 +14,8 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.checkpoint import CheckpointPolicy
+
+from fsdp2 import _torch_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,14 +99,19 @@ def note_of(node: torch.fx.Node) -> tuple[int, int | None] | None:
 def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[torch.fx.Node]]], version: str) -> None:
     """Let inductor call ``reorder`` with every graph, after a pass of the user's if there is one.
 
-    What it returns is kept: each node comes after its list of nodes.
+    What it returns is kept: each node comes after its list of nodes. Without the names that this takes it is not
+    called: nothing is computed otherwise, and communication runs beside less compute.
     """
-    import torch._inductor.config as config
+    missing = _torch_names.missing_for(_torch_names.OVERLAP)
+    if missing:
+        warnings.warn(_torch_names.says(_torch_names.OVERLAP, missing), stacklevel=2)
+        return
+    import torch._inductor.config as inductor_config
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    earlier: Any = config.post_grad_custom_post_pass
+    earlier: Any = inductor_config.post_grad_custom_post_pass
 
     class Reordering(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
@@ -118,17 +126,31 @@ def reorder_graphs(reorder: Callable[[torch.fx.Graph], dict[torch.fx.Node, list[
             known = getattr(earlier, "uuid", lambda: None)()
             return None if known is None else (version, known)
 
-    config.post_grad_custom_post_pass = Reordering()
+    inductor_config.post_grad_custom_post_pass = Reordering()
 
 
 def skip_frames(codes: Iterable[CodeType], *, callees: bool = False) -> None:
-    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Callers' graphs trace through them."""
+    """Let no graph begin at a frame of one of ``codes``, nor at ``callees``. Callers' graphs trace through them.
+
+    Without the names that this takes, calls of sharded modules below ``torch.compile`` refuse: `need_compiler`.
+    """
+    if _torch_names.missing_for(_torch_names.COMPILING):
+        return
     from torch._C._dynamo.eval_frame import set_code_exec_strategy  # importing Dynamo takes a second
     from torch._dynamo.types import FrameAction, FrameExecStrategy  # type: ignore[attr-defined]
 
     strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if callees else FrameAction.DEFAULT)
     for code in codes:
         set_code_exec_strategy(code, strategy)
+
+
+def need_compiler() -> None:
+    """Refuse to be compiled without the names that it takes.
+
+    Raises:
+        FSDPNotImplementedError: naming them.
+    """
+    _torch_names.need(_torch_names.COMPILING)
 
 
 def stays_outside(reason: str) -> Callable[[F], F]:
@@ -156,9 +178,9 @@ def trace_through_checkpoints() -> None:
 
     They swap them back before it ends, so that nothing is left to repeat in backward.
     """
-    import torch._dynamo.config as config
+    import torch._dynamo.config as dynamo_config
 
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    dynamo_config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def keep_static(tensors: Iterable[torch.Tensor]) -> None:

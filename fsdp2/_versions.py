@@ -1,21 +1,21 @@
 """Which versions of torch fsdp2 was tested with, and what is said on others. Imported before everything else.
 
-Private names of torch are in `fsdp2._torch` and `fsdp2._torch_compiler` alone, so importing these two tells at once
-whether a newer torch still has all of them. Owns no name of torch.
+Whether the installed torch has the private names that every run needs is asked of `fsdp2._torch_names`. Owns no name.
 """
 
 from __future__ import annotations
 
-import importlib
 import warnings
 
 import torch
 
+from fsdp2 import _torch_names
+
 FIRST, LAST = (2, 11), (2, 15)
 """The oldest and the newest torch that the suite was run with, both included; `pyproject.toml` says the same."""
 
-_PRIVATE = ("fsdp2._torch", "fsdp2._torch_compiler")
 _RANGE = f"torch {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+_INSTALL = f"pip install 'torch>={FIRST[0]}.{FIRST[1]},<{LAST[0]}.{LAST[1] + 1}'"
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -25,34 +25,26 @@ def version_of(text: str) -> tuple[int, int]:
 
 
 def check(installed: str) -> None:
-    """Import what depends on the version of torch, and say what is known of ``installed``.
+    """Probe torch for the names that every run needs, and say what is known of ``installed``.
 
     Args:
         installed: ``torch.__version__``.
 
     Raises:
-        ImportError: torch is older than `FIRST`; or it is newer than `LAST`, and lacks a private name that is needed.
+        ImportError: torch is older than `FIRST`; or it lacks a private name without which nothing works.
 
     Warns:
-        UserWarning: torch is newer than `LAST`, and has all names: fsdp2 goes on, untested.
+        UserWarning: torch is newer than `LAST`, and has all these names: fsdp2 goes on, untested.
     """
     version = version_of(installed)
     if version < FIRST:
-        raise ImportError(f"fsdp2 needs {_RANGE}, and torch {installed} is installed: pip install 'torch>=2.11,<2.16'.")
-    try:
-        for name in _PRIVATE:
-            importlib.import_module(name)
-    except (ImportError, AttributeError) as error:
-        if version <= LAST:
-            raise
-        raise ImportError(
-            f"fsdp2 was tested with {_RANGE}, and torch {installed}, which is installed, lacks a name that it needs "
-            f"({error}). Install a newer fsdp2 if there is one, or an older torch: pip install 'torch>=2.11,<2.16'."
-        ) from error
+        raise ImportError(f"fsdp2 needs {_RANGE}, and torch {installed} is installed: {_INSTALL}.")
+    _torch_names.require(installed, _RANGE, f"Install a newer fsdp2 if there is one, or a torch of these: {_INSTALL}.")
     if version > LAST:
         warnings.warn(
             f"fsdp2 was tested with {_RANGE}, and torch {installed} is installed. All names that it needs are there, "
-            "but nothing was tested: compare a few losses with a run on an older torch, or install 'torch<2.16'.",
+            "but nothing was tested: compare a few losses with a run on an older torch, or go back to one of these: "
+            f"{_INSTALL}.",
             stacklevel=2,
         )
 

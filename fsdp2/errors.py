@@ -6,6 +6,8 @@ Owns no tensor and knows nothing of groups; imports nothing from the package.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class FSDPError(Exception):
@@ -30,6 +32,16 @@ class FSDPRuntimeError(FSDPError, RuntimeError):
 
 class FSDPNotImplementedError(FSDPError, NotImplementedError):
     """A combination that this version does not support; the message names what does work."""
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """What is raised inside, by a function of the user's, says below its message which function that was."""
+    try:
+        yield
+    except BaseException as error:
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), f"(raised by {what})"]  # Python 3.11 shows it
+        raise
 
 
 class ParamPhase(enum.Enum):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsdp2
+from fsdp2 import _torch_names
 
 DEFINED_IN = "torch.distributed._tools.fsdp2_mem_tracker"
 """Loaded when a program asks for it: it takes more than half a second."""
@@ -20,7 +22,11 @@ NAME = "FSDPMemTracker"
 
 
 def for_our_modules(torchs: Any) -> type:
-    """A class like ``torchs``, of which it takes what and how it measures."""
+    """A class like ``torchs``, of which it takes what and how it measures; itself where that is not as it was."""
+    missing = _torch_names.missing_for(_torch_names.MEMORY_TRACKER)
+    if missing:
+        warnings.warn(_torch_names.says(_torch_names.MEMORY_TRACKER, missing), stacklevel=2)
+        return torchs  # type: ignore[no-any-return]
     names: dict[str, Any] = {
         "__doc__": torchs.__doc__,
         "__module__": __name__,

@@ -32,6 +32,7 @@ from fsdp2.core.buffers import (
 )
 from fsdp2.core.layout import BufferLayout, Slot, direct_threshold_bytes, joined_row
 from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.options import OutputFunction
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
 from fsdp2.core.ports import Port, missing
@@ -364,6 +365,35 @@ def _has_direct(source: Source) -> bool:
     return any(slot.direct and slot.shard_numel for slot in source.layout.carried)
 
 
+GATHER_BY_FUNCTION: Port[
+    Callable[[Sequence[Source], DataParallelMesh, torch.device, Allocate | None, OutputFunction, str], Gather]
+] = Port(missing("gather_layouts"))
+"""Makes a gather of which a function of the user's copies out what has arrived. Last comes a name for its errors."""
+
+
+def gather_between(
+    mesh: DataParallelMesh,
+    sources: Sequence[Source],
+    device: torch.device,
+    *,
+    allocate: Allocate | None,
+    function: OutputFunction | None,
+    around: str,
+) -> Gather:
+    """The gather of ``sources`` between the ranks that ``mesh`` shards over; the unsharded buffers have memory.
+
+    With ``allocate``, which says where buffers come from, or with a ``function`` everything travels packed. Of one rank
+    nothing is to be moved, and no function is asked. ``around``: the name of one of the parameters.
+    """
+    if mesh.shard_size == 1:
+        function = None
+    if allocate is not None or function is not None:
+        sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
+    if function is None:
+        return Gather(sources, mesh.shard_size, mesh.shard_rank, device, allocate)
+    return GATHER_BY_FUNCTION.filling(sources, mesh, device, allocate, function, around)
+
+
 # `GroupStorage`: all memory that the parameters of one group lie on, and the gathers that fill it.
 #
 # Decides how parameters are laid out (by dtype, direct or packed, by an extension of their own); knows nothing of
@@ -381,14 +411,20 @@ class PostForwardShards(Protocol):
     mesh: DataParallelMesh
     gather: Gather | None
 
-    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
+    def prepare(
+        self,
+        buffers: Sequence[DtypeBuffers],
+        device: torch.device,
+        allocate: Allocate | None,
+        function: OutputFunction | None,
+    ) -> None:
         """Lay out what rests, without memory. The unsharded buffers have memory."""
 
     def let_go(self) -> None:
         """Forget the buffers, until the next `prepare`. Nothing rests here."""
 
-    def set_allocate(self, allocate: Allocate | None, device: torch.device) -> None:
-        """Let the buffers of gathers come from ``allocate`` from now on. The unsharded buffers have memory."""
+    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None, device: torch.device) -> None:
+        """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
 
     def take(self) -> None:
         """Take from the unsharded buffers what is to rest here."""
@@ -452,6 +488,7 @@ class GroupStorage:
     Attributes:
         offloading: where shards live.
         allocate: where the buffers of gathers come from, if these say it; everything then travels packed.
+        function: what copies out in the place of the engine; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
         gather: from the shards; None until there are any, prepared.
@@ -462,6 +499,7 @@ class GroupStorage:
     def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, offloading: Offloading) -> None:
         self.offloading = offloading
         self.allocate: Allocate | None = None
+        self.function: OutputFunction | None = None
         self.post_forward: PostForwardShards | None = None
         self.caches_shards = any([param.policy.cache_shards for param in params])
         self._params = tuple(params)
@@ -559,7 +597,7 @@ class GroupStorage:
             buffers.keeps_memory = self._keeps_memory
         self.gather = self._make_gather()
         if self.post_forward is not None:
-            self.post_forward.prepare(self._buffers, mesh.device, self.allocate)
+            self.post_forward.prepare(self._buffers, mesh.device, self.allocate, self.function)
         self.gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
@@ -574,12 +612,11 @@ class GroupStorage:
     def _make_gather(self) -> Gather:
         """The gather from the shards; the unsharded buffers have memory."""
         sources = [
-            Source(buffers, buffers.shard, buffers.layout if self.allocate is None else buffers.layout.all_packed())
-            for buffers in self._buffers
-            if not buffers.lies_in_place
+            Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers if not buffers.lies_in_place
         ]
         mesh = self._mesh
-        return Gather(sources, mesh.shard_size, mesh.shard_rank, mesh.device, self.allocate)
+        around = self._params[0].path if self._params else ""
+        return gather_between(mesh, sources, mesh.device, allocate=self.allocate, function=self.function, around=around)
 
     def could_lie_in_place(self, plan: GatherPlan) -> bool:
         """Whether one rank that has all of the parameters of ``plan`` needs no other memory to compute with them."""
@@ -592,9 +629,9 @@ class GroupStorage:
         """Whether some unsharded parameters are views of the shards."""
         return any([buffers.lies_in_place for buffers in self._buffers])
 
-    def set_allocate(self, allocate: Allocate | None) -> None:
-        """Let the buffers of gathers come from there from now on. Unsharded parameters stay: none is being gathered."""
-        self.allocate = allocate
+    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None) -> None:
+        """Gather so from now on, as `gather_between` says. Unsharded parameters stay: none is being gathered."""
+        self.allocate, self.function = allocate, function
         if self.gather is None:
             return
         empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
@@ -603,7 +640,7 @@ class GroupStorage:
         self.gather = self._make_gather()
         self.gather.free()
         if self.post_forward is not None:
-            self.post_forward.set_allocate(allocate, self._mesh.device)
+            self.post_forward.gather_with(allocate, function, self._mesh.device)
         for buffers in empty:
             buffers.free()
         if self.extensions is not None:

@@ -234,7 +234,7 @@ class GradientBucket:
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
         self._presence_is_apart = layout.presence_offset >= layout.packed_numel
         self._holes = self._make_holes()
-        carriages = [
+        self._carriages = carriages = [
             (index, hole, slot)
             for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
             if hole is not None
@@ -330,11 +330,7 @@ class GradientBucket:
         packing = self._template_of(dtype).copy()
         direct: list[Transfer] = []
         carried = gradients if layout.region is None else self._with_region(gradients, sent, dtype)
-        for index, hole in self._packed_as_they_are:
-            gradient = carried[index]
-            if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
-                gradient = self._dense(index, gradient, dtype).to(dtype)
-            packing[hole] = gradient
+        self._place(carried, packing, dtype)
         for index, hole, slot in self._others:
             gradient = self._dense(index, carried[index], sent if slot.direct else dtype)
             if slot.partition.order:
@@ -365,6 +361,14 @@ class GradientBucket:
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)
+
+    def _place(self, carried: list[torch.Tensor | None], packing: list[torch.Tensor], dtype: torch.dtype) -> None:
+        """Put gradients that are packed as they come to their holes in ``packing``, as ``dtype``."""
+        for index, hole in self._packed_as_they_are:
+            gradient = carried[index]
+            if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
+                gradient = self._dense(index, gradient, dtype).to(dtype)
+            packing[hole] = gradient
 
     def _with_region(
         self, gradients: list[torch.Tensor | None], sent: torch.dtype, dtype: torch.dtype
@@ -719,3 +723,7 @@ class GradientBucket:
             if hooks and index not in absent:
                 for hook in tuple(hooks.values()):
                     hook(self.params[index].sharded)
+
+
+BUCKET_BY_FUNCTION: Port[Callable[..., GradientBucket]] = Port(missing("reduce_inputs"))
+"""Makes a bucket whose gradients a function of the user's (`InputFunction`) puts side by side: it comes first."""

@@ -246,6 +246,26 @@ class FSDPParamGroup:
             )
         if settings.zeros_for_unused:
             self.reducer.refuse_zeros_of_any_dtype()
+        self._refuse_functions(settings)
+
+    def _refuse_functions(self, settings: GroupSettings) -> None:
+        """Those of the user's that move parameters or gradients, where they would not do what they are told."""
+        is_other = settings.all_gather_output_fn != self.settings.all_gather_output_fn  # equal: methods of one object
+        if is_other and self._phase is not ParamPhase.SHARDED:
+            raise FSDPValueError(
+                f"set_all_gather_layout() on '{self.name}', whose parameters are {self._phase.value}: they lie as the "
+                "layout of before has put them. Install it before the first unshard, or call reshard() on the module."
+            )
+        if settings.reduce_scatter_input_fn is self.settings.reduce_scatter_input_fn:
+            return
+        for param in self.params if settings.reduce_scatter_input_fn is not None else ():
+            partition = param.sharding.partition
+            if partition.owner is not None or not partition.is_chunked(self.mesh.shard_size):
+                raise FSDPValueError(
+                    f"set_reduce_scatter_input_fn() on '{self.name}': parameter '{param.path}' is owned by a rank, or "
+                    "dealt out in blocks of rows, and the function is told only which dim is cut. Leave it out there, "
+                    "or let shard_placement_fn return Shard."
+                )
 
     def configure(self, settings: GroupSettings) -> None:
         """Go on with other settings, once the reductions in flight have ended as they began."""
@@ -260,10 +280,11 @@ class FSDPParamGroup:
             self.reshard()
         self.reducer.configure(settings)
         self.settings = settings
-        if settings.custom_all_gather is not before.custom_all_gather:
+        function = settings.all_gather_output_fn
+        if settings.custom_all_gather is not before.custom_all_gather or function is not before.all_gather_output_fn:
             with torch.inference_mode(False):
                 custom = settings.custom_all_gather
-                self.storage.set_allocate(None if custom is None else custom.allocate)
+                self.storage.gather_with(None if custom is None else custom.allocate, function)
             self._bind_transports()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)

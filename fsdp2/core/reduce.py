@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
-from fsdp2.core.gradients import GradientBucket, GradientBuffer, PackedGradients
+from fsdp2.core.gradients import BUCKET_BY_FUNCTION, GradientBucket, GradientBuffer, PackedGradients
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_threshold_bytes
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
@@ -164,7 +164,7 @@ class GradientReducer:
     def _plan(self, params: Sequence[FSDPParam], dtype: torch.dtype, of_group: Sequence[FSDPParam]) -> ReducePlan:
         mesh = self._mesh
         scaling, settings = self._scaling(dtype), self.settings
-        all_packed = settings.custom_reduce_scatter is not None or settings.comm_hook is not None
+        all_packed = settings.packs_reductions
         may_travel_alone = not all_packed and scaling.before == 1.0
         # Casts of one after the other need less memory than one of all. (Accelerators pack and cast in one kernel.)
         casts_alone = mesh.device.type == "cpu"
@@ -196,17 +196,17 @@ class GradientReducer:
         default, unless its parameter has a ``grad_dtype``: which gradients a rank has must not decide what travels.
         """
         arriving = {param.param_dtype for param in params}
-        settings = self.settings
-        custom = settings.custom_reduce_scatter is not None or settings.comm_hook is not None
-        if custom or scaling.before != 1.0 or len(arriving) > 1 or any(param.grad_dtype[0] for param in params):
+        is_packed = self.settings.packs_reductions or scaling.before != 1.0
+        if is_packed or len(arriving) > 1 or any(param.grad_dtype[0] for param in params):
             return dtype
         (narrow,) = arriving
         is_exact = torch.promote_types(narrow, dtype) == dtype and narrow.is_floating_point == dtype.is_floating_point
         return narrow if is_exact and transport_of(self.group, self._mesh.device).widens else dtype
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
-        mesh = self._mesh
-        return GradientBucket(
+        mesh, function = self._mesh, self.settings.reduce_scatter_input_fn
+        make = GradientBucket if function is None else functools.partial(BUCKET_BY_FUNCTION.filling, function)
+        return make(
             params,
             self._plan(params, dtype, self._params),
             world_size=mesh.shard_size,
@@ -255,6 +255,7 @@ class GradientReducer:
             factor=settings.divide_factor,
             only_sums=settings.only_sums or settings.denominator is not None or has_sums_only,
             premultiplies=group is not None
+            and _torch.can_premultiply
             and settings.divide_factor is not None
             and _torch.backend_name(group, mesh.device).startswith("nccl"),
         )

@@ -18,9 +18,10 @@ from torch.distributed.tensor import Placement, Replicate
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, storage_alias
-from fsdp2.core.gather import RESTS, Gather, Source
+from fsdp2.core.gather import RESTS, Gather, Source, gather_between
 from fsdp2.core.layout import BufferLayout, Slot, padded_row, shard_start, slot_in_region
 from fsdp2.core.mesh import DataParallelMesh, HSDPMeshInfo
+from fsdp2.core.options import OutputFunction
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.sharding import (
     Partition,
@@ -88,7 +89,13 @@ class PostForwardShards:
         self._params: list[FSDPParam] = []
         self._versions: list[tuple[int, int]] = []
 
-    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
+    def prepare(
+        self,
+        buffers: Sequence[DtypeBuffers],
+        device: torch.device,
+        allocate: Allocate | None,
+        function: OutputFunction | None,
+    ) -> None:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
@@ -107,7 +114,7 @@ class PostForwardShards:
                 param.rest_as(self._parameter(local, param, partition))
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
-        self.set_allocate(allocate, device)
+        self.gather_with(allocate, function, device)
         self.free()
 
     def let_go(self) -> None:
@@ -115,14 +122,15 @@ class PostForwardShards:
         self._parts, self._copies, self._params, self._sources, self._versions = [], [], [], [], []
         self.gather = None
 
-    def set_allocate(self, allocate: Allocate | None, device: torch.device) -> None:
-        """Let the buffers of gathers come from ``allocate`` from now on. The unsharded buffers have memory."""
-        sources, empty = self._sources, [part for part in self._parts if not part.storage.nbytes()]
-        if allocate is not None:
-            sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
+    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None, device: torch.device) -> None:
+        """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
+        empty = [part for part in self._parts if not part.storage.nbytes()]
         for part in empty:
             part.allocate()
-        self.gather = Gather(sources, self.mesh.shard_size, self.mesh.shard_rank, device, allocate)
+        around = self._params[0].path if self._params else ""
+        self.gather = gather_between(
+            self.mesh, self._sources, device, allocate=allocate, function=function, around=around
+        )
         self.gather.free()
         for part in empty:
             part.free()

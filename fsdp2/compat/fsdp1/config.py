@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2 import _torch_names
+
+_torch_names.need(_torch_names.COMPAT_FSDP1)
+
 
 class _ShardingStrategy(Enum):
     """How parameters, gradients and optimizer state are divided."""

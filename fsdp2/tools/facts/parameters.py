@@ -45,7 +45,7 @@ class PlansOfGroup:
 
     def layout(self, plan: GatherPlan) -> BufferLayout:
         """Of ``plan``, as it is gathered."""
-        return plan.layout if self.group.settings.custom_all_gather is None else plan.layout.all_packed()
+        return plan.layout.all_packed() if self.group.settings.packs_gathers else plan.layout
 
     def gather_of(self, index: int) -> tuple[int, GatherPlan, Slot] | None:
         """The buffer, its plan, and the place of the parameter of this index; None if it gathers itself."""
@@ -132,8 +132,8 @@ def _gather_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
     if found is None:
         return "by itself", "a tensor that says itself how it is gathered"
     _, plan, slot = found
-    if plans.group.settings.custom_all_gather is not None:
-        return "packed", "a custom all-gather takes everything packed"
+    if plans.group.settings.packs_gathers:
+        return "packed", "a custom all-gather, or a layout's function, takes everything packed"
     threshold = direct_threshold_bytes(fuses=mesh.fuses)
     if slot.partition.owner is not None:
         region = plan.layout.region
@@ -166,7 +166,7 @@ def _reduce_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
         has_replicas = mesh.replicate_size > 1
         return ("packed", "one all-reduce takes all") if has_replicas else ("stays", "there is one rank")
     settings, dtype = group.settings, plan.dtype
-    if settings.custom_reduce_scatter is not None or settings.comm_hook is not None:
+    if settings.packs_reductions:
         return "packed", "a custom reduction takes everything packed"
     if slot.partition.owner is not None:
         return ("direct" if slot.direct else "packed"), "owned parameters share a slot"
