@@ -1,1 +1,1 @@
-"""A DTensor placement with any number of rows on each rank, and its DTensor. Knows nothing of FSDP."""
+"""Placements with any number of rows on each rank, or of merged dims, and their DTensor. Only `merged_rows` knows of FSDP."""
