@@ -562,8 +562,8 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     """
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
-    dim, *others = partition_key_of(wanted)
-    partition = Partition(tuple(local.shape), dim, memory_order(local.shape, local.stride()), *others)
+    key, order = partition_key_of(wanted), memory_order(local.shape, local.stride())
+    partition = Partition(tuple(local.shape), key.dim, order, key.block_rows, key.owner, key.leading)
     if isinstance(wanted, RowPlacement) and isinstance(parameter, DTensor):
         wanted.refuse_cut(parameter, where)
     if mesh.spmd_mesh is not None:

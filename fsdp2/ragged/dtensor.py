@@ -40,21 +40,37 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
     placement = placements[ragged[0]]
     assert isinstance(placement, RowsPlacement), "found above"
     placement.rows_of_ranks(shape, mesh.size(ragged[0]))
+    if isinstance(placement, BlockShard):
+        refuse_beside_blocks(mesh, placements, shape, f"a tensor of shape {tuple(shape)}")
+        return ragged[0]
     for axis, each in enumerate(placements):
-        if isinstance(placement, BlockShard) and _torch.is_shard(each):
-            if each.dim in (0, -len(shape)) and shape[0] % mesh.size(axis) == 0:  # type: ignore[attr-defined]
-                continue
-            raise FSDPValueError(
-                f"{placement} of a tensor of shape {tuple(shape)} cannot lie beside {each} (mesh dim {axis} of {mesh}), "
-                "but beside Replicate() and a Shard(0) that divides dim 0 evenly: it deals out the rows of what that "
-                "leaves."
-            )
         if each.is_partial() or (_torch.is_shard(each) and each.dim in (0, -len(shape))):  # type: ignore[attr-defined]
             raise FSDPValueError(
                 f"{placement} cannot lie beside {each} (mesh dim {axis} of {mesh}): the rows of a rank would not "
                 "follow each other in the whole. Other mesh dims may have Replicate() or Shard(i) with i > 0."
             )
     return ragged[0]
+
+
+def refuse_beside_blocks(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], where: str) -> None:
+    """Refuse what cannot lie in the other mesh dims beside a `BlockShard` of a tensor of ``shape``.
+
+    Raises:
+        FSDPValueError: it is more than Replicate() and Shard(0) that deal out dim 0 evenly, as of experts.
+    """
+    left = shape[0]
+    for axis, each in enumerate(placements):
+        size = mesh.size(axis)
+        if isinstance(each, BlockShard) or each.is_replicate() or size == 1:
+            continue
+        is_first = type(each) is Shard and each.dim in (0, -len(shape))
+        if not is_first or left % size:
+            raise FSDPValueError(
+                f"{where} has placement {each} in mesh dim {axis} of {mesh}, which cannot lie beside a BlockShard: "
+                "other mesh dims may have Replicate(), or a Shard(0) that deals out dim 0 evenly, as of experts. Use "
+                "Shard(i) in the place of BlockShard."
+            )
+        left //= size
 
 
 class RaggedDTensor(_torch.OwnOperators):
@@ -238,10 +254,10 @@ def _left_by_others(spec: Any) -> Box:
     box = [(0, size) for size in spec.shape]
     for axis, each in enumerate(spec.placements):
         if isinstance(each, Shard):
-            size = spec.shape[each.dim]
-            rows = -(-size // spec.mesh.size(axis))
-            start = min(rows * spec.mesh.get_local_rank(axis), size)
-            box[each.dim] = (start, min(start + rows, size))
+            first, last = box[each.dim]
+            rows = -(-(last - first) // spec.mesh.size(axis))
+            start = min(first + rows * spec.mesh.get_local_rank(axis), last)
+            box[each.dim] = (start, min(start + rows, last))
     return tuple(box)
 
 

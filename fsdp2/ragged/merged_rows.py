@@ -1,4 +1,4 @@
-"""What `fully_shard` makes of a `BlockShard`, this package's or torch's: rows of merged dims, for stacks of matrices."""
+"""Rows of merged dims: what `fully_shard` makes of a `BlockShard`, this package's or torch's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fsdp2 import _torch
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.sharding import OTHER_PLACEMENTS, PartitionKey, RowPlacement, Wanted
 from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
+from fsdp2.ragged.dtensor import refuse_beside_blocks
 from fsdp2.ragged.placement import BlockShard, is_block_shard, own_block_shard
 
 
@@ -42,8 +43,8 @@ class MergedRows(RowPlacement):
         if not _torch.plain_of(parameter.detach()).is_contiguous():
             raise FSDPValueError(
                 f"parameter '{fqn}' of shape {tuple(parameter.shape)} is not contiguous (its strides are "
-                f"{parameter.stride()}), so that its first {leading} dims cannot be merged to rows, as {self.placement} "
-                "asks for: return Shard(i) or None for it, or make it contiguous before fully_shard."
+                f"{parameter.stride()}), so that {self.placement} cannot merge its first {leading} dims: return "
+                "Shard(i) or None for it, or make it contiguous before fully_shard."
             )
         if mesh.shard_group is None:  # nothing is sharded: every rank has the whole anyway
             return 0
@@ -51,18 +52,8 @@ class MergedRows(RowPlacement):
 
     def refuse_cut(self, parameter: DTensor, where: str) -> None:
         """Experts may have been dealt out evenly: then the rows of each rank's are."""
-        mesh = parameter.device_mesh
-        for axis, each in enumerate(parameter.placements):
-            size = mesh.size(axis)
-            if size == 1 or each.is_replicate():
-                continue
-            first = _torch.is_shard(each) and each.dim == 0  # type: ignore[attr-defined]
-            if not first or hasattr(each, "split_factor") or parameter.shape[0] % size:
-                raise FSDPValueError(
-                    f"{where}, of shape {tuple(parameter.shape)}, has placement {each} in mesh dim {axis} of {mesh}, and "
-                    f"is to be {self.placement}: beside that, another mesh dim may only have a Shard(0) that divides "
-                    "dim 0 evenly, as of experts. Return Shard(i) or None for this parameter."
-                )
+        where = f"{where}, which is to be {self.placement},"
+        refuse_beside_blocks(parameter.device_mesh, parameter.placements, parameter.shape, where)
 
 
 def _merged_rows(answer: Any) -> MergedRows | None:

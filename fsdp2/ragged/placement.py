@@ -156,7 +156,7 @@ class BlockShard(RowsPlacement):
     @staticmethod
     @checked()
     def split_leading(shape: Sequence[int], k: int) -> BlockShard:
-        """Deal out the rows of the first ``k`` dims of a tensor of ``shape``, merged: each has prod(shape[k:]) elements.
+        """For the rows of the first ``k`` dims of a tensor of ``shape``, merged: each has prod(shape[k:]) elements.
 
         Raises:
             FSDPValueError: ``k`` is 1, which is what ``Shard(0)`` does, or no number of dims of ``shape``; the sizes of
@@ -271,4 +271,3 @@ def _inside(sizes: tuple[int, ...], index: int, start: int, stop: int) -> list[B
     inner = math.prod(sizes[1:])
     parts = _boxes_of_run(sizes[1:], start - index * inner, stop - index * inner)
     return [((index, index + 1), *part) for part in parts]
-
