@@ -77,7 +77,8 @@ def _blocks(parameter: nn.Parameter) -> RowBlocks | None:
 
 
 def _merged(parameter: nn.Parameter) -> BlockShard | None:
-    return BlockShard.split_leading(parameter.shape, parameter.dim()) if parameter.dim() > 1 else None
+    merges = parameter.dim() > 1 and parameter.is_contiguous()
+    return BlockShard.split_leading(parameter.shape, parameter.dim()) if merges else None
 
 
 def _last_dim(parameter: nn.Parameter) -> Shard | None:
