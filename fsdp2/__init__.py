@@ -10,6 +10,7 @@ import fsdp2.features
 import fsdp2.optim.guard
 import fsdp2.optim.torch_clipping
 import fsdp2.optim.zeroing
+import fsdp2.ragged.merged_rows
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core
 from fsdp2 import optim
 from fsdp2._moved import know_former_names
@@ -59,7 +60,7 @@ from fsdp2.optim.grad_scaler import ShardedGradScaler
 from fsdp2.optim.offload import OptimizerStateOffload, offload_optimizer_state
 from fsdp2.optim.owner_step import step_on_owners
 from fsdp2.ragged.dtensor import RaggedDTensor
-from fsdp2.ragged.placement import RaggedShard
+from fsdp2.ragged.placement import BlockShard, RaggedShard
 from fsdp2.tools.environment import warn_of_unknown
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ warn_of_unknown()
 
 __all__ = [
     "AllGather",
+    "BlockShard",
     "CPUOffloadPolicy",
     "Comm",
     "CompileReport",

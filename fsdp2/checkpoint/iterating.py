@@ -33,7 +33,7 @@ from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.places import label
-from fsdp2.core.sharding import in_memory_order, in_shape, place_rows
+from fsdp2.core.sharding import in_memory_order, in_shape, local_shard, place_rows
 from fsdp2.core.streams import device_for
 from fsdp2.core.transport import transport_of
 from fsdp2.errors import FSDPError, FSDPValueError
@@ -437,7 +437,7 @@ def _copied(route: _Route) -> torch.Tensor:
     else:
         stride = torch.empty_like(local, device="meta").stride()  # without gaps
     whole = torch.empty_strided(shape, stride, dtype=route.dtype, device=device)
-    return whole.copy_(local) if whole.numel() else whole
+    return whole.copy_(local.reshape(shape)) if whole.numel() else whole
 
 
 def _unpacked(route: _Route, arrived: _Arrived) -> torch.Tensor:
@@ -457,7 +457,7 @@ def _unpacked(route: _Route, arrived: _Arrived) -> torch.Tensor:
         if stop > start and partition.dim is not None:
             row = of_ranks[place]
             part = row.as_strided(shape, partition.stride(shape), row.storage_offset())
-            whole.narrow(partition.dim, start, stop - start).copy_(part)
+            local_shard(whole, partition, rows, place).copy_(part)
     assert of_ranks.element_size() == itemsize, "it was sent in this dtype"
     return whole
 

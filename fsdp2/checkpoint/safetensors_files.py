@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2.arguments import checked
-from fsdp2.checkpoint.boxes import Box, at_box, pieces_of
+from fsdp2.checkpoint.boxes import at_box, pieces_of
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, SaveFailed
 from fsdp2.checkpoint.folders import flush
 from fsdp2.checkpoint.held import Held, agree, company_of, held_by, refuse_unreadable, settle
@@ -29,6 +29,8 @@ from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import PATH_RULE
 from fsdp2.checkpoint.whole import Offered, Source, Wanted, load_from
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
+from fsdp2.ragged.dtensor import views_of
+from fsdp2.ragged.placement import Box
 
 _SUFFIX = ".safetensors"
 _INDEX = ".safetensors.index.json"
@@ -184,14 +186,15 @@ class _Files(Source):
 def _read(opened: Any, stored: _Stored, wanted: Wanted) -> int:
     """Copy this rank's part; returns its bytes."""
     local, itemsize = wanted.held.local, stored.offered.dtype.itemsize
-    if not wanted.box:
+    if wanted.boxes == ((),):
         local.copy_(opened.get_tensor(stored.name))
         return itemsize
     nbytes = 0
-    for box in pieces_of(wanted.box, itemsize, _READ_BYTES):
-        part = opened.get_slice(stored.name)[_index(box)]
-        at_box(local, box, wanted.box).copy_(part)
-        nbytes += part.nbytes
+    for outer, view in zip(wanted.boxes, views_of(local, wanted.boxes), strict=True):
+        for box in pieces_of(outer, itemsize, _READ_BYTES):
+            part = opened.get_slice(stored.name)[_index(box)]
+            at_box(view, box, outer).copy_(part)
+            nbytes += part.nbytes
     return nbytes
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.arguments import Rule, checked
 from fsdp2.checkpoint.blocked import block, unblock
-from fsdp2.checkpoint.boxes import Box, at_box, box_here, box_of, overlap, pieces_of, sizes_of
+from fsdp2.checkpoint.boxes import at_box, boxes_here, boxes_of, entries, pieces_of, sizes_of
 from fsdp2.checkpoint.comparing import Difference, table
 from fsdp2.checkpoint.errors import CheckpointMismatch
 from fsdp2.checkpoint.held import (
@@ -43,6 +43,7 @@ from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.broadcast_parameters import device_that_travels
 from fsdp2.features.whole_states import refuse_of_another_rank
+from fsdp2.ragged.placement import Box
 
 _EVERY_RANK = "every rank"
 _SOURCE = Rule(
@@ -67,12 +68,12 @@ class Wanted:
     Attributes:
         held: the tensor.
         key: the name that the source has it under.
-        box: which entries this rank has.
+        boxes: which entries this rank has, as they follow each other in its local tensor.
     """
 
     held: Held
     key: str
-    box: Box
+    boxes: tuple[Box, ...]
 
 
 class Source(ABC):
@@ -128,7 +129,7 @@ def load_from(model: nn.Module, source: Source, caller: str, *, arguments: str, 
     with torch.inference_mode(False), torch.no_grad():
         materialize(model, [each.held for each in fit.wanted])
         now = {name: each for each in held_by(model) for name in each.names}
-        wanted = [Wanted(now[each.held.name], each.key, each.box) for each in fit.wanted]
+        wanted = [Wanted(now[each.held.name], each.key, each.boxes) for each in fit.wanted]
         nbytes = 0
 
         def write() -> None:
@@ -217,8 +218,8 @@ _TRANSIENT = ", a buffer that is not persistent"
 def _compare_one(
     held: Held, key: str, offered: Offered, source: Source, fit: _Fit, found: list[Difference], *, cast: bool
 ) -> None:
-    box = box_here(held.tensor)
-    if box is None:
+    boxes = boxes_here(held.tensor)
+    if boxes is None:
         raise FSDPNotImplementedError(
             f"'{held.name}' has the placements {list(_torch.spec_of(held.tensor).placements)}, of which it is not "
             "known which entries this rank has; copy to its to_local() instead."
@@ -233,7 +234,7 @@ def _compare_one(
         else:
             text = f"{offered.dtype} in {source.what}, {dtype} in the model"
             found.append(Difference("dtype", key, text))
-    fit.wanted.append(Wanted(held, key, box))
+    fit.wanted.append(Wanted(held, key, boxes))
 
 
 _LOADS = "load_full()"
@@ -363,7 +364,9 @@ class _States(Source):
         for each in wanted:
             value = self.values[each.key].detach()
             if not isinstance(value, DTensor):
-                each.held.local.copy_(at_box(value, each.box, box_here(value) or ()))
+                outer = tuple((0, size) for size in value.shape)
+                for box, view in entries(each.held.local, each.boxes, outer):
+                    view.copy_(at_box(value, box, outer))
             elif _lies(value) == _lies(each.held.tensor):
                 each.held.local.copy_(_torch.local_of(value))
             else:
@@ -380,9 +383,9 @@ class _States(Source):
         ranks, value = torch.tensor(mesh), self.values[key]
         seen: set[Box] = set()
         for coordinate in torch.ones(ranks.shape).nonzero().tolist():
-            box = box_of(ranks.shape, placements, value.shape, coordinate)
-            assert box is not None, "it was looked at before"
-            if box not in seen:
+            boxes = boxes_of(ranks.shape, placements, value.shape, coordinate)
+            assert boxes is not None, "it was looked at before"
+            for box in [each for each in boxes if each not in seen]:
                 seen.add(box)
                 for piece in pieces_of(box, value.element_size(), self._budget):
                     nbytes = math.prod(sizes_of(piece)) * value.element_size()
@@ -409,7 +412,7 @@ def _refuse_value(name: str, value: Any) -> None:
         raise FSDPNotImplementedError(f"'{name}' of the state dict is a {type(plain).__name__} of {plain.layout}.")
     if isinstance(value, DTensor):
         sizes = tuple(value.device_mesh.shape)
-        if box_of(sizes, value.placements, value.shape, (0,) * len(sizes)) is None:
+        if boxes_of(sizes, value.placements, value.shape, (0,) * len(sizes)) is None:
             raise FSDPNotImplementedError(
                 f"'{name}' of the state dict is a DTensor with placements {list(value.placements)}, whose parts are no "
                 "rows or columns of the whole: pass its full_tensor()."
@@ -465,7 +468,7 @@ class _FromRank(Source):
 
     def _refuse_parts(self) -> None:
         for name, value in self._states.values.items():
-            if box_here(value) != tuple((0, size) for size in value.shape):
+            if boxes_here(value) != (tuple((0, size) for size in value.shape),):
                 raise FSDPValueError(
                     f"{_LOADS} with source={self._rank}: '{name}' of its state dict is a DTensor with placements "
                     f"{list(value.placements)}, of which this rank has a part. Pass whole tensors, or the DTensors on "
@@ -533,9 +536,10 @@ def _send_message(
     if is_mine:
         for piece, _ in message:
             value = values[piece.key].detach()
-            outer = box_here(value)
-            assert outer is not None, "it was cut into pieces of this"
-            parts.append(at_box(_torch.plain_of(value), piece.box, outer))
+            boxes = boxes_here(value)
+            assert boxes is not None, "it was cut into pieces of these"
+            ((_, part),) = entries(_torch.plain_of(value), boxes, piece.box)
+            parts.append(part)
     lies = (
         parts[0]
         if len(parts) == 1 and parts[0].is_contiguous() and parts[0].device.type == buffer.device.type
@@ -556,6 +560,5 @@ def _send_message(
         dist.broadcast(sent, src=message[0][0].source, group=group)
     for (piece, _), slot in zip(message, slots, strict=True):
         target = targets[piece.key]
-        box = overlap(target.box, piece.box)
-        if box is not None:
-            at_box(target.held.local, box, target.box).copy_(at_box(slot, box, piece.box))
+        for box, view in entries(target.held.local, target.boxes, piece.box):
+            view.copy_(at_box(slot, box, piece.box))

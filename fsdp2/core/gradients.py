@@ -41,7 +41,7 @@ from fsdp2.core.layout import GradientLayout, GradientSlot
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan
 from fsdp2.core.ports import Port, missing
-from fsdp2.core.sharding import dtensor_at_offset, scatter_rows
+from fsdp2.core.sharding import dtensor_at_offset, in_rows, scatter_rows
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 
 # `GradientBuffer`: what sharded gradients of one group and dtype lie on, from step to step.
@@ -185,7 +185,7 @@ class PackedGradients:
 
 def _is_changed(slot: GradientSlot) -> bool:
     """Whether a gradient is more than packed as it comes."""
-    return slot.direct or slot.is_dealt_out or bool(slot.partition.order)
+    return slot.direct or slot.is_dealt_out or bool(slot.partition.order) or slot.partition.leading > 1
 
 
 class GradientBucket:
@@ -339,6 +339,8 @@ class GradientBucket:
                 gradient = gradient.to(dtype)
                 if slot.is_dealt_out:
                     gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
+                else:
+                    gradient = in_rows(gradient, slot.partition)
                 packing[hole] = gradient
                 continue
             if gradient.dtype is not sent:

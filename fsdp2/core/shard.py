@@ -221,7 +221,8 @@ def fully_shard(
             backward stays among them. Makes process groups: all ranks must call. What is registered in the modules
             after forward is then sharded, unsharded, or sharded over the neighbours, accordingly.
         shard_placement_fn: called with each parameter; returns ``Shard(i)`` to shard dim i, ``RowBlocks(n)`` to keep
-            blocks of n rows together, ``Owned(rank)`` to leave the whole to one rank (see `balanced_owners`), a
+            blocks of n rows together, ``BlockShard.split_leading(parameter.shape, k)`` to deal out the rows of its
+            first k dims, merged, ``Owned(rank)`` to leave the whole to one rank (see `balanced_owners`), a
             `ShardPlacementResult` to shard over another mesh as well, or None for ``Shard(0)``. (A parameter of no dims
             is always replicated.)
         mp_policy: a `MixedPrecisionPolicy`, or a function ``(fqn, parameter) -> MixedPrecisionPolicy | None`` that is

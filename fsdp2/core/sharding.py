@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,15 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return () if dims == sorted(dims) or step == 0 else order
 
 
+class PartitionKey(NamedTuple):
+    """What tells apart ways of dealing out: see `Partition`, which has the same."""
+
+    dim: int | None
+    block_rows: int = 1
+    owner: int | None = None
+    leading: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Partition:
     """How a parameter lies in memory, and which of its dims is dealt out to the ranks.
@@ -71,7 +80,9 @@ class Partition:
         order: its dims as they follow each other in memory, outermost first; () if contiguous.
         block_rows: the rows of ``dim`` come in blocks of so many, the last maybe shorter; no rank has a part of one.
         owner: the rank that has all rows; None: they are dealt out evenly.
-        size: entries of ``dim``: the rows that are dealt out.
+        leading: how many leading dims count as one, whose entries are the rows. More than one only of a contiguous
+            parameter that is cut in dim 0; a rank's part then has two dims, (rows, row_numel).
+        size: entries of ``dim``, or of the leading dims together: the rows that are dealt out.
         outer: how many pieces of memory a run of rows lies in: the sizes before ``dim``, multiplied.
         row_numel: elements of a row in one of these pieces: the sizes behind ``dim``, multiplied.
         numel: elements of the parameter.
@@ -84,6 +95,7 @@ class Partition:
     order: tuple[int, ...] = ()
     block_rows: int = 1
     owner: int | None = None
+    leading: int = 1
     size: int = field(init=False, repr=False, compare=False)
     outer: int = field(init=False, repr=False, compare=False)
     row_numel: int = field(init=False, repr=False, compare=False)
@@ -96,10 +108,10 @@ class Partition:
         shape, dim = self.shape, self.dim
         in_memory = tuple(shape[each] for each in self.order) if self.order else shape
         where = 0 if dim is None else self.order.index(dim) if self.order else dim
-        behind = in_memory if dim is None else in_memory[where + 1 :]
+        behind = in_memory if dim is None else in_memory[where + self.leading :]
         outer = math.prod(in_memory[:where])
         known = {
-            "size": 1 if dim is None else shape[dim],
+            "size": 1 if dim is None else math.prod(shape[dim : dim + self.leading]),
             "outer": outer,
             "arrives_in_order": dim is not None and outer == 1,
             "row_numel": math.prod(behind),
@@ -110,9 +122,9 @@ class Partition:
             object.__setattr__(self, name, value)
 
     @property
-    def partition_key(self) -> tuple[int | None, int, int | None]:
-        """What tells apart ways of dealing out: dim, block_rows and owner."""
-        return self.dim, self.block_rows, self.owner
+    def partition_key(self) -> PartitionKey:
+        """What tells it apart from other ways of dealing out."""
+        return PartitionKey(self.dim, self.block_rows, self.owner, self.leading)
 
     def stride(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The strides of a tensor of ``shape``, dense and in this order."""
@@ -131,7 +143,7 @@ class Partition:
         return min(-(-blocks // world_size) * self.block_rows, self.size)
 
     def is_chunked(self, world_size: int) -> bool:
-        """Whether the rows are dealt out as ``torch.chunk`` does."""
+        """Whether the rows (of merged dims: those of `in_rows`) are dealt out as ``torch.chunk`` does."""
         if self.owner is not None:
             return world_size == 1
         rows, chunk = self.rows(world_size), ceil_div(self.size, world_size)
@@ -162,6 +174,7 @@ class Partition:
         if self.dim is None:
             return f"the whole{memory} per rank"
         blocks = f" in blocks of {self.block_rows}" if self.block_rows > 1 else ""
+        blocks = f" of the first {self.leading} dims" if self.leading > 1 else blocks
         return f"{rows} rows{f' of dim {self.dim}' if self.dim else ''}{blocks}{memory} per rank"
 
     def local_shape(self, rows: int, rank: int) -> tuple[int, ...]:
@@ -169,6 +182,8 @@ class Partition:
         if self.dim is None:
             return self.shape
         start, stop = self.part(rows, rank)
+        if self.leading > 1:
+            return stop - start, self.row_numel
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
 
@@ -177,7 +192,12 @@ def local_shard(whole: torch.Tensor, partition: Partition, rows: int, rank: int)
     if partition.dim is None:
         return whole
     start, stop = partition.part(rows, rank)
-    return whole.narrow(partition.dim, start, stop - start)
+    return in_rows(whole, partition).narrow(partition.dim, start, stop - start)
+
+
+def in_rows(whole: torch.Tensor, partition: Partition) -> torch.Tensor:
+    """``whole`` with its rows in one dim: (rows, elements of a row) of merged dims, a view if it is contiguous."""
+    return whole.reshape(partition.size, partition.row_numel) if partition.leading > 1 else whole
 
 
 def in_memory_order(tensor: torch.Tensor, partition: Partition) -> torch.Tensor:
@@ -259,8 +279,8 @@ def in_shape(flat: torch.Tensor, partition: Partition) -> torch.Tensor:
 CLASSES: dict[type[Placement], type[DTensor]] = {}
 """By placements that torch's own DTensor does not know, the class that does: with ``_over(local, spec)``."""
 
-OF_ROWS: list[Callable[[Sequence[int]], Placement]] = []
-"""The placement of rows (one number for each rank) that are dealt out otherwise than torch's ``Shard`` does."""
+OF_ROWS: list[Callable[[Partition, int], Placement]] = []
+"""The placement of rows that are dealt out, over so many ranks, otherwise than torch's ``Shard`` does."""
 
 
 def class_of(spec: Any) -> type[DTensor]:
@@ -407,8 +427,8 @@ class RowPlacement(ABC):
 
     @property
     @abstractmethod
-    def partition_key(self) -> tuple[int | None, int, int | None]:
-        """What `Partition` is told: dim, block_rows and owner."""
+    def partition_key(self) -> PartitionKey:
+        """What `Partition` is told."""
 
     @abstractmethod
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
@@ -429,15 +449,19 @@ class ShardPlacementResult:
     """What a ``shard_placement_fn`` may return: the dim to shard, and the mesh to shard over.
 
     Attributes:
-        placement: ``Shard(i)``, ``RowBlocks(rows)`` or ``Owned(rank)``; None is ``Shard(0)``.
+        placement: ``Shard(i)``, ``RowBlocks(rows)``, ``BlockShard.split_leading(shape, k)`` or ``Owned(rank)``; None is
+            ``Shard(0)``.
         mesh_info: a mesh info such as ``FSDPMeshInfo(mesh, shard_mesh_dim=0)``.
     """
 
-    placement: Shard | RowPlacement | None
+    placement: Placement | RowPlacement | None
     mesh_info: Any
 
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | RowPlacement | ShardPlacementResult | None]
+ShardPlacementFn = Callable[[nn.Parameter], Placement | RowPlacement | ShardPlacementResult | None]
+
+OTHER_PLACEMENTS: list[Callable[[Any], RowPlacement | None]] = []
+"""What else a ``shard_placement_fn`` may return: each makes a `RowPlacement` of what it knows, None of the rest."""
 
 Wanted = int | RowPlacement | None
 """The dim that is cut, or the blocks of dim 0, or the rank that has the whole; None: every rank has."""
@@ -472,14 +496,14 @@ def requested_placement(
             rank that there is not.
     """
     answer = None if shard_placement_fn is None else shard_placement_fn(parameter)
-    mesh = default
+    mesh, answer = default, _known(answer)
     if answer is not None and not isinstance(answer, (Shard, RowPlacement)):
         if not (hasattr(answer, "placement") and hasattr(answer, "mesh_info")):
             raise FSDPValueError(
                 f"shard_placement_fn must return {', '.join(_placements())}, a ShardPlacementResult or None, got "
                 f"{answer!r} for parameter '{fqn}'."
             )
-        mesh, answer = _mesh_of(answer.mesh_info, fqn, default), answer.placement
+        mesh, answer = _mesh_of(answer.mesh_info, fqn, default), _known(answer.placement)
     if answer is None:
         return (0 if parameter.dim() else None), mesh
     if isinstance(answer, RowPlacement):
@@ -495,6 +519,13 @@ def requested_placement(
             f"parameter '{fqn}' has {parameter.dim()} dims, {answer} shards one that it does not have."
         )
     return dim, mesh
+
+
+def _known(answer: Any) -> Any:
+    """``answer``, or what one of `OTHER_PLACEMENTS` makes of it."""
+    if answer is None or isinstance(answer, (Shard, RowPlacement)):
+        return answer
+    return next((made for make in OTHER_PLACEMENTS if (made := make(answer)) is not None), answer)
 
 
 def _placements() -> list[str]:
@@ -518,9 +549,9 @@ def _mesh_of(info: Any, fqn: str, default: DataParallelMesh) -> DataParallelMesh
     return mesh
 
 
-def partition_key_of(wanted: Wanted) -> tuple[int | None, int, int | None]:
-    """The dim to cut, the rows of a block and the owner of what `requested_placement` returns: see `Partition`."""
-    return wanted.partition_key if isinstance(wanted, RowPlacement) else (wanted, 1, None)
+def partition_key_of(wanted: Wanted) -> PartitionKey:
+    """The key of the `Partition` of what `requested_placement` returns."""
+    return wanted.partition_key if isinstance(wanted, RowPlacement) else PartitionKey(wanted)
 
 
 def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh, where: str) -> Sharding:
@@ -531,8 +562,8 @@ def sharding_of(parameter: nn.Parameter, wanted: Wanted, mesh: DataParallelMesh,
     """
     unsharded_spec = _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
     local = _torch.local_of(parameter) if unsharded_spec is not None else parameter
-    dim, block_rows, owner = partition_key_of(wanted)
-    partition = Partition(tuple(local.shape), dim, memory_order(local.shape, local.stride()), block_rows, owner)
+    key, order = partition_key_of(wanted), memory_order(local.shape, local.stride())
+    partition = Partition(tuple(local.shape), key.dim, order, key.block_rows, key.owner, key.leading)
     if isinstance(wanted, RowPlacement) and isinstance(parameter, DTensor):
         wanted.refuse_cut(parameter, where)
     if mesh.spmd_mesh is not None:
@@ -563,10 +594,10 @@ def placement_of(partition: Partition, world_size: int) -> Placement:
     """How a dim of ``world_size`` ranks, by itself, cuts a parameter."""
     if partition.dim is None:
         return Replicate()
-    if partition.is_chunked(world_size):
+    if partition.leading == 1 and partition.is_chunked(world_size):
         return Shard(partition.dim)
     (of_rows,) = OF_ROWS
-    return of_rows(partition.rows_of_ranks(world_size))
+    return of_rows(partition, world_size)
 
 
 def strided_placement(
@@ -577,7 +608,7 @@ def strided_placement(
     They cut first, so this rank's rows are not contiguous in the whole: that is what a strided shard says.
     """
     dim = partition.dim
-    if dim is None or not partition.is_chunked(world_size):
+    if dim is None or partition.leading > 1 or not partition.is_chunked(world_size):
         return placement_of(partition, world_size)
     factor = math.prod(mesh.size(index) for index in range(first, len(placements)) if cuts(placements[index], dim))
     return Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked, checked_class
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.sharding import RowPlacement, Wanted
+from fsdp2.core.sharding import PartitionKey, RowPlacement, Wanted
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 
@@ -43,9 +43,9 @@ class Owned(RowPlacement):
             raise FSDPValueError(f"Owned takes a rank in the mesh dim that is sharded over, from 0; got {self.rank!r}.")
 
     @property
-    def partition_key(self) -> tuple[int | None, int, int | None]:
+    def partition_key(self) -> PartitionKey:
         """One rank has all rows."""
-        return 0, 1, self.rank
+        return PartitionKey(0, owner=self.rank)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
         """This, if something is sharded at all."""

@@ -21,7 +21,7 @@ from fsdp2.core.module import INPUT_FUNCTION
 from fsdp2.core.options import InputFunction
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import ReducePlan
-from fsdp2.core.sharding import scatter_rows
+from fsdp2.core.sharding import in_memory_order, in_rows, scatter_rows
 from fsdp2.errors import FSDPTypeError, named
 
 _NATIVE = "reduce_scatter_input_fn_with_native_copy"
@@ -124,7 +124,7 @@ class BucketByFunction(GradientBucket):
 
     def _in_memory_order(self, index: int, gradient: torch.Tensor | None, slot: GradientSlot) -> torch.Tensor:
         whole = self._dense(index, gradient, self.params[index].param_dtype)
-        return whole.permute(slot.partition.order) if slot.partition.order else whole
+        return in_rows(in_memory_order(whole, slot.partition), slot.partition)
 
     def _as_dealt_out(self, column: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
         """(world_size, n) padded along the dim that is cut, as the ranks lay it out: padded at the end."""

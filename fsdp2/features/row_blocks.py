@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.arguments import ANYTHING, checked_class
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.sharding import RowPlacement, Wanted, cuts
+from fsdp2.core.sharding import PartitionKey, RowPlacement, Wanted, cuts
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 
@@ -41,9 +41,9 @@ class RowBlocks(RowPlacement):
             raise FSDPValueError(f"RowBlocks takes the rows of a block, at least 1, got {self.rows}.")
 
     @property
-    def partition_key(self) -> tuple[int | None, int, int | None]:
+    def partition_key(self) -> PartitionKey:
         """Dim 0, in blocks."""
-        return 0, self.rows, None
+        return PartitionKey(0, block_rows=self.rows)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
         """This, of any parameter that has rows."""

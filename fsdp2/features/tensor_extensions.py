@@ -111,13 +111,16 @@ def check_extension(tensor: torch.Tensor, partition: Partition, world_size: int,
 
     Raises:
         FSDPTypeError: one of the two methods is missing, or takes other arguments.
-        FSDPNotImplementedError: the parameter is owned, has no dims, is not contiguous, or is cut unevenly behind
-            dim 0.
+        FSDPNotImplementedError: the parameter is owned, of merged dims, has no dims, is not contiguous, or is cut
+            unevenly behind dim 0.
     """
-    if partition.owner is not None:
+    if partition.owner is not None or partition.leading > 1:
+        how = (
+            f"its first {partition.leading} dims are to be merged" if partition.leading > 1 else "one rank is to own it"
+        )
         raise FSDPNotImplementedError(
-            f"{where} gathers itself (a tensor subclass, or one with {_PRE}), and one rank is to own it, which is not "
-            "supported; shard its dim 0."
+            f"{where} gathers itself (a tensor subclass, or one with {_PRE}), and {how}, which is not supported; shard "
+            "its dim 0."
         )
     is_uneven = bool(partition.dim) and partition.size % world_size != 0
     if partition.dim is None or partition.order or is_uneven:

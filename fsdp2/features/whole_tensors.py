@@ -54,7 +54,7 @@ def whole_tensors(
             what they send.
     """
     if mesh.shard_size == 1:
-        return [part.local.to(device or part.local.device, copy=True) for part in parts]
+        return [_alone(part).to(device or part.local.device, copy=True) for part in parts]
     if only_first:
         return _on_first(parts, mesh, device)
     wholes: dict[int, torch.Tensor] = {}
@@ -85,6 +85,11 @@ def _on_first(parts: Sequence[Part], mesh: DataParallelMesh, device: torch.devic
     into = list(received.view(mesh.shard_size, -1).unbind()) if mesh.shard_rank == 0 else None
     dist.gather(sent, into, group=mesh.shard_group, group_dst=0)
     return [] if into is None else _unpack(parts, received, offsets, mesh, device)
+
+
+def _alone(part: Part) -> torch.Tensor:
+    """The whole, of which this rank has all."""
+    return part.local.view(part.partition.shape) if part.partition.leading > 1 else part.local
 
 
 def _arrives_in_place(part: Part, world_size: int) -> bool:

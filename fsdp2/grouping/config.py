@@ -33,6 +33,7 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.features.owned import Owned
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.grouping import config_text, config_values
+from fsdp2.ragged.placement import is_block_shard, own_block_shard
 
 MAX_BYTES = 2**30
 MIN_BYTES = 2**20
@@ -128,7 +129,8 @@ class ShardingConfig:
             of a group are cast is for the policy of its module to say.
         offload_policy: as in `fully_shard`.
         ignored_params: patterns of parameters to leave alone.
-        shard_placement: by pattern, how parameters are cut: ``Shard(dim)``, ``RowBlocks(rows)`` or ``Owned(rank)``.
+        shard_placement: by pattern, how parameters are cut: ``Shard(dim)``, ``RowBlocks(rows)``, ``Owned(rank)`` or
+            ``BlockShard((n,))``, whose rows of n elements are those of all dims but the last, for one.
         blocks: names of the classes whose modules are groups, as in `auto_shard`.
         max_bytes: groups above it are split.
         min_bytes: what is below it is no group.
@@ -440,9 +442,11 @@ def _policies(value: Any) -> dict[str, MixedPrecisionPolicy]:
 def _placements(value: Any) -> dict[str, Placement | RowPlacement]:
     given = _mapping(value, "shard_placement")
     for name, each in given.items():
-        if type(each) not in (Shard, RowBlocks, Owned):
+        if is_block_shard(each) and len(each.block_numels) == 1:
+            given[name] = own_block_shard(each)
+        elif type(each) not in (Shard, RowBlocks, Owned):
             raise FSDPTypeError(
-                f"ShardingConfig takes Shard(dim), RowBlocks(rows) or Owned(rank) in 'shard_placement', got "
-                f"{shown(each)} for '{name}'."
+                "ShardingConfig takes Shard(dim), RowBlocks(rows), Owned(rank) or BlockShard((n,)) in "
+                f"'shard_placement', got {shown(each)} for '{name}'."
             )
     return given

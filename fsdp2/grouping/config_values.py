@@ -20,6 +20,7 @@ from fsdp2.errors import FSDPTypeError, FSDPValueError
 from fsdp2.features.owned import Owned
 from fsdp2.features.row_blocks import RowBlocks
 from fsdp2.grouping.config_text import Place
+from fsdp2.ragged.placement import BlockShard
 
 _DTYPES = {
     name: getattr(torch, name)
@@ -32,6 +33,7 @@ _PLACEMENTS: dict[str, Callable[[int], Placement | RowPlacement]] = {
     "Shard": Shard,
     "RowBlocks": RowBlocks,
     "Owned": Owned,
+    "BlockShard": lambda row_numel: BlockShard((row_numel,)),
 }
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "grad_dtype")
 _POLICY_FIELDS = (*_DTYPE_FIELDS, "cast_forward_inputs", "cache_shards")
@@ -60,6 +62,8 @@ def _written(value: Any) -> Any:
         return {name: list(each) if isinstance(each, tuple) else each for name, each in pairs if each is not None}
     if isinstance(value, Shard):
         return f"Shard({value.dim})"
+    if isinstance(value, BlockShard):
+        return f"BlockShard({value.block_numels[0]})"
     if isinstance(value, (RowBlocks, Owned)):
         return f"{type(value).__name__}({value.rows if isinstance(value, RowBlocks) else value.rank})"
     return list(value) if isinstance(value, tuple) else value
@@ -182,7 +186,10 @@ def _placement(place: Place, value: Any) -> Placement | RowPlacement:
     )
     kind = _PLACEMENTS.get(found[1]) if found else None
     if found is None or kind is None:
-        raise FSDPValueError(f"{place}: a placement is 'Shard(1)', 'RowBlocks(64)' or 'Owned(0)', got {shown(value)}.")
+        raise FSDPValueError(
+            f"{place}: a placement is 'Shard(1)', 'RowBlocks(64)', 'Owned(0)' or 'BlockShard(1024)', got "
+            f"{shown(value)}."
+        )
     return _made(place, lambda: kind(int(found[2])), {})  # type: ignore[no-any-return]
 
 

@@ -1,1 +1,1 @@
-"""A DTensor placement with any number of rows on each rank, and its DTensor. Knows nothing of FSDP."""
+"""Placements with any number of rows on each rank, or of merged dims; their DTensor. `merged_rows` alone knows FSDP."""

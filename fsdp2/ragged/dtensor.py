@@ -1,4 +1,4 @@
-"""`RaggedDTensor`: the DTensor that has a `RaggedShard`.
+"""`RaggedDTensor`: the DTensor that has a `RaggedShard` or a `BlockShard`.
 
 torch's operators, which do not know that placement, are kept away from it (`operators`). Whole tensors, copies, pickles
 and distributed checkpoints are as of any DTensor. Knows nothing of modules and groups.
@@ -6,8 +6,9 @@ and distributed checkpoints are as of any DTensor. Knows nothing of modules and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fsdp2 import _torch
 from fsdp2.arguments import checked
-from fsdp2.core.sharding import CLASSES, OF_ROWS, contiguous_stride
+from fsdp2.core.sharding import CLASSES, OF_ROWS, Partition, contiguous_stride
 from fsdp2.errors import FSDPValueError
 from fsdp2.features.whole_operators import chunk_of
 from fsdp2.ragged import operators
-from fsdp2.ragged.placement import RaggedShard
+from fsdp2.ragged.placement import BlockShard, Box, RaggedShard, RowsPlacement
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> int:
@@ -31,16 +32,17 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
     """
     if len(placements) != mesh.ndim:
         raise FSDPValueError(f"{len(placements)} placements, but {mesh} has {mesh.ndim} dims: {list(placements)}.")
-    ragged = [axis for axis, each in enumerate(placements) if isinstance(each, RaggedShard)]
+    ragged = [axis for axis, each in enumerate(placements) if isinstance(each, RowsPlacement)]
     if len(ragged) != 1:
-        raise FSDPValueError(f"one mesh dim must have a RaggedShard, the others none: {list(placements)}.")
-    placement = placements[ragged[0]]
-    assert isinstance(placement, RaggedShard), "found above"
-    if len(placement.rows) != mesh.size(ragged[0]) or not shape or sum(placement.rows) != shape[0]:
         raise FSDPValueError(
-            f"{placement} does not fit a tensor of shape {tuple(shape)} over {mesh.size(ragged[0])} ranks: it must "
-            "have one number of rows for each rank, which add up to the tensor's size in dim 0."
+            f"one mesh dim must have a RaggedShard or a BlockShard, the others none: {list(placements)}."
         )
+    placement = placements[ragged[0]]
+    assert isinstance(placement, RowsPlacement), "found above"
+    placement.rows_of_ranks(shape, mesh.size(ragged[0]))
+    if isinstance(placement, BlockShard):
+        refuse_beside_blocks(mesh, placements, shape, f"a tensor of shape {tuple(shape)}")
+        return ragged[0]
     for axis, each in enumerate(placements):
         if each.is_partial() or (_torch.is_shard(each) and each.dim in (0, -len(shape))):  # type: ignore[attr-defined]
             raise FSDPValueError(
@@ -50,8 +52,29 @@ def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], shape: S
     return ragged[0]
 
 
+def refuse_beside_blocks(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], where: str) -> None:
+    """Refuse what cannot lie in the other mesh dims beside a `BlockShard` of a tensor of ``shape``.
+
+    Raises:
+        FSDPValueError: it is more than Replicate() and Shard(0) that deal out dim 0 evenly, as of experts.
+    """
+    left = shape[0]
+    for axis, each in enumerate(placements):
+        size = mesh.size(axis)
+        if isinstance(each, BlockShard) or each.is_replicate() or size == 1:
+            continue
+        is_first = type(each) is Shard and each.dim in (0, -len(shape))
+        if not is_first or left % size:
+            raise FSDPValueError(
+                f"{where} has placement {each} in mesh dim {axis} of {mesh}, which cannot lie beside a BlockShard: "
+                "other mesh dims may have Replicate(), or a Shard(0) that deals out dim 0 evenly, as of experts. Use "
+                "Shard(i) in the place of BlockShard."
+            )
+        left //= size
+
+
 class RaggedDTensor(_torch.OwnOperators):
-    """A DTensor one of whose placements is a `RaggedShard`.
+    """A DTensor one of whose placements is a `RaggedShard` or a `BlockShard`.
 
     Made by `fully_shard`, by ``RaggedDTensor.from_local`` or ``RaggedDTensor.from_whole``. What acts on each element
     for itself runs on the local tensors: arithmetic, copies, and optimizers such as Adam(W), SGD and Adagrad
@@ -116,7 +139,7 @@ class RaggedDTensor(_torch.OwnOperators):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """The same tensor with other ``placements``, any of torch's or a `RaggedShard`. Differentiable.
+        """The same tensor with other ``placements``: torch's, or also a `RaggedShard` or `BlockShard`. Differentiable.
 
         All ranks of the mesh must call it. Passes through the tensor replicated over the ragged mesh dim.
 
@@ -132,10 +155,10 @@ class RaggedDTensor(_torch.OwnOperators):
         if wanted == self.placements:
             return self
         gathered: DTensor = _Gather.apply(self)  # type: ignore[no-untyped-call]
-        if not any(isinstance(each, RaggedShard) for each in wanted):
+        if not any(isinstance(each, RowsPlacement) for each in wanted):
             return gathered.redistribute(placements=wanted, **options)
         check_placements(mesh, wanted, self.shape)
-        between = [Replicate() if isinstance(each, RaggedShard) else each for each in wanted]
+        between = _replicated(wanted)
         return _Deal.apply(gathered.redistribute(placements=between, **options), wanted)  # type: ignore[no-any-return,no-untyped-call]
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -155,10 +178,14 @@ class RaggedDTensor(_torch.OwnOperators):
         """Where this rank's rows lie in the whole; nothing if it has none (its offset would be another rank's)."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        local = _torch.local_of(self)
-        if not local.numel() and self.numel():
+        if not _torch.local_of(self).numel() and self.numel():
             return []
-        return [ChunkStorageMetadata(offsets=torch.Size(_offsets(_torch.spec_of(self))), sizes=local.shape)]
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size([start for start, _ in box]), sizes=torch.Size([stop - start for start, stop in box])
+            )
+            for box in boxes_of(_torch.spec_of(self))
+        ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -175,43 +202,93 @@ class RaggedDTensor(_torch.OwnOperators):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return _torch.local_of(self)
+        boxes = boxes_of(_torch.spec_of(self))
+        offsets = None if index.offset is None else tuple(index.offset)
+        parts = zip(boxes, views_of(_torch.local_of(self), boxes), strict=True)
+        return next(view for box, view in parts if offsets in (None, tuple(start for start, _ in box)))
 
 
-CLASSES[RaggedShard] = RaggedDTensor
-OF_ROWS.append(RaggedShard)
-torch.serialization.add_safe_globals([RaggedShard, RaggedDTensor])
+def _placement_of(partition: Partition, world_size: int) -> Placement:
+    if partition.leading > 1:
+        return BlockShard((partition.row_numel,))
+    return RaggedShard(partition.rows_of_ranks(world_size))
+
+
+CLASSES[RaggedShard] = CLASSES[BlockShard] = RaggedDTensor
+OF_ROWS.append(_placement_of)
+torch.serialization.add_safe_globals([RaggedShard, BlockShard, RaggedDTensor])
 
 
 # ---- parts and wholes ----------------------------------------------------------------------------
 
 
-def _ragged_axis(spec: Any) -> tuple[int, RaggedShard]:
-    return next((axis, each) for axis, each in enumerate(spec.placements) if isinstance(each, RaggedShard))
+class _Dealt(NamedTuple):
+    """How a spec deals out rows.
+
+    Attributes:
+        axis: over which mesh dim.
+        placement: in that dim.
+        shape: of what the other mesh dims leave, whose rows are dealt out.
+        rows: of each rank of the mesh dim.
+    """
+
+    axis: int
+    placement: RowsPlacement
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: Any) -> _Dealt:
+        axis, placement = next(pair for pair in enumerate(spec.placements) if isinstance(pair[1], RowsPlacement))
+        shape = tuple([stop - start for start, stop in _left_by_others(spec)])
+        return cls(axis, placement, shape, placement.rows_of_ranks(shape, spec.mesh.size(axis)))
+
+    def run(self, rank: int) -> tuple[int, int]:
+        """The rows [start, stop) of ``rank``."""
+        start = sum(self.rows[:rank])
+        return start, start + self.rows[rank]
+
+
+def _left_by_others(spec: Any) -> Box:
+    """What the mesh dims leave of the whole on this rank, but for the one that deals out rows."""
+    box = [(0, size) for size in spec.shape]
+    for axis, each in enumerate(spec.placements):
+        if isinstance(each, Shard):
+            first, last = box[each.dim]
+            rows = -(-(last - first) // spec.mesh.size(axis))
+            start = min(first + rows * spec.mesh.get_local_rank(axis), last)
+            box[each.dim] = (start, min(start + rows, last))
+    return tuple(box)
+
+
+def boxes_of(spec: Any) -> list[Box]:
+    """Which entries of the whole this rank has: boxes that follow each other in its local tensor; none, maybe."""
+    dealt, outer = _Dealt.of(spec), _left_by_others(spec)
+    boxes = dealt.placement.boxes(dealt.shape, *dealt.run(spec.mesh.get_local_rank(dealt.axis)))
+    return [
+        tuple([(first + start, first + stop) for (start, stop), (first, _) in zip(box, outer, strict=True)])
+        for box in boxes
+    ]
+
+
+def views_of(local: torch.Tensor, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """The entries of each of ``boxes``, which follow each other in ``local``: views of it."""
+    sizes = [tuple(stop - start for start, stop in box) for box in boxes]
+    if len(boxes) == 1 and sizes[0] == tuple(local.shape):
+        return [local]
+    pieces = local.view(-1).split([math.prod(each) for each in sizes])
+    return [piece.view(each) for piece, each in zip(pieces, sizes, strict=True)]
 
 
 def _replicated(placements: Sequence[Placement]) -> list[Placement]:
-    return [Replicate() if isinstance(each, RaggedShard) else each for each in placements]
+    return [Replicate() if isinstance(each, RowsPlacement) else each for each in placements]
 
 
 def local_part(whole: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A view of this rank's part of ``whole``, which lies as ``spec`` says."""
-    axis, placement = _ragged_axis(spec)
-    rank = spec.mesh.get_local_rank(axis)
-    return chunk_of(whole.narrow(0, placement.start(rank), placement.rows[rank]), spec)
-
-
-def _offsets(spec: Any) -> tuple[int, ...]:
-    """Where this rank's part begins in the whole."""
-    axis, placement = _ragged_axis(spec)
-    offsets = [0] * len(spec.shape)
-    offsets[0] = placement.start(spec.mesh.get_local_rank(axis))
-    for other, each in enumerate(spec.placements):
-        if isinstance(each, Shard):
-            size = spec.shape[each.dim]
-            rows = -(-size // spec.mesh.size(other))
-            offsets[each.dim] = min(rows * spec.mesh.get_local_rank(other), size)
-    return tuple(offsets)
+    """This rank's part of ``whole``, which lies as ``spec`` says: a view, if ``whole`` is contiguous."""
+    dealt = _Dealt.of(spec)
+    start, stop = dealt.run(spec.mesh.get_local_rank(dealt.axis))
+    return dealt.placement.in_rows(chunk_of(whole, spec)).narrow(0, start, stop - start)
 
 
 def _gathered(tensor: DTensor) -> DTensor:
@@ -220,30 +297,30 @@ def _gathered(tensor: DTensor) -> DTensor:
     One all-gather of parts as large as the largest; one broadcast, if one rank has everything.
     """
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
-    axis, placement = _ragged_axis(spec)
-    having = [rank for rank, rows in enumerate(placement.rows) if rows]
+    dealt = _Dealt.of(spec)
+    having = [rank for rank, rows in enumerate(dealt.rows) if rows]
     if len(having) == 1:
-        local = _broadcast_rows(local, having[0], spec.mesh, axis, placement.rows[having[0]])
-    elif len(placement.rows) > 1:
-        local = _gather_rows(local, placement, spec.mesh, axis)
+        local = _broadcast_rows(local, having[0], spec.mesh, dealt.axis, dealt.rows[having[0]])
+    elif len(dealt.rows) > 1:
+        local = _gather_rows(local, dealt.rows, spec.mesh, dealt.axis)
+    if isinstance(dealt.placement, BlockShard):
+        local = local.view(dealt.shape)
     placements = _replicated(spec.placements)
     meta = spec.tensor_meta
     return _torch.make_dtensor(local, _torch.make_spec(spec.mesh, placements, meta.shape, meta.stride, meta.dtype))
 
 
-def _gather_rows(local: torch.Tensor, placement: RaggedShard, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+def _gather_rows(local: torch.Tensor, rows: Sequence[int], mesh: DeviceMesh, axis: int) -> torch.Tensor:
     device = local.device if local.device.type == mesh.device_type else _mesh_device(mesh)
-    room = max(placement.rows)
+    room = max(rows)
     sent = torch.zeros((room, *local.shape[1:]), dtype=local.dtype, device=device)
     sent[: local.shape[0]].copy_(local)
-    received = torch.empty((len(placement.rows) * room, *local.shape[1:]), dtype=local.dtype, device=device)
+    received = torch.empty((len(rows) * room, *local.shape[1:]), dtype=local.dtype, device=device)
     if sent.numel() and not local.is_meta:
         wire = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
         _torch.all_gather_single(*wire, group=mesh.get_group(axis), async_op=False)
     parts = received.split(room) if room else ()
-    return torch.cat([part[:rows] for part, rows in zip(parts, placement.rows, strict=False)] or [sent]).to(
-        local.device
-    )
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=False)] or [sent]).to(local.device)
 
 
 def _broadcast_rows(local: torch.Tensor, owner: int, mesh: DeviceMesh, axis: int, rows: int) -> torch.Tensor:
@@ -308,7 +385,7 @@ class _Deal(torch.autograd.Function):
 def _dealt(tensor: DTensor, placements: Sequence[Placement]) -> RaggedDTensor:
     meta = _torch.spec_of(tensor).tensor_meta
     spec = _torch.make_spec(tensor.device_mesh, placements, meta.shape, contiguous_stride(meta.shape), meta.dtype)
-    axis, placement = _ragged_axis(spec)
-    rank = spec.mesh.get_local_rank(axis)
-    local = _torch.local_of(tensor).narrow(0, placement.start(rank), placement.rows[rank])
+    dealt = _Dealt.of(spec)
+    start, stop = dealt.run(spec.mesh.get_local_rank(dealt.axis))
+    local = dealt.placement.in_rows(_torch.local_of(tensor)).narrow(0, start, stop - start)
     return RaggedDTensor._over(local.clone(memory_format=torch.contiguous_format), spec)

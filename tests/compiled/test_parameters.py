@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from fsdp2 import MixedPrecisionPolicy, RowBlocks, fully_shard
+from fsdp2 import BlockShard, MixedPrecisionPolicy, RowBlocks, fully_shard
 from fsdp2.core.transport import NATIVE, VARIABLE
 from tests.harness.compiled.models import WIDTH, batch, build, by_blocks, multi_rank, shard, whole
 from tests.harness.compiled.twins import assert_trains_alike, compiling, one_backward
@@ -372,11 +372,16 @@ def test_original_dtypes_that_differ_in_a_group() -> None:
 
 
 @multi_rank(2)
-@pytest.mark.full  # 6 s
-@pytest.mark.parametrize("rows", [2, 3, 8])
-def test_row_blocks(rows: int) -> None:
+@pytest.mark.full  # 8 s
+@pytest.mark.parametrize("rows", [2, 3, 8, "merged"])
+def test_row_blocks(rows: int | str) -> None:
     def shard_blocks(model: nn.Module) -> None:
-        shard(model, shard_placement_fn=lambda param: RowBlocks(rows) if param.dim() == 2 else None)
+        def place(param: nn.Parameter) -> RowBlocks | BlockShard | None:
+            if param.dim() < 2:
+                return None
+            return RowBlocks(rows) if isinstance(rows, int) else BlockShard.split_leading(param.shape, 2)
+
+        shard(model, shard_placement_fn=place)
 
     with compiling() as graphs:
         assert_trains_alike(graphs, build, shard_blocks, one_backward(batch))

@@ -71,6 +71,10 @@ def owned() -> nn.Module:
     return sharded(model, mesh=mesh, shard_placement_fn=owners)
 
 
+def merged(parameter: nn.Parameter) -> fsdp2.BlockShard | None:
+    return fsdp2.BlockShard.split_leading(parameter.shape, 2) if parameter.dim() == 2 else None
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "1D": lambda: sharded(LM()),
     "1D, direct": lambda: sharded(LM(width=512)),
@@ -99,6 +103,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "offloaded": lambda: sharded(LM(width=256), offload_policy=CPUOffloadPolicy()),
     "two dtypes": two_dtypes,
     "owned": owned,
+    "merged rows": lambda: sharded(LM(width=256), shard_placement_fn=merged),
     "row blocks": lambda: sharded(LM(width=256), shard_placement_fn=lambda p: fsdp2.RowBlocks(48)),
 }
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, Owned, RowBlocks, fully_shard, step_on_owners
+from fsdp2 import BlockShard, MixedPrecisionPolicy, Owned, RowBlocks, fully_shard, step_on_owners
 from tests.harness.pool import WorkerPool
 
 ROWS = 13
@@ -110,6 +110,9 @@ LAYOUTS: dict[str, Callable[[Net], None]] = {
     "small": lambda model: _with(model, replicate_below=40),
     "columns": lambda model: _with(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.dim() == 2 else None),
     "blocks": lambda model: _with(model, shard_placement_fn=lambda p: RowBlocks(2) if p.dim() == 2 else None),
+    "merged": lambda model: _with(
+        model, shard_placement_fn=lambda p: BlockShard.split_leading(p.shape, 2) if p.dim() == 2 else None
+    ),
     "owned": lambda model: _with(
         model, shard_placement_fn=lambda p: Owned(p.numel() % dist.get_world_size()) if p.dim() == 2 else None
     ),

@@ -83,3 +83,26 @@ def python_calls(function: Callable[[], object]) -> int:
         sys.setprofile(None)
         gc.enable()
     return count
+
+
+_COPIES = ("_chunk_cat", "_foreach_copy_", "_to_copy", "cat", "clone", "copy", "copy_", "split_with_sizes_copy")
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Counts the bytes that copies, concatenations and casts have written.
+
+    Attributes:
+        nbytes: of all of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name in _COPIES:
+            into = (kwargs or {}).get("out", args[0] if name.endswith("copy_") else result)
+            self.nbytes += sum(each.nbytes for each in (into if isinstance(into, (list, tuple)) else [into]))
+        return result

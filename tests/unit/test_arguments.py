@@ -129,6 +129,7 @@ CLASSES: dict[str, Callable[[], dict[str, Any]]] = {
     "MixedPrecisionPolicy": dict,
     "OffloadPolicy": dict,
     "Owned": lambda: {"rank": 0},
+    "BlockShard": lambda: {"block_numels": (4,)},
     "RaggedShard": lambda: {"rows": (1, 2)},
     "RowBlocks": lambda: {"rows": 2},
     "ShardedGradScaler": lambda: {"device": "cpu"},

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from fsdp2 import (
+    BlockShard,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPError,
@@ -69,7 +70,7 @@ DRAWN: dict[str, Draw] = {
         CPUOffloadPolicy(parameters=False, optimizer_state=True),
     ),
     "ignored_params": names("lora.*", "head", "*.bias"),
-    "shard_placement": table(some(Shard(0), Shard(1), Shard(-1), RowBlocks(64), Owned(0))),
+    "shard_placement": table(some(Shard(0), Shard(1), Shard(-1), RowBlocks(64), Owned(0), BlockShard((64,)))),
     "blocks": names("Block", "Llama", "true"),
     "max_bytes": some(2**20, 2**31, 3 * 10**9),
     "min_bytes": some(0, 1, 2**20),
@@ -270,6 +271,7 @@ PYTHON: dict[str, tuple[Mapping[str, Any], type[FSDPError], str]] = {
     ),
     "no policy": ({"mp_policy_of": {"a": "bf16"}}, FSDPTypeError, "each to a MixedPrecisionPolicy"),
     "no patterns": ({"mp_policy_of": {3: MixedPrecisionPolicy()}}, FSDPTypeError, "a mapping from patterns"),
+    "blocks of two sizes": ({"shard_placement": {"a": BlockShard((4, 5))}}, FSDPTypeError, r"or BlockShard\(\(n,\)\)"),
     "no placement": ({"shard_placement": {"a": "Shard(0)"}}, FSDPTypeError, r"takes Shard\(dim\), RowBlocks"),
     "a keyword": ({"strateg": 1}, FSDPTypeError, "takes no argument 'strateg'"),
     "memory twice": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
+    BlockShard,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
@@ -141,12 +143,12 @@ def _holds(model: Drawn, unit: UnitDraw, parameter: nn.Parameter, managed: set[n
     return any(parameter is each for module in modules for each in module.parameters(recurse=False))
 
 
-def _placement(program: Program) -> Callable[[nn.Parameter], Shard | RowBlocks | Owned | None]:
+def _placement(program: Program) -> Callable[[nn.Parameter], Shard | RowBlocks | BlockShard | Owned | None]:
     kind, shards = program.placement, _shards(program)
     if kind == "balanced":
         return noted_owner
 
-    def placement(parameter: nn.Parameter) -> Shard | RowBlocks | Owned | None:
+    def placement(parameter: nn.Parameter) -> Shard | RowBlocks | BlockShard | Owned | None:
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if parameter.dim() == 0:
             return None
@@ -154,6 +156,9 @@ def _placement(program: Program) -> Callable[[nn.Parameter], Shard | RowBlocks |
             return Owned(sum(parameter.shape) % shards) if local.shape == parameter.shape else None
         if kind in ("owned", "row blocks"):  # nor can rows be kept together that it cuts apart
             return RowBlocks(2 if parameter.dim() == 1 else 3) if local.shape[0] == parameter.shape[0] else None
+        if kind == "merged rows":  # of what tensor parallelism has not cut, and lies in order
+            merges = math.prod(local.shape[1:]) > 1 and local.shape == parameter.shape and local.is_contiguous()
+            return BlockShard.split_leading(parameter.shape, 2) if merges else None
         if kind == "zero" or parameter.dim() == 1:
             return Shard(0)
         if kind == "uneven":

@@ -200,6 +200,7 @@ class _Drawing:
             is_one_mesh = not self.is_tensor_parallel and len(set(replicates)) == 1
             clip = self.choose(["torch", "fsdp2"]) if is_one_mesh else "fsdp2"
         placements = ["default", "default", "default", "zero", "one", "mixed", "uneven", "owned", "row blocks"]
+        placements.append("merged rows")
         if self.mesh != "dims":  # `balanced_owners` leaves DTensors out
             placements.append("balanced")
         # Where units of tied weights may be of both kinds, which are asked for placements or not.

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, Owned, RowBlocks, fully_shard
+from fsdp2 import BlockShard, CPUOffloadPolicy, MixedPrecisionPolicy, Owned, RowBlocks, fully_shard
 
 
 class Block(nn.Module):
@@ -76,6 +76,11 @@ def _blocks(parameter: nn.Parameter) -> RowBlocks | None:
     return RowBlocks(5) if parameter.dim() else None
 
 
+def _merged(parameter: nn.Parameter) -> BlockShard | None:
+    merges = parameter.dim() > 1 and parameter.is_contiguous()
+    return BlockShard.split_leading(parameter.shape, parameter.dim()) if merges else None
+
+
 def _last_dim(parameter: nn.Parameter) -> Shard | None:
     return Shard(parameter.dim() - 1) if parameter.dim() else None
 
@@ -89,6 +94,7 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
     "owned": lambda: {"shard_placement_fn": _owned},
     "row blocks": lambda: {"shard_placement_fn": _blocks},
+    "merged rows": lambda: {"shard_placement_fn": _merged},
     "last dim": lambda: {"shard_placement_fn": _last_dim},
 }
 """Arguments of `fully_shard`."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import init
 
-from fsdp2 import FSDPNotImplementedError, RowBlocks, fully_shard
+from fsdp2 import BlockShard, FSDPNotImplementedError, RowBlocks, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import assert_sharded_same
 
@@ -142,7 +142,10 @@ def test_other_placements_and_dtypes() -> None:
     def cut_in_dim_1(parameter: nn.Parameter) -> object:
         return Shard(parameter.dim() - 1)
 
-    for placement in (cut_in_dim_1, lambda parameter: RowBlocks(3)):
+    def merged(parameter: nn.Parameter) -> object:
+        return BlockShard.split_leading(parameter.shape, 2) if parameter.dim() == 2 else None
+
+    for placement in (cut_in_dim_1, lambda parameter: RowBlocks(3), merged):
         for dtype in (torch.float32, torch.bfloat16):
             for fill in (init.normal_, init.trunc_normal_, torch.rand_like, nn.functional.dropout):
                 compare(fill, layer().to(dtype), fully_shard(layer().to(dtype), shard_placement_fn=placement))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import FSDPValueError, fully_shard, unwrap
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.sharding import RowPlacement, Wanted
+from fsdp2.core.sharding import PartitionKey, RowPlacement, Wanted
 from tests.harness import Reference, adamw, multi_rank
 from tests.harness.models import TRANSFORMER
 from tests.harness.training import assert_trains_like
@@ -27,8 +27,8 @@ class OnLastOrInPairs(RowPlacement):
     rows: int = 1
 
     @property
-    def partition_key(self) -> tuple[int | None, int, int | None]:
-        return 0, self.rows, self.owner
+    def partition_key(self) -> PartitionKey:
+        return PartitionKey(0, self.rows, self.owner)
 
     def checked_for(self, parameter: nn.Parameter, fqn: str, mesh: DataParallelMesh) -> Wanted:
         if not parameter.dim():

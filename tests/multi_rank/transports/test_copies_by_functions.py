@@ -36,6 +36,7 @@ from tests.harness import Accumulation, Reference, adamw, assert_trains_like, mu
 from tests.harness.compare import Tolerance, full_parameters
 from tests.harness.models import MODEL_CASES, TIED, UNEVEN_MLP, ModelCase
 from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
+from tests.harness.shared import merged_rows
 from tests.harness.shared.training import loss_on, trainable
 
 HALF = Tolerance(0.02, 0.02, "the reference sums halves in another order")
@@ -112,6 +113,17 @@ def test_training_equals_the_reference(case: ModelCase, placement: Any, world_si
     model, functions = built(case, shard_placement_fn=placement)
     train(case, model, world_size)
     assert functions.gathers and functions.reductions
+
+
+@multi_rank(2, 4)
+def test_rows_of_merged_dims_are_handed_on_as_matrices(world_size: int) -> None:
+    """As torch will do it: of a `BlockShard` the function sees rows, cut in dim 0."""
+    model, functions = merged_rows.sharded(), Functions()
+    functions.install(model)
+    merged_rows.train(model)
+    seen = {tuple(each.shape) for call in functions.reductions for each in call["gradients"]}
+    assert {(15, 4), (12, 5), (12, 1), (6, 4)} <= seen
+    assert {dim for call in functions.reductions for dim in call["dims"]} == {0}
 
 
 def make_large() -> nn.Module:
