@@ -223,7 +223,7 @@ class FSDPModule:
         state.configure_root(**changes)
 
     def _refuse_several_meshes(self, method: str) -> None:
-        if len(self._groups(recurse=False)) > 1:
+        if len({group.mesh.key for group in self._groups(recurse=False)}) > 1:
             raise FSDPValueError(
                 f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
                 "it would not be clear which of them is meant."

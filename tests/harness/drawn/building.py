@@ -29,9 +29,16 @@ from fsdp2.features.owned import noted_owner
 from tests.harness.drawn.model import OWN, Drawn
 from tests.harness.drawn.programs import Program, UnitDraw
 
-_OFFLOADING = {
+
+def _matrices_on_host(name: str, parameter: nn.Parameter) -> CPUOffloadPolicy | None:
+    """Units have both kinds of parameters, in a group each."""
+    return CPUOffloadPolicy() if parameter.dim() > 1 else None
+
+
+_OFFLOADING: dict[str, Any] = {
     "no": OffloadPolicy(),
     "all": CPUOffloadPolicy(),
+    "some": _matrices_on_host,
     "gradients": CPUOffloadPolicy(parameters=False, gradients=True),
     "state": CPUOffloadPolicy(parameters=False, optimizer_state=True),
     "both": CPUOffloadPolicy(parameters=False, gradients=True, optimizer_state=True),

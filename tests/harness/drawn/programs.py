@@ -86,7 +86,7 @@ class Program:
     buffer_dtype: str | None
     by_parameter: bool  # the policy is a function: norms stay float32, biases are reduced in another dtype
     cast: str  # which inputs `fully_shard` casts: "all", "none", or those "named"
-    offload: str  # "no", "all", or of "gradients" and "state" one or "both"
+    offload: str  # "no", "all", "some" parameters, or of "gradients" and "state" one or "both"
     ignored: bool
     forwards: tuple[int, ...]  # how many forwards each pass (one backward) has
     accumulation: str
@@ -218,7 +218,7 @@ class _Drawing:
             buffer_dtype="bfloat16" if self.chance(0.15) else None,
             by_parameter=bf16 and self.chance(0.4),
             cast=self.choose(["all", "all", "none", "named"]) if bf16 else "all",
-            offload=self.choose(["all", "gradients", "state", "both"]) if self.chance(0.35) else "no",
+            offload=self.choose(["all", "some", "gradients", "state", "both"]) if self.chance(0.35) else "no",
             ignored=self.mesh != "dims" and not in_backward and self.chance(0.2),
             forwards=forwards,
             accumulation=accumulation,
@@ -329,7 +329,7 @@ class _Drawing:
         return tuple(2 if self.chance(0.15) else 1 for _ in range(passes))
 
     def _accumulation(self, passes: int) -> str:
-        kinds = ["plain", "no_sync", "not_last", "manual", "manual_no_sync"]
+        kinds = ["plain", "no_sync", "not_last", "manual", "manual_no_sync", "synchronized"]
         if self.has_replicas:
             kinds += ["partial", "partial", "mixed"]
         return self.choose(kinds) if passes > 1 else self.choose(["plain", "plain", "plain", "manual"])

@@ -91,7 +91,7 @@ class Plain:
                 if rank == self.rank:
                     losses.append(loss.detach())
             per_pass.append(per_rank)
-        together = program.accumulation in ("no_sync", "manual_no_sync", "partial", "mixed")
+        together = program.accumulation in ("no_sync", "manual_no_sync", "synchronized", "partial", "mixed")
         for passes in [per_pass] if together else [[each] for each in per_pass]:
             self._reduce([_sum(list(of_rank), self._sum_dtypes()) for of_rank in zip(*passes, strict=True)])
         if self.zeros_for_unused:

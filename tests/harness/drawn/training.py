@@ -237,6 +237,8 @@ class Sharded:
         if self.program.accumulation.startswith("manual"):
             self.root.set_requires_gradient_sync(True)
             self.root.finalize_backward()
+        elif self.program.accumulation == "synchronized":
+            fsdp2.synchronize_gradients(self.root)
         if self.model.own is not None and self.model.own.grad is not None:
             dist.all_reduce(self.model.own.grad)
             self.model.own.grad.div_(dist.get_world_size())
@@ -246,7 +248,7 @@ class Sharded:
         root, kind = self.root, self.program.accumulation
         if kind == "no_sync":
             root.set_requires_gradient_sync(is_last)
-        elif kind == "manual_no_sync":
+        elif kind in ("manual_no_sync", "synchronized"):
             root.set_requires_gradient_sync(False)
         elif kind == "not_last":
             root.set_is_last_backward(is_last)
