@@ -87,6 +87,8 @@ UNBOUNDED = {
     "custom_collectives",  # by hand too, as are the next
     "custom_collectives_on_neighbours",
     "memory_of_the_process_group",
+    "only_replicated",  # parameters are read where the shards lie, which stays, as are the next
+    "only_replicated_updated_elsewhere",
 }
 """In these, the user, the policy or the structure of the model keeps more groups unsharded."""
 

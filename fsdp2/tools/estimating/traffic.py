@@ -134,7 +134,7 @@ class Observed(Native):
         super().__init__(group)
         self._inner, self._traffic, self.offloads = inner, traffic, False
         self.is_ordered = True if inner is None else inner.is_ordered
-        self.widens = True if inner is None else inner.widens
+        self.widens = Native.widens if inner is None else inner.widens
         self.way = "" if inner is None else inner.way
 
     def _named(self) -> Native:
