@@ -97,12 +97,11 @@ DIFFER = (
         pytest.param("swaps", 2, marks=pytest.mark.full),  # 7 s
         pytest.param("skips", 2, marks=pytest.mark.full),  # 5 s
         pytest.param("evaluates", 2, marks=pytest.mark.full),  # 8 s
-        pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s; without FSDP2_COMM, as so many exchange so
+        pytest.param("swaps", 9, marks=pytest.mark.full),  # 20 s
     ],
 )
 def test_collectives_without_a_name_are_compared_afterwards(case: str, world_size: int, tmp_path: Path) -> None:
-    variables = {} if world_size > 8 else {"FSDP2_COMM": "native"}
-    said, status = run(case, 1, tmp_path, world_size=world_size, **variables)
+    said, status = run(case, 1, tmp_path, world_size=world_size, FSDP2_COMM="native")
     for rank, out in enumerate(said):
         if rank != 1:
             found = re.search(DIFFER, out)

@@ -44,7 +44,7 @@ def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> No
     of the program that they are in. If a rank is only slow, in the program's own code, the logger ``fsdp2`` warns,
     once, and nothing is raised however long it takes.
 
-    Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 8 by gloo,
+    Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 64 by gloo,
     collectives are torch's own and carry no name: the threads compare once a second what ranks have begun. If that
     differs, all ranks raise at their next exchange; one that hangs on a device is told of by the logger, and torch's
     own timeout ends it.
