@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
+from fsdp2.core.gradients import GradientBuffer
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES
-from fsdp2.core.reduce import GradientReducer
 from fsdp2.core.state import state_of, states_below
 from fsdp2.core.transport import Native
 from tests.harness import fake_world
@@ -116,8 +116,8 @@ def test_hooks_that_clear_one_gradient_each_try_once_to_free_the_memory(monkeypa
     with fake_world(4):
         model = stack(2, width=16, layers=3)
         freed: list[int] = []
-        release = GradientReducer.release
-        monkeypatch.setattr(GradientReducer, "release", lambda self: (freed.append(1), release(self)))
+        release = GradientBuffer.release
+        monkeypatch.setattr(GradientBuffer, "release", lambda self: (freed.append(1), release(self)))
         for parameter in model.parameters():
             optimizer = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.zero_grad())

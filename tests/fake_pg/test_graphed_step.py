@@ -18,6 +18,7 @@ from fsdp2 import (
     FSDPValueError,
     fully_shard,
 )
+from tests.harness import others_full
 from tests.harness.fake import fake_world
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
 from tests.harness.recording.recorder import recording
@@ -56,15 +57,13 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[...,
     return step
 
 
-@pytest.mark.parametrize("options", SHARDED.values(), ids=SHARDED)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_replays_launch_the_same_on_the_same_memory(
-    optimizer: Callable[[Any], torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", others_full(SHARDED, ["resharded", "half"]))  # 2 s
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str) -> None:
     """And the host neither waits for the device nor for anything from before the graph."""
     with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
-        model = sharded(**options)
-        steps = optimizer(model.parameters())
+        model = sharded(**SHARDED[options])
+        steps = OPTIMIZERS[optimizer](model.parameters())
         step = step_of(model, steps)
         graphed = fsdp2.make_graphed_step(step, model, steps, warm_up=4)
         for _ in range(3):

@@ -298,6 +298,7 @@ def test_the_first_step_is_measured_in_new_processes(capsys: pytest.CaptureFixtu
     assert "AdamW" not in capsys.readouterr().out
 
 
+@pytest.mark.full  # 9 s
 def test_each_check_of_a_step_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     """Its names are the engine's, and no step without a check fails."""
     checks.main(["--repetitions", "1"])

@@ -38,6 +38,7 @@ def test_processes_that_fail_are_noticed(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().out.count("there") == 2
 
 
+@pytest.mark.full  # 6 s
 def test_a_path_is_run_as_pytest_runs_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["tests/unit/test_quick.py", "-p", "no:cacheprovider"]) == 0
     assert "2 passed" in capfd.readouterr().out

@@ -303,12 +303,6 @@ def test_budgets_that_are_none_are_refused(budget: Any, error: type[Exception], 
         cpu_offload_by_budget([], 1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", [{"0.weight": ON_HOST}, lambda name, parameter: ON_HOST], ids=["names", "function"])
-def test_estimates_refuse_what_they_do_not_tell_apart(policy: Any) -> None:
-    with pytest.raises(FSDPNotImplementedError, match="these are the bounds"):
-        fsdp2.estimate(lambda: nn.Linear(8, 8), 4, batch=torch.zeros(8, 8), offload_policy=policy)
-
-
 @multi_rank(2)
 def test_hooks_and_collectives_of_a_module_are_those_of_both_places() -> None:
     """Its parameters are in two groups, and on one mesh."""
