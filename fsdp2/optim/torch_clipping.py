@@ -177,7 +177,7 @@ class _Alike:
         dim = dims.pop() if len(dims) == 1 else None
         if dim is None or any(spec.mesh is not mesh for spec in examples) or mesh.get_coordinate() is None:
             return None
-        return cls(tensors, below, mesh, dim) if mesh.size(dim) > 1 else None
+        return cls(tensors, below, mesh, dim)
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
         """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
@@ -185,9 +185,12 @@ class _Alike:
         if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
             found = clip_grad.get_total_norm(self._tensors, order).to(self.below[0].dtype)
         elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
-            powers = torch.stack(_torch.foreach_norm(self.below, order, None)) ** order
-            dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
-            found = torch.linalg.vector_norm(powers ** (1.0 / order), order)
+            norms = torch.stack(_torch.foreach_norm(self.below, order, None))
+            if self._mesh.size(self._dim) > 1:
+                powers = norms**order
+                dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
+                norms = powers ** (1.0 / order)
+            found = torch.linalg.vector_norm(norms, order)
         else:
             return None
         if error_if_nonfinite and not math.isfinite(found.item()):

@@ -87,7 +87,7 @@ def kinds_on(mesh: DeviceMesh, *placements: Any, shapes: Sequence[Any] = SHAPES,
     return [Kind(shape, mesh, placements, **options) for shape in shapes]
 
 
-@multi_rank(2, full=[1, 4])  # 3 s more
+@multi_rank(1, 2, full=[4])  # 2 s more
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm_type", ORDERS)
 def test_one_axis(norm_type: float, foreach: bool | None, world_size: int) -> None:
