@@ -145,6 +145,7 @@ class GraphedStep:
         self._parameters: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor] = []
         self._outputs: Any = None
+        self._raised: list[Exception] = []  # while the step was recorded: at most one
 
     @_torch_compiler.stays_outside("a graphed step is a graph already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +181,8 @@ class GraphedStep:
             self._recording.record(lambda: self._run(own_args, own_kwargs))
             complaint = self._complaint(fixed, counted)
         except Exception as error:
-            failure, complaint = error, f"{type(error).__name__}: {error}"
+            failure = self._raised[0] if self._raised else error  # a graph that is ended early raises something else
+            complaint = f"{type(failure).__name__}: {failure}"
         except BaseException:
             self._abandon()
             raise
@@ -233,7 +235,11 @@ class GraphedStep:
             state.quiesce()
 
     def _run(self, args: Any, kwargs: Any) -> None:
-        self._outputs = self._step(*args, **kwargs)
+        try:
+            self._outputs = self._step(*args, **kwargs)
+        except Exception as error:
+            self._raised.append(error)
+            raise
 
     def _complaint(self, fixed: Fixed, counted: list[Found]) -> str | None:
         """Why the recording does not do what the step does. ``counted``: the `host_state` of before."""

@@ -318,3 +318,42 @@ class Counting(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
                     parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Ends(RepeatedStep):
+    """As a graph that is ended by an exception, which has one of its own to raise."""
+
+    def record(self, run: Callable[[], None]) -> None:
+        try:
+            super().record(run)
+        except Exception:
+            raise RuntimeError("capture was invalidated") from None
+
+
+@multi_rank(2)
+def test_what_a_step_raises_while_it_is_recorded_is_told() -> None:
+    """Then nothing was stepped, no gradient is left, and the step works as before."""
+    with graphs(Ends):
+        model = shard(UNEVEN_MLP)
+        optimizer = adamw(model.parameters())
+        inner, fails = step_of(UNEVEN_MLP, model, optimizer), []
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            if fails:
+                UNEVEN_MLP.loss(model, Batch(*tensors)).backward()
+                raise ZeroDivisionError("of the program")
+            return inner(*tensors)  # type: ignore[no-any-return]
+
+        graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=1)
+        graphed(*arguments())
+        before = full_parameters(model)
+        fails.append(True)
+        with pytest.raises(FSDPRuntimeError, match=r"nothing was stepped\. ZeroDivisionError: of the program") as raised:
+            graphed(*arguments())
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert_same("parameters", full_parameters(model), before)
+        fails.clear()
+        for _ in range(3):
+            graphed(*arguments())
+        assert graphed.is_recorded
