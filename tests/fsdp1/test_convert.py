@@ -184,6 +184,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
+@pytest.mark.full  # 4 s
 def test_it_needs_neither_a_process_group_nor_torchs_fsdp1(pools: WorkerPools, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     expected = pools[2].run(train_and_save, tmp_path / "in", True)[0]

@@ -202,6 +202,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full  # 4 s
 def test_a_torch_without_fsdp1() -> None:
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -226,6 +226,7 @@ def test_unknown_implementation_is_an_error() -> None:
     assert available("fsdp2-pooled") and available("fsdp2-no-prefetch") and available("torch-again")
 
 
+@pytest.mark.full  # 6 s
 def test_command_prints_tables_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     command.main(
