@@ -13,7 +13,6 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, at_least, checked
 from fsdp2.core.agreement import disagreement
 from fsdp2.core.group import FSDPParamGroup
-from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.module import FSDPModule
 from fsdp2.core.state import FSDPState, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
@@ -213,7 +212,7 @@ class GraphedStep:
                 raised as it is.
         """
         said = complaint or (None if failure is None else f"{type(failure).__name__}: {failure}")
-        others = next(filter(None, (self._of_others(said, mesh) for mesh in self._meshes)), None)
+        others = self._of_others(said)
         if failure is not None and complaint is None:
             raise failure
         if said is not None or others is not None:
@@ -221,13 +220,14 @@ class GraphedStep:
                 f"the step could not be recorded as a graph, and nothing was stepped. {said or others}"
             ) from failure
 
-    @staticmethod
-    def _of_others(said: str | None, mesh: DataParallelMesh) -> str | None:
-        for ranks in (mesh.shard_group, mesh.replicate_group):
-            difference = disagreement(str(said), ranks, mesh.device, "whether a step was recorded")
-            if difference is not None:
-                return f"The ranks differ:\n{difference}"
-        return None
+    def _of_others(self, said: str | None) -> str | None:
+        """How ranks differ. All of them compare over every group: the later ones learn what the first have found."""
+        difference = ""
+        for mesh in self._meshes:
+            for ranks in (mesh.shard_group, mesh.replicate_group):
+                found = disagreement(f"{said}\n{difference}", ranks, mesh.device, "whether a step was recorded")
+                difference = found or difference
+        return f"The ranks differ:\n{difference}" if difference else None
 
     def _settle(self) -> None:
         """Parameters rest, sharded: so each replay begins. Compute has waited for all other streams then."""

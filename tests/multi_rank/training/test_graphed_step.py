@@ -236,6 +236,33 @@ def test_no_rank_replays_what_another_could_not_record() -> None:
         simple()
 
 
+@multi_rank(4)
+def test_nor_what_a_rank_of_another_replica_could_not() -> None:
+    """Ranks that share no group with it learn of it through those that do; and none waits for ever."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with graphs(Fails):
+        model = shard(UNEVEN_MLP, mesh=mesh)
+        optimizer = adamw(model.parameters())
+        graphed = fsdp2.make_graphed_step(step_of(UNEVEN_MLP, model, optimizer), model, optimizer, warm_up=1)
+        graphed(*arguments())
+        with pytest.raises(FSDPRuntimeError, match=r"could not be recorded(.|\n)*operation not permitted"):
+            graphed(*arguments())
+
+
+@multi_rank(2)
+def test_a_gradient_that_is_held_is_not_written_over() -> None:
+    """It lies where the graph writes."""
+    with graphs(RepeatedStep):
+        model, _, graphed = simple()
+        UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, 0)).backward()
+        held = model.get_parameter("0.weight").grad
+        model.zero_grad()
+        with pytest.raises(FSDPRuntimeError, match=r"somebody holds a gradient of '.*' of an earlier step"):
+            graphed(*arguments())
+        del held
+        graphed(*arguments())
+
+
 @multi_rank(2)
 def test_no_rank_records_what_another_does_not() -> None:
     with graphs(RepeatedStep):
