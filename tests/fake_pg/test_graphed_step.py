@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fsdp2 import (
     FSDPValueError,
     fully_shard,
 )
+from fsdp2.features.graphed_step.recording import OF_DEVICES
 from tests.harness import others_full
 from tests.harness.fake import fake_world
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
@@ -74,6 +76,20 @@ def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str
             with torch.no_grad():
                 model(torch.ones(2, 8))
         assert graphed.is_recorded
+
+
+def test_another_graph_may_use_the_same_memory() -> None:
+    pools = []
+
+    def make(device: torch.device, pool: Any) -> RepeatedStep:
+        pools.append(pool)
+        return RepeatedStep()
+
+    with fake_world(4), mock.patch.dict(OF_DEVICES, {"cpu": make}):
+        model = sharded()
+        train = fsdp2.make_graphed_step(step_of(model, torch.optim.SGD(model.parameters())), model)
+        fsdp2.make_graphed_step(torch.no_grad()(model.forward), model, pool=train.pool)
+    assert pools == [None, RepeatedStep.pool]
 
 
 def test_wrong_uses_are_refused() -> None:
