@@ -5,6 +5,10 @@ without any, in an order that rotates, beside torch's `fully_shard` and the unsh
 that is not measured comes right before each, for caches forget what another has not touched. CPU time of forward and
 backward; differences are taken within a repetition. A check is left out by putting a function in its place that says
 at once that nothing has changed: no program should do that.
+
+What any implementation needs, whatever it does, is the row `HOOKS_ALONE`: the unsharded model with a hook where each
+group's forward and backward begin and end, in which parameters are registered and gradients taken and set, and nothing
+else happens.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import nn
+
 from benchmarks.host_time import FORWARD_AND_BACKWARD, WARM_UP_STEPS, garbage_collector_off
 from benchmarks.implementations import UNSHARDED, ShardingOptions, fake_process_group
-from benchmarks.models import SMALL_PARAMETERS
+from benchmarks.models import SMALL_PARAMETERS, StackedBlocks
 from benchmarks.step import Phase, Trainer
 from benchmarks.tables import Table
 from fsdp2.core.gather import GroupStorage
@@ -53,6 +60,65 @@ CHECKS: dict[str, tuple[Left, ...]] = {
 }
 """What is looked for in every step -> what is put in the place of the look."""
 ALL = "all of them"
+HOOKS_ALONE = "unsharded, with hooks that do nothing"
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Identity on the input of a group, in whose backward the group's is over."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: HooksAlone, inputs: torch.Tensor) -> torch.Tensor:
+        ctx.hooks = hooks
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.hooks.end_backward()
+        return (None, *gradients)
+
+
+class HooksAlone:
+    """The hooks of one group that does nothing."""
+
+    def __init__(self, module: nn.Module, owners: Sequence[nn.Module]) -> None:
+        self._places = [
+            (owner._parameters, name, parameter)
+            for owner in owners
+            for name, parameter in owner.named_parameters(recurse=False)
+        ]
+        module.register_forward_pre_hook(self._begin_forward)
+        module.register_forward_hook(self._end_forward)
+
+    def _register(self, *_: object) -> None:
+        for mapping, name, parameter in self._places:
+            mapping[name] = parameter
+
+    def _begin_forward(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> Any:
+        self._register()
+        return _EndOfBackward.apply(self, *inputs) if inputs[0].requires_grad else None
+
+    def _end_forward(self, module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+        output.register_hook(self._register)
+        self._register()
+
+    def end_backward(self) -> None:
+        """Take the gradients, set them."""
+        self._register()
+        gradients = []
+        for _, _, parameter in self._places:
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        for (_, _, parameter), gradient in zip(self._places, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def with_hooks_alone(model: StackedBlocks) -> None:
+    """Hang such hooks on ``model``, for the groups that it is sharded in. Nothing ends the root's backward."""
+    blocks = list(model.blocks)
+    in_blocks = {module for block in blocks for module in block.modules()}
+    HooksAlone(model, [module for module in model.modules() if module not in in_blocks])
+    for block in blocks:
+        HooksAlone(block, list(block.modules()))
 
 
 @contextlib.contextmanager
@@ -79,12 +145,15 @@ def _seconds(trainer: Trainer, left_out: Sequence[str]) -> float:
 
 
 def measure(repetitions: int, world_size: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward, in the same order everywhere: of `UNSHARDED`, torch, fsdp2, and without each."""
+    """Seconds of forward and backward: of `UNSHARDED`, torch, fsdp2, without each check, and of `HOOKS_ALONE`."""
     with fake_process_group(world_size) as mesh:
         options = ShardingOptions(world_size=world_size)
         made = {
             name: Trainer(name, SMALL_PARAMETERS, mesh=mesh, options=options) for name in (UNSHARDED, "torch", "fsdp2")
         }
+        made[HOOKS_ALONE] = with_hooks = Trainer(UNSHARDED, SMALL_PARAMETERS, mesh=mesh, options=options)
+        assert isinstance(with_hooks.model, StackedBlocks)
+        with_hooks_alone(with_hooks.model)
         for trainer in made.values():
             trainer.warm_up(WARM_UP_STEPS)
         contenders: dict[str, tuple[Trainer, Sequence[str]]] = {name: (each, ()) for name, each in made.items()}
@@ -114,7 +183,7 @@ def _table(seconds: dict[str, list[float]]) -> Table:
         ["", "us per group", "over unsharded / torch's"],
         notes=["of a check: what a step takes less without it, and what it is then over the unsharded model"],
     )
-    for name in (UNSHARDED, "torch", "fsdp2"):
+    for name in (UNSHARDED, HOOKS_ALONE, "torch", "fsdp2"):
         us = 1e6 * statistics.median(seconds[name]) / groups
         table.add(name, f"{us:.0f}", "" if name == UNSHARDED else f"{ratio(name):.3f}")
     for name in (*CHECKS, ALL):

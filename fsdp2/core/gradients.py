@@ -303,6 +303,7 @@ class GradientBucket:
         arena: Arena = ALLOCATOR,
         lets_go: bool = False,
         casts: bool = False,
+        onto_output: bool = False,
     ) -> PackedGradients:
         """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
 
@@ -310,7 +311,8 @@ class GradientBucket:
         written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
         ``arena``: of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
         ``gradients`` before the next copy is made, as no stream may still read it. ``casts``: what travels alone is
-        cast to the dtype in which it is reduced.
+        cast to the dtype in which it is reduced. ``onto_output``: what is packed is sent to nobody, and lies where it
+        arrives.
         """
         layout, world_size = self.layout, self._world_size
         sent = self.dtype if casts else self.plan.sent
@@ -356,6 +358,8 @@ class GradientBucket:
         size = world_size * layout.packed_numel
         if allocate is not None:
             packed = allocate((size,), dtype=self.dtype, device=self._device)
+        elif onto_output:
+            packed = output[:size]
         else:
             packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
         self._pack(packing, world_size, packed.view(world_size, -1))

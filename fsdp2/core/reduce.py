@@ -405,6 +405,7 @@ class GradientReducer:
                         arena=arena,
                         lets_go=not device.has_streams,
                         casts=self._may_have_added_up,
+                        onto_output=self._transport.is_alone,
                     ),
                     scaling,
                 )

@@ -395,6 +395,8 @@ class FSDPRoot:
     def _gather_ahead(self, upcoming: Sequence[Unit], *, for_backward: bool = False) -> None:
         for unit in upcoming:
             for group in unit:
+                if group.storage.gathers_nothing:
+                    continue
                 if not for_backward or group.settings.unshards_in_backward:
                     if _torch.profiler._is_profiler_enabled:
                         way = "backward" if for_backward else "forward"

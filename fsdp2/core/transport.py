@@ -40,6 +40,7 @@ class Transport(ABC):
         allocate: where the buffers of what travels come from, if that is not for the engine to say. Everything then
             travels packed.
         is_ordered: whether all ranks must issue what they communicate in the same order, a program's own included.
+        is_alone: there is nobody to communicate with: what is sent may lie where it arrives.
         widens: whether it sums in the dtype of the output what came in a narrower one, as if it had been cast before.
         way: what plans say of it; "" of torch.distributed's own.
         among_replicas: what sums over replicas, if there are any.
@@ -48,6 +49,7 @@ class Transport(ABC):
 
     allocate: Allocate | None = None
     is_ordered: bool = False
+    is_alone: bool = False
     widens: bool = False
     way: str = ""
     label: Label = UNNAMED
@@ -83,6 +85,7 @@ class Transport(ABC):
 class Alone(Transport):
     """There is nobody to communicate with: values are copied."""
 
+    is_alone = True
     widens = True
 
     def __init__(self, allocate: Allocate | None = None) -> None:
@@ -95,9 +98,10 @@ class Alone(Transport):
                 output.copy_(input)
 
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
-        """Copy."""
+        """Copy, unless a member was packed where it arrives."""
         for output, input in members:
-            output.copy_(input)
+            if output.data_ptr() != input.data_ptr():
+                output.copy_(input)
 
 
 class Native(Transport):

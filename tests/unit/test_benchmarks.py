@@ -306,6 +306,7 @@ def test_each_check_of_a_step_can_be_left_out(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     for name in (*checks.CHECKS, checks.ALL):
         assert f"check: {name}" in printed
+    assert checks.HOOKS_ALONE in printed
 
 
 @pytest.mark.full  # it compiles on two ranks: 30 s
