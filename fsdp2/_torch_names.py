@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +162,7 @@ _REPLACEABLE: tuple[tuple[str, str, str], ...] = (
     (
         "torch:UntypedStorage._swap_data_ptr_",
         "memory that moves between gradients and the pool",
-        "gradients are copied, and set_memory_pool refuses",
+        "gradients are copied, and set_communication_memory_pool refuses",
     ),
     (
         "torch:Tensor._has_grad_dtype_override",
@@ -401,10 +402,19 @@ def _look_up(path: str) -> Any:
         try:
             found = getattr(found, attribute)
         except AttributeError:
-            if not any(attribute in vars(each).get("__annotations__", ()) for each in getattr(found, "__mro__", ())):
+            if not any(attribute in _annotations(each) for each in getattr(found, "__mro__", ())):
                 raise
             found = None
     return found
+
+
+def _annotations(cls: type[Any]) -> Mapping[str, object]:
+    """The class's own. From Python 3.14 on they are made when they are asked for, from names that need not exist."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+    return vars(cls).get("__annotations__", {})
 
 
 def _argument_names(function: Any) -> list[str] | None:

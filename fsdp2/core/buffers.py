@@ -119,8 +119,8 @@ class Arena:
         """Take back the ``nbytes`` that ``storage`` was filled with. Nobody reads or writes them any more."""
         storage.resize_(0)
 
-    def forget(self, nbytes: int) -> None:
-        """A buffer of ``nbytes`` was dropped with its memory."""
+    def forget(self, nbytes: int, storage: torch.UntypedStorage) -> None:
+        """A buffer of ``nbytes`` was dropped with its memory, which ``storage`` has: others may hold that."""
 
     def trim(self) -> None:
         """A step that reduced gradients is over."""
@@ -130,6 +130,10 @@ class Arena:
 
     def hold(self) -> None:
         """A graph was captured that uses the memory: give nothing back from now on."""
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody holds memory that a captured graph may write, of a buffer that was dropped with it."""
+        return False
 
     def idle_storages(self) -> list[torch.UntypedStorage]:
         """What holds memory that nothing uses at the moment."""
@@ -176,7 +180,7 @@ class Resizable:
         """What it holds, (numel,), for somebody else; it has no memory then. (From torch 2.13 on.)"""
         storage = torch.UntypedStorage(0, device=self.storage.device)
         _torch.swap_memory(storage, self.storage)
-        self._arena.forget(self.nbytes)
+        self._arena.forget(self.nbytes, storage)
         self._arena, self.has_memory = ALLOCATOR, False
         empty = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
         return empty.set_(storage, 0, self.flat.shape, (1,))  # type: ignore[call-overload,no-any-return]
@@ -188,7 +192,9 @@ class Resizable:
         self.has_memory = True
 
     def __del__(self) -> None:
-        self._arena.forget(self.nbytes)  # what lies on the storage may be read for as long as anybody holds it
+        self._arena.forget(
+            self.nbytes, self.storage
+        )  # what lies on the storage may be read for as long as anybody holds it
 
 
 class _Lasting(Resizable):

@@ -217,12 +217,14 @@ class FSDPParamGroup:
         """Refuse what this group cannot do, or not now.
 
         Raises:
-            FSDPRuntimeError: gradients that were scaled otherwise wait for their all-reduce; a captured graph uses
-                memory that would be freed.
+            FSDPRuntimeError: gradients that were scaled or laid out otherwise wait for a later backward; a captured
+                graph uses memory that would be freed.
             FSDPValueError: it could not work.
         """
         if not settings.scales_like(self.settings):
             self._refuse_rescaling()
+        if settings.packs_reductions is not self.settings.packs_reductions:
+            self._refuse_packing_otherwise()
         frees = self.settings.keeps_unsharded_storage and not settings.keeps_unsharded_storage
         if frees and self.comm is not None and self.comm.was_captured:
             raise FSDPRuntimeError(
@@ -307,6 +309,14 @@ class FSDPParamGroup:
                 "or after the one that all-reduces."
             )
 
+    def _refuse_packing_otherwise(self) -> None:
+        if self.reducer.awaits_all_reduce() or self.reducer.awaits_last():
+            raise FSDPRuntimeError(
+                f"gradients of '{self.name}' wait for their all-reduce over replicas, or on the host for the last "
+                "backward, as they were laid out; change what lays gradients out (set_reduce_scatter_input_fn, "
+                "set_custom_reduce_scatter) after a backward that delivers them."
+            )
+
     def rest_on_all_ranks(self) -> None:
         """Reshard to all ranks after forward, or not at all, if it was to fewer."""
         is_under_way = self._unsharding is not None and self._unsharding.resumes
@@ -323,6 +333,11 @@ class FSDPParamGroup:
         """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks."""
         with _torch.plain_attributes():
             return self._write_counter.writes, sum(map(_torch.version_of, self._sharded))
+
+    def note_write(self) -> None:
+        """The sharded parameters were written by what the host does not see."""
+        self._write_counter.writes += 1
+        WriteCounter.steps += 1
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were written since they were gathered, as far as that can be seen."""

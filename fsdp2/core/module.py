@@ -632,6 +632,7 @@ class FSDPModule:
         Raises:
             FSDPTypeError: ``fn`` cannot be called.
             FSDPValueError: a parameter is owned by a rank, or dealt out in blocks of rows; none is changed then.
+            FSDPRuntimeError: gradients wait for their all-reduce over replicas, or for the last backward; as above.
         """
         self._configure(recurse, reduce_scatter_input_fn=INPUT_FUNCTION.filling(fn))
 

@@ -355,6 +355,10 @@ class FSDPCommContext:
         """The memory that is kept for later uses at the moment."""
         return [storage for arena in self._arenas() for storage in arena.idle_storages()]
 
+    def is_held_elsewhere(self) -> bool:
+        """Whether somebody holds memory that a captured graph may write, and no buffer has any more."""
+        return any(arena.is_held_elsewhere() for arena in self._arenas())
+
     def _arenas(self) -> set[Arena]:
         return {self.gather_arena, self.reduce_arena}
 

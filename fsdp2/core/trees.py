@@ -197,6 +197,17 @@ def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
     return rebuilt
 
 
+def text_of(tree: Any, leaf: Callable[[Any], str]) -> str:
+    """``tree`` as text, through the containers that `map_tensors` goes through; ``leaf`` gives that of all else."""
+    if isinstance(tree, torch.Tensor) or not (isinstance(tree, _REBUILT) or _is_dataclass(tree)):
+        return leaf(tree)
+    is_sequence = isinstance(tree, (list, tuple))
+    items = [f"{'' if is_sequence else f'{key!r}: '}{text_of(value, leaf)}" for key, value in _items(tree)]
+    signs: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
+    opening, closing = signs.get(type(tree), (f"{type(tree).__name__}(", ")"))
+    return f"{opening}{', '.join(items)}{closing}"
+
+
 def map_inputs(
     function: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -65,6 +65,7 @@ class MemoryPool(Arena):
         self._empty: list[torch.UntypedStorage] = []
         self._is_open = True
         self._is_held = False
+        self._lost: list[torch.UntypedStorage] = []  # since then
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device, taken: list[Resizable]) -> torch.Tensor:
         """On memory of the pool, that goes back when what is ``taken`` is freed."""
@@ -99,7 +100,7 @@ class MemoryPool(Arena):
         """Keep it, see `trim`."""
         if not nbytes:
             return
-        self.forget(nbytes)
+        self._count_out(nbytes)
         if not self._is_open:
             storage.resize_(0)
             return
@@ -112,16 +113,24 @@ class MemoryPool(Arena):
         """Kept for the next buffers."""
         return sum(nbytes * len(size.idle) for nbytes, size in self._sizes.items())
 
-    def forget(self, nbytes: int) -> None:
-        """It is not there to be taken again."""
-        if not nbytes:
-            return
+    def forget(self, nbytes: int, storage: torch.UntypedStorage) -> None:
+        """It is not there to be taken again. A captured graph may write it, so it is not freed then."""
+        if nbytes:
+            self._count_out(nbytes)
+            if self._is_held:
+                self._lost.append(storage)
+
+    def _count_out(self, nbytes: int) -> None:
         self.used_bytes -= nbytes
         self._sizes[nbytes].used -= 1
 
     def hold(self) -> None:
         """Neither trim nor shrink any more: what is idle may be where a captured graph writes."""
         self._is_held = True
+
+    def is_held_elsewhere(self) -> bool:
+        """Whether anybody but the pool holds what it has lost since then."""
+        return any(_torch.storage_use_count(storage) > 1 for storage in self._lost)
 
     def trim(self) -> None:
         """Keep as much as this step, or the one before, needed."""

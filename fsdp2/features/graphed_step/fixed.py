@@ -6,9 +6,11 @@ a change is an error that names it: a replay that went on would train something 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,24 +31,44 @@ class Fixed:
         modules: and all below them.
         states: of the sharded ones.
         optimizers: that the step steps.
+        device: of the graph.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], states: Sequence[FSDPState], optimizers: Sequence[Optimizer]
+        self,
+        modules: Sequence[nn.Module],
+        states: Sequence[FSDPState],
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
     ) -> None:
         self._modules = [named for module in modules for named in module.named_modules()]
         self._states = states
         self._optimizers = optimizers
+        self._device = device
+        self._stepped = list(self._read_stepped())
+        self._denominators: list[Found] | None = None
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._names = [[name for name in group if name != "params"] for group in groups]  # a scheduler may add to them
         self._tensors = list(self._read_tensors())
         self._addresses = _addresses(self._tensors)
         self._facts = list(self._read_facts())
 
+    def take_denominators(self) -> None:
+        """The step was recorded, and may have set what it divides gradients by: those are the graph's."""
+        self._denominators = list(self._read_denominators())
+
     def change(self) -> str | None:
         """What has changed since; None: nothing has."""
+        for (words, before), (_, after) in zip(self._stepped, self._read_stepped(), strict=True):
+            if list(map(len, before)) != list(map(len, after)) or not _are_same(chain(*before), chain(*after)):
+                return f"{_text(words)} are others"
+        if self._denominators is not None:
+            denominators = list(self._read_denominators())
+            if not _are_same(_values(self._denominators), _values(denominators)):
+                pairs = zip(self._denominators, denominators, strict=True)
+                return next(f"{_text(words)} is another tensor" for (words, a), (_, b) in pairs if a is not b)
         tensors = list(self._read_tensors())
-        if len(tensors) != len(self._tensors) or not all(map(operator.is_, *map(_values, (tensors, self._tensors)))):
+        if len(tensors) != len(self._tensors) or not _are_same(*map(_values, (tensors, self._tensors))):
             return self._replaced(tensors)
         addresses = _addresses(tensors)
         if addresses != self._addresses:
@@ -74,8 +96,28 @@ class Fixed:
                     if isinstance(value, torch.Tensor):
                         yield ("the state of", which, name), _torch.plain_of(value)
         for which, name, value in self._read_hyperparameters():
-            if isinstance(value, torch.Tensor):
+            if self._is_read_by_kernels(value):
                 yield ("the hyperparameter of", which, name), value
+
+    def _read_stepped(self) -> Iterator[tuple[tuple[str, ...], list[list[torch.Tensor]]]]:
+        """What each optimizer steps, by its groups."""
+        for optimizer in self._optimizers:
+            yield (
+                ("the parameters of", type(optimizer).__name__),
+                [group["params"][:] for group in optimizer.param_groups],
+            )
+
+    def _read_denominators(self) -> Iterator[Found]:
+        """Tensors that gradients are divided by: a step may make a new one each time, inside of the graph."""
+        for state in self._states:
+            for group in state.unit:
+                found = group.settings.denominator
+                found = found if isinstance(found, torch.Tensor) else None
+                yield ("the denominator of set_gradient_reduction() of", group.name), found
+
+    def _is_read_by_kernels(self, value: Any) -> bool:
+        """Whether a hyperparameter may change in place; of tensors elsewhere, kernels are given the number."""
+        return isinstance(value, torch.Tensor) and value.device.type == self._device.type
 
     def _read_facts(self) -> Iterator[Found]:
         """What was asked on the host, and is asked no more."""
@@ -91,8 +133,9 @@ class Fixed:
             for group in state.unit:
                 yield ("a setting of", group.name), group.settings
         for which, name, value in self._read_hyperparameters():
-            if not isinstance(value, torch.Tensor):
-                yield ("the hyperparameter of", which, name), value
+            if not self._is_read_by_kernels(value):
+                plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                yield ("the hyperparameter of", which, name), plain
 
     def _read_hyperparameters(self) -> Iterator[tuple[str, str, Any]]:
         groups = ((type(each).__name__, group) for each in self._optimizers for group in each.param_groups)
@@ -106,6 +149,28 @@ class Fixed:
             if id(tensor) not in present:
                 return f"{_text(words)} is another tensor, or is not there any more"
         return f"{next(_text(words) for words, tensor in tensors if id(tensor) not in known)} is new"
+
+
+class Kept:
+    """What a recording may change on the host, though nothing of it is executed on the device.
+
+    Buffers of ``modules``, and of ``optimizers`` the state and the hyperparameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self._buffers = [(each._buffers, dict(each._buffers)) for module in modules for each in module.modules()]
+        self._states = [(each, {key: copy.copy(state) for key, state in each.state.items()}) for each in optimizers]
+        groups = (group for each in optimizers for group in each.param_groups)
+        self._hyperparameters = [(group, dict(group)) for group in groups]
+
+    def put_back(self) -> None:
+        """As it was when this was made."""
+        for mapping, before in (*self._buffers, *self._hyperparameters):
+            mapping.clear()
+            mapping.update(before)
+        for optimizer, states in self._states:
+            optimizer.state.clear()
+            optimizer.state.update(states)
 
 
 def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Found]:
@@ -123,8 +188,8 @@ def host_state(optimizers: Sequence[Optimizer], device: torch.device) -> list[Fo
 
 
 def _difference(before: Any, after: Any) -> str | None:
-    """How what is ``after`` is not ``before``; of settings, the fields that differ."""
-    if before is after:
+    """How what is ``after`` is not ``before``; of settings, the fields that differ, but for denominators."""
+    if before is after or isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return None
     if not dataclasses.is_dataclass(before) or type(before) is not type(after):
         return None if before == after else f"{after!r}, and was {before!r}"
@@ -133,6 +198,10 @@ def _difference(before: Any, after: Any) -> str | None:
         if difference is not None:
             return f"{name}={difference}"
     return None
+
+
+def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    return all(map(operator.is_, some, others))
 
 
 def _values(found: Sequence[Found]) -> list[Any]:

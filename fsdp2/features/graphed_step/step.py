@@ -17,7 +17,8 @@ from fsdp2.core.module import FSDPModule
 from fsdp2.core.state import FSDPState, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
-from fsdp2.features.graphed_step.fixed import Fixed, Found, host_state
+from fsdp2.features.graphed_step.arguments import described, refuse_differentiable, static
+from fsdp2.features.graphed_step.fixed import Fixed, Found, Kept, host_state
 from fsdp2.features.graphed_step.recording import OF_DEVICES, Recording
 
 Step = Callable[..., Any]
@@ -141,7 +142,9 @@ class GraphedStep:
         self._fixed: Fixed | None = None
         self._calls = 0
         self._arguments = ""
+        self._written: tuple[list[FSDPParamGroup], list[torch.Tensor]] = [], []
         self._parameters: list[torch.Tensor] = []
+        self._own: tuple[Any, Any] = (), {}
         self._inputs: list[torch.Tensor] = []
         self._outputs: Any = None
         self._raised: list[Exception] = []  # while the step was recorded: at most one
@@ -164,6 +167,7 @@ class GraphedStep:
             self._refuse_changes(args, kwargs)
             self._fill(tensors_in((args, kwargs)))
         self._recording.replay()
+        self._note_writes()
         return map_tensors(lambda each: each.detach().clone(), self._outputs)
 
     # -- the recording
@@ -175,7 +179,8 @@ class GraphedStep:
         except Exception as error:  # other ranks are told, and it is raised below
             failure = error
         self._refuse(failure, None)
-        counted = host_state(self._optimizers, self._device)
+        kept = Kept(self._modules, self._optimizers)
+        counted, versions = host_state(self._optimizers, self._device), self._versions()
         try:
             self._recording.record(lambda: self._run(own_args, own_kwargs))
             complaint = self._complaint(fixed, counted)
@@ -183,26 +188,30 @@ class GraphedStep:
             failure = self._raised[0] if self._raised else error  # a graph that is ended early raises something else
             complaint = f"{type(failure).__name__}: {failure}"
         except BaseException:
-            self._abandon()
+            self._abandon(kept)
             raise
         try:
             self._refuse(failure, complaint)
         except BaseException:
-            self._abandon()
+            self._abandon(kept)
             raise
+        self._written = self._writes_since(versions)
         self._fixed = fixed
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Fixed, Any, Any]:
         """What the recorded step reads: arguments of its own. Parameters rest, as they do before each replay."""
+        self._settle()
+        for state in self._states:
+            state.adopt_replaced()
         of_modules = (parameter for module in self._modules for parameter in module.parameters())
         of_optimizers = (each for one in self._optimizers for group in one.param_groups for each in group["params"])
         self._parameters = list({id(each): each for every in (of_modules, of_optimizers) for each in every}.values())
         self._refuse_unready()
         inputs: list[torch.Tensor] = []
-        own_args, own_kwargs = map_tensors(lambda each: _static(each, self._device, inputs), (args, kwargs))
-        self._inputs, self._arguments = inputs, _described((args, kwargs))
-        self._settle()
-        return Fixed(self._modules, self._states, self._optimizers), own_args, own_kwargs
+        arguments = described((args, kwargs))
+        self._own = map_tensors(lambda each: static(each, self._device, inputs), (args, kwargs))
+        self._inputs, self._arguments = inputs, arguments
+        return Fixed(self._modules, self._states, self._optimizers, self._device), *self._own
 
     def _refuse(self, failure: BaseException | None, complaint: str | None) -> None:
         """Collective: no rank replays a step that another could not record.
@@ -247,7 +256,9 @@ class GraphedStep:
             if before != now:
                 which, name = now[0]
                 return f"{which} keeps '{name}' on the host, which a replay does not change. {_CAPTURABLE}"
+        described(self._outputs, "returns")
         change = fixed.change()
+        fixed.take_denominators()
         if change is not None:
             return (
                 f"While the step was recorded {change}: each replay would begin with the one of before. A state of an "
@@ -258,9 +269,10 @@ class GraphedStep:
             return f"It leaves gradients. {_END_WITH_ZERO_GRAD}"
         return None
 
-    def _abandon(self) -> None:
+    def _abandon(self, kept: Kept) -> None:
         """Let go of what the recording has left: nothing of it was executed."""
         self.reset()
+        kept.put_back()
         for module in self._modules:
             module.zero_grad()
         for optimizer in self._optimizers:
@@ -274,6 +286,7 @@ class GraphedStep:
         Raises:
             FSDPRuntimeError: something could not be part of a graph.
         """
+        _refuse_below_roots([each for module in self._modules for each in _topmost(module)])
         for optimizer in self._optimizers:
             if any(group.get("capturable") is False for group in optimizer.param_groups):
                 raise FSDPRuntimeError(f"{type(optimizer).__name__} counts its steps on the host. {_CAPTURABLE}")
@@ -286,6 +299,9 @@ class GraphedStep:
             raise FSDPRuntimeError(f"before a step is recorded, {held}.")
 
     def _has_gradients(self) -> bool:
+        """Whether there are gradients, delivered or not."""
+        if any([group.reducer.owes_gradients() for group in self._groups]):
+            return True
         with _torch.plain_attributes():
             return any([parameter.grad is not None for parameter in self._parameters])
 
@@ -299,19 +315,44 @@ class GraphedStep:
                         f"somebody holds a gradient of '{group.name}' of an earlier step, which lies where the graph "
                         "writes: keep a clone of it"
                     )
+        for comm in {group.comm for group in self._groups if group.comm is not None}:
+            if comm.is_held_elsewhere():
+                return "somebody holds a gradient of some earlier step, which lies where the graph writes: keep clones"
         return None
 
     # -- a replay
 
+    def _versions(self) -> tuple[list[tuple[int, int]], list[tuple[torch.Tensor, int]]]:
+        """By which it is seen what is written: of groups, and of parameters and buffers that are not sharded."""
+        sharded = {id(param.sharded) for group in self._groups for param in group.params}
+        of_modules = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
+        others = {id(each): each for each in (*of_modules, *self._parameters) if id(each) not in sharded}
+        return [group.written() for group in self._groups], [(each, each._version) for each in others.values()]
+
+    def _writes_since(self, versions: Any) -> tuple[list[FSDPParamGroup], list[torch.Tensor]]:
+        of_groups, of_others = versions
+        groups = [group for group, before in zip(self._groups, of_groups, strict=True) if group.written() != before]
+        return groups, [tensor for tensor, before in of_others if tensor._version != before]
+
+    def _note_writes(self) -> None:
+        """A backward whose forward was before the replay must not take for unwritten what a replay writes."""
+        groups, others = self._written
+        for group in groups:
+            group.note_write()
+        torch.autograd.graph.increment_version(others)
+
     def _fill(self, given: Iterable[torch.Tensor]) -> None:
         """Copy what is given to where the graph reads it."""
-        for static, value in zip(self._inputs, given, strict=True):
-            static.copy_(value)
+        with torch.no_grad():
+            for own, value in zip(self._inputs, given, strict=True):
+                own.copy_(value)
 
     def _refuse_changes(self, args: Any, kwargs: Any) -> None:
         assert self._fixed is not None, "it is recorded"
         self._settle()
-        found = _described((args, kwargs))
+        found = described((args, kwargs))
+        for each in tensors_in((args, kwargs)):
+            refuse_differentiable(each)
         if found != self._arguments:
             raise FSDPValueError(
                 f"the step was recorded for arguments {self._arguments}, and was called with {found}: a graph is of "
@@ -319,7 +360,7 @@ class GraphedStep:
             )
         change = self._fixed.change()
         if change is None and self._has_gradients():
-            change = "a parameter has a gradient, which belongs to no step of the graph"
+            change = "a parameter has a gradient, reduced or not, which belongs to no step of the graph"
         change = change or self._held_gradient()
         if change is not None:
             raise FSDPRuntimeError(
@@ -352,46 +393,25 @@ def _refuse_offloaded(groups: Sequence[FSDPParamGroup]) -> None:
 
 def _keep_addresses(modules: Sequence[nn.Module]) -> None:
     """Let the memory for communication be the same in each step."""
-    for root in (each for module in modules for each in _topmost(module)):
+    roots = [each for module in modules for each in _topmost(module)]
+    _refuse_below_roots(roots)
+    for root in roots:
         if _torch.can_swap_memory:
             root.set_communication_memory_pool(True)
         else:
             root.set_keep_unsharded_storage(True)
 
 
+def _refuse_below_roots(roots: Sequence[FSDPModule]) -> None:
+    for each in roots:
+        state = each._get_fsdp_state()
+        if state.root is not None and not state.is_root:
+            raise FSDPRuntimeError(
+                f"make_graphed_step was given '{state.name}', which is a part of {state.root.name}: pass that."
+            )
+
+
 def _topmost(module: nn.Module) -> list[FSDPModule]:
     if isinstance(module, FSDPModule):
         return [module]
     return [root for child in module.children() for root in _topmost(child)]
-
-
-def _static(given: torch.Tensor, device: torch.device, known: list[torch.Tensor]) -> torch.Tensor:
-    """Where the recorded step reads an argument."""
-    if given.requires_grad:
-        raise FSDPValueError(
-            f"a graphed step was given a tensor of shape {tuple(given.shape)} that requires a gradient, which no graph "
-            "gives back: detach it."
-        )
-    static = given.detach().to(device).clone() if not _is_dtensor(given) else given.detach().clone()
-    known.append(static)
-    return static
-
-
-def _described(arguments: Any) -> str:
-    """Arguments with shapes and dtypes in the place of tensors: equal where a graph takes one for the other."""
-    return repr(map_tensors(lambda each: _Like(each), arguments))  # type: ignore[arg-type,return-value]
-
-
-class _Like:
-    """Stands for a tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        placements = f", {list(tensor.placements)}" if _is_dtensor(tensor) else ""  # type: ignore[attr-defined]
-        self._text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{placements}"
-
-    def __repr__(self) -> str:
-        return self._text
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements")

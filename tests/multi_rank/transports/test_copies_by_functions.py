@@ -5,6 +5,7 @@ The functions here are the plainest there are: of slices and `torch.cat`.
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Shard
 from fsdp2 import (
     CPUOffloadPolicy,
     FSDPNotImplementedError,
+    FSDPRuntimeError,
     FSDPTypeError,
     FSDPValueError,
     MixedPrecisionPolicy,
@@ -431,6 +433,34 @@ def test_gradients_that_are_dealt_out_otherwise_are_refused(placement: Any) -> N
     model.set_all_gather_layout(DefaultAllGatherLayout(functions.fill))
     model.unshard()
     assert torch.equal(model.weight, before) and functions.gathers
+
+
+@multi_rank(2)
+def test_all_modules_take_a_function_or_none_does_while_gradients_wait(world_size: int) -> None:
+    """Those whose gradients lie as before could take it; no module changes then, and the step goes on."""
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 1024))  # the second one's gradients travel alone
+    plain = copy.deepcopy(model)
+    for each in (*model, model):
+        fully_shard(each, mesh=mesh)
+    functions, x = Functions(), torch.ones(2, 4)
+    model.set_requires_all_reduce(False)
+    model(x).sum().backward()
+    with pytest.raises(
+        FSDPRuntimeError, match=r"gradients of '0' wait for their all-reduce.*set_reduce_scatter_input_fn"
+    ):
+        model.set_reduce_scatter_input_fn(functions.prepare)
+    model.set_requires_all_reduce(True)
+    model(x).sum().backward()
+    assert not functions.reductions
+    for _ in range(2):
+        plain(x).sum().backward()
+    for mine, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), reference.grad)
+    model.zero_grad()
+    model.set_reduce_scatter_input_fn(functions.prepare)
+    model(x).sum().backward()
+    assert len(functions.reductions) == 2
 
 
 @multi_rank(1)
