@@ -46,8 +46,12 @@ class ModelDraw:
 
     def reduces_often(self, forwards: tuple[int, ...]) -> bool:
         """Whether a parameter is reduced several times in a pass: each reentrant recompute is a backward of its own."""
-        is_reentrant = any(kind.endswith("reentrant") for kind in self.checkpoint)
-        return is_reentrant and (self.repeated or max(forwards) > 1)
+        return self.is_reentrant and (self.repeated or max(forwards) > 1)
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether something is computed again in a backward inside of the backward."""
+        return any(kind.endswith("reentrant") for kind in self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,8 @@ class Program:
             return False  # what has no end of its own adds up unsharded until it is finalized
         if self.model.reduces_often(self.forwards) or self.model.tied in ("inp first", "head first", "blocks"):
             return False  # uses of a weight are added up in another order
+        if self.model.is_reentrant and len(self.forwards) > 1 and any(len(unit.names) > 1 for unit in self.units):
+            return False  # what earlier passes have left is reduced with the first module of a list
         return self.mesh == "1d_2" and not (self.param_dtype or self.clip != "no" or self.ignored)
 
     def dtypes_of(self, name: str) -> tuple[str | None, str | None]:

@@ -122,8 +122,8 @@ class Plain:
                 parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
     def _fill(self, step: int) -> None:
-        """Zeros for trainable parameters without gradient, of the units that took part."""
-        skipped = self.program.model.skipped[step]
+        """Zeros for trainable parameters without gradient, of the units that took part, or may have on some rank."""
+        skipped = self.program.model.skipped[step] if self.program.accumulation != "synchronized" else None
         for name, parameter in self.model.named_parameters():
             modules = self.modules_of.get(name, ())
             inactive = bool(modules) and all(module.startswith(f"blocks.{skipped}") for module in modules)
