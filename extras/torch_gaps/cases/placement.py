@@ -174,6 +174,21 @@ def uneven_experts(trial: Trial) -> None:
     expect_same(module.experts.full_tensor().detach(), weight, "`experts`", tolerance=0)
 
 
+@case(AREA, "two experts on four ranks, none without a part, and no copy to put them in order", world_size=4)
+def few_experts(trial: Trial) -> None:
+    placement = trial.api.find("BlockShard", otherwise="`Shard(0)` leaves two ranks empty, `Shard(1)` copies")
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+    model.forward = lambda x: torch.einsum("bi,eoi->beo", x, model.experts)
+    plain = copy.deepcopy(model)
+    plain.forward = lambda x: torch.einsum("bi,eoi->beo", x, plain.experts)
+    trial.api.fully_shard(model, shard_placement_fn=lambda parameter: placement.split_leading(parameter.shape, 2))
+    if not model.experts.to_local().numel():
+        raise Wrong(f"rank {trial.rank} holds nothing")
+    expect_trains_alike(trial, model, plain)
+
+
 @case(AREA, "ranks that initialized differently start from rank 0's values", asked="pytorch#132721 open_lm#165")
 def synchronized_start(trial: Trial) -> None:
     trial.api.require("fully_shard", "sync_module_states")
