@@ -82,9 +82,10 @@ class ShardedDataParallel(nn.Module):
         ignored_names = frozenset(getattr(module, _IGNORED, ()))
         named = module.named_parameters(remove_duplicate=False)
         ignored = [parameter for name, parameter in named if name in ignored_names]
-        if init_sync:
-            fsdp2.broadcast_parameters(module, 0, ignored_params=ignored)
         mesh, config = self._mesh(module, device_mesh)
+        self._ranks = _ranks_of(device_mesh)
+        if init_sync:
+            fsdp2.broadcast_parameters(module, 0, process_group=self._ranks, ignored_params=ignored)
         more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
         self.module: Any = fsdp2.auto_shard(module, mesh, config=config, **more)
         self.require_backward_grad_sync = True
@@ -152,7 +153,7 @@ class ShardedDataParallel(nn.Module):
         with torch.no_grad():
             for buffers in alike.values():
                 flat = torch.cat([each.reshape(-1) for each in buffers])
-                dist.broadcast(flat, 0)
+                dist.broadcast(flat, group=self._ranks, group_src=0)
                 for each, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
                     each.copy_(part.view_as(each))
 
@@ -185,6 +186,22 @@ class ShardedDataParallel(nn.Module):
 
     def _set_static_graph(self) -> None:
         """Means nothing here: graphs may change."""
+
+
+def _ranks_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Those that start alike; None: all.
+
+    Raises:
+        FSDPNotImplementedError: they have no process group of their own.
+    """
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return None
+    if mesh.ndim > 1:
+        raise fsdp2.FSDPNotImplementedError(
+            f"DistributedDataParallel(device_mesh=...) under --auto-shard: a mesh of {mesh.ndim} dims over a part of "
+            "the ranks. Pass one of a single dim, as DistributedDataParallel takes it."
+        )
+    return mesh.get_group()
 
 
 ShardedDataParallel.__name__ = ShardedDataParallel.__qualname__ = "DistributedDataParallel"

@@ -232,9 +232,16 @@ def apply_settings(config: ShardingConfig, model: nn.Module) -> None:
     """Call the setters for all that is not as by default. All ranks must call: some make process groups.
 
     Raises:
-        FSDPError: what the setters raise.
+        FSDPError: what the setters raise; or a pattern of ``no_unshard_in_backward`` means no sharded module.
     """
     root: Any = model
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for pattern in config.no_unshard_in_backward:
+        if not any(fits(pattern, name) for name in sharded):
+            raise FSDPValueError(
+                f"ShardingConfig: 'no_unshard_in_backward' has the pattern '{pattern}', which means no module that is "
+                f"sharded by itself: those are {', '.join(map(repr, filter(None, sharded))) or 'none but the model'}."
+            )
     for name, method in _SETTERS.items():
         if getattr(config, name) != default_of(name):
             getattr(root, method)(getattr(config, name))
@@ -250,5 +257,5 @@ def apply_settings(config: ShardingConfig, model: nn.Module) -> None:
                 getattr(module, method)(getattr(config, setting))
         if config.symm_mem:
             module.set_symm_mem_for_comm()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_unshard_in_backward):
+        if any(fits(pattern, name) for pattern in config.no_unshard_in_backward):
             module.set_unshard_in_backward(False)

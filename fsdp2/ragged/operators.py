@@ -205,9 +205,13 @@ def _fill_randomly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], par
 
 
 def _is_of_everything(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    dims = args[2:3] if _torch.operator_name(func) == "linalg_vector_norm" else args[1:2]
-    dim = kwargs.get("dim", dims[0] if dims else None)
-    return not dim and not (len(args) > 3 and args[3]) and not kwargs.get("keepdim") and kwargs.get("out") is None
+    position = 2 if _torch.operator_name(func) == "linalg_vector_norm" else 1
+    dim, keepdim = (
+        kwargs.get(name, args[at] if len(args) > at else None)
+        for name, at in (("dim", position), ("keepdim", position + 1))
+    )
+    is_all = dim is None or (not isinstance(dim, int) and not dim)
+    return is_all and not keepdim and kwargs.get("out") is None
 
 
 def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -238,7 +238,8 @@ def materialize(
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+    own = (*module._parameters.items(), *module._buffers.items())  # by all names: ties within the module too
+    return {name: tensor for name, tensor in own if tensor is not None}
 
 
 def _keep_tie(module: nn.Module, name: str, before: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import fsdp2
 from fsdp2.compat.fsdp1 import whole
 from fsdp2.compat.fsdp1.layout import FlatEntry, FlatUnit
+from fsdp2.compat.fsdp1.names import clean
 
 Interval = tuple[int, int]
 Intervals = Callable[[FlatEntry, int], Interval]
@@ -182,11 +183,12 @@ def _is_cut_into_intervals(entry: FlatEntry, parameter: Tensor) -> bool:
 
 
 def exchange_of(wrapper: object, unit: FlatUnit, parameters: Mapping[str, Tensor]) -> Exchange:
-    """For a unit of ``wrapper``, whose parameters are ``parameters``.
+    """For a unit of ``wrapper``, whose parameters are ``parameters``, by names in state dicts.
 
     Raises:
         FSDPRuntimeError: one is not there.
     """
+    parameters = {clean(name): parameter for name, parameter in parameters.items()}
     missing = [entry.fqn for entry in unit.entries if entry.fqn not in parameters]
     if missing:
         raise fsdp2.FSDPRuntimeError(f"the unit '{unit.name}' has no parameter '{missing[0]}' any more.")

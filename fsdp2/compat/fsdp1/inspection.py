@@ -95,7 +95,7 @@ class FlatParameterView:
                 for local, piece in zip(locals_, pieces, strict=True):
                     local.copy_(piece.view(local.shape))
             return
-        state = self._wrapper.module._get_fsdp_state()
+        state = self._wrapper._unit._get_fsdp_state()
         state.quiesce()
         for parameter, local, piece in zip(parameters, locals_, pieces, strict=True):
             _become(parameter, _with_local(parameter, piece.clone().reshape(local.shape)))
@@ -173,4 +173,4 @@ class FlatParamHandleView:
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters."""
         if free_unsharded_flat_param:
-            self._wrapper.module.reshard()
+            self._wrapper._unit.reshard()

@@ -15,6 +15,7 @@ from fsdp2.compat.fsdp1 import whole
 from fsdp2.compat.fsdp1.exchange import exchange_of
 from fsdp2.compat.fsdp1.flat_checkpoints import write_unit
 from fsdp2.compat.fsdp1.layout import FLAT_PARAM, PADDING_VALUE
+from fsdp2.compat.fsdp1.names import clean
 from fsdp2.compat.fsdp1.wrapped_layout import unit_of
 
 
@@ -24,11 +25,14 @@ def written(wrapper: Any, values: Mapping[str, torch.Tensor], *, offload: bool) 
     if unit is None:
         return dict(values)
     names = {name for entry in unit.entries for name in unit.names_of(entry)}
-    dtype = values[unit.entries[0].fqn].dtype
-    own = {entry: values[entry.fqn] for entry in unit.entries}
+    by_name = {clean(name): value for name, value in values.items()}
+    dtype = by_name[unit.entries[0].fqn].dtype
+    own = {entry: by_name[entry.fqn] for entry in unit.entries}
     shard = exchange_of(wrapper, unit, values).to_shard(own, dtype=dtype, padding=PADDING_VALUE)
     local = write_unit(unit, shard.cpu() if offload else shard, wrapper.rank)
-    return {**local, **{name: value for name, value in values.items() if name not in names}}
+    shown = {clean(name): name for name in values}
+    local = {shown.get(name, name): value for name, value in local.items()}
+    return {**local, **{name: value for name, value in values.items() if clean(name) not in names}}
 
 
 def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: str) -> None:
@@ -60,9 +64,11 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
     assert given is not None, "on every rank"
     shard = torch.zeros(unit.shard_numel, dtype=given.dtype, device=device)
     shard[: given.numel()] = given.detach().to(device).reshape(-1)
-    for entry, value in exchange_of(wrapper, unit, wrapper.own_parameters()).to_rows(shard).items():
+    parameters = wrapper.own_parameters()
+    keys = {clean(name): f"{inner}{name}" for name in parameters}
+    for entry, value in exchange_of(wrapper, unit, parameters).to_rows(shard).items():
         for name in unit.names_of(entry):
-            state_dict[f"{inner}{name}"] = value
+            state_dict[keys[name]] = value
 
 
 def _shard(value: Any) -> torch.Tensor | None:

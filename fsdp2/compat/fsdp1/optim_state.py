@@ -152,8 +152,8 @@ def _group(
     own = [_name(names, parameter) for parameter in group["params"]]
     at = next((saved[name] for name in own if name in saved), position)
     found = saved_groups[at] if at < len(saved_groups) else {}
-    settings = {what: value for what, value in group.items() if what not in ("params", "param_names")}
-    return {**settings, **{what: value for what, value in found.items() if what in settings}, "params": own}
+    settings = {**group, **found}  # saved ones that the optimizer does not know yet too, as a scheduler's
+    return {**{what: value for what, value in settings.items() if what != "param_names"}, "params": own}
 
 
 def _loaded(value: Any, parameter: nn.Parameter, name: str) -> Any:

@@ -6,7 +6,7 @@ before. Whole parameters are gathered for all of them at once, by the first that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -67,7 +67,8 @@ def after_state_dict(
     is_whole = is_full or not wrapper.is_sharded
     same = _first_names(wrapper, inner)
     buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
-    first_only = is_full and config.rank0_only
+    own = wrapper.own_tensors()
+    first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, own)
     wholes = _whole_parameters(wrapper, offload=offload, first_only=first_only) if is_whole else {}
     done: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(inner)]:
@@ -81,19 +82,29 @@ def after_state_dict(
                     value = value.to(buffers[key])
                 if key.removeprefix(inner) in wholes:
                     value = wholes[key.removeprefix(inner)]
-                if isinstance(value, DTensor) and is_whole and not drops:
+                if isinstance(value, DTensor) and is_whole and not first_only and key.removeprefix(inner) in own:
                     value = whole.whole(value, offload=offload)
-                elif offload:
+                elif offload and not drops:
                     value = value.cpu()
                 done[first] = None if drops else value
                 value = done[first]
         if not drops:
             state_dict[prefix + key.removeprefix(inner)] = value
     if is_local:
-        own = {name: f"{prefix}{name}" for name in wrapper.own_parameters() if f"{prefix}{name}" in state_dict}
-        values = {name: state_dict.pop(key) for name, key in own.items()}
+        keys = {name: f"{prefix}{name}" for name in wrapper.own_parameters() if f"{prefix}{name}" in state_dict}
+        values = {name: state_dict.pop(key) for name, key in keys.items()}
         local = local_state_dicts.written(wrapper, values, offload=offload)
         state_dict.update({f"{prefix}{name}": value for name, value in local.items()})
+
+
+def _is_cut_further(wrapper: Any, own: Mapping[str, torch.Tensor]) -> bool:
+    """Whether whole parameters of ``wrapper``'s unit are DTensors still, which all ranks have to gather.
+
+    Of tensor parallelism; or of the user's own, as ignored parameters and buffers.
+    """
+    gathered = {id(each) for each in wrapper.own_parameters().values()}
+    further = (each for each in own.values() if isinstance(each, DTensor))
+    return any(id(each) not in gathered or each.device_mesh.ndim > wrapper._device_mesh.ndim for each in further)
 
 
 def _whole_parameters(wrapper: Any, *, offload: bool, first_only: bool) -> dict[str, torch.Tensor]:
@@ -132,7 +143,7 @@ class _Gathering:
         self._waiting = [each for each in self._waiting if each not in alike]
         own = {each: each.own_parameters().items() for each in alike}
         sharded = {each: [name for name, p in items if isinstance(p, DTensor)] for each, items in own.items()}
-        modules = [each.module for each, names in sharded.items() if names]
+        modules = [each._unit for each, names in sharded.items() if names]
         with fsdp2.full_parameters(
             modules, recurse=False, writeback=False, rank0_only=first_only, offload_to_cpu=offload
         ):
@@ -184,11 +195,8 @@ def before_load(
     if is_placed:
         return
     _place(wrapper, state_dict, inner, prefix)
-    done: set[int] = {id(wrapper)}
     for name, each in wrapper.named_wrappers():
-        if id(each) not in done:
-            done.add(id(each))
-            _place(each, state_dict, f"{inner}{name}.", f"{prefix}{name}.")
+        _place(each, state_dict, f"{inner}{name}.", f"{prefix}{name}.")
         state_dict[f"{inner}{name}.{_PLACED}"] = True
 
 
@@ -225,12 +233,26 @@ def _from_first_rank(
     DTensors, which PEFT makes of adapters for a model of DTensors, must be there on all ranks already.
 
     Raises:
-        FSDPRuntimeError: the first rank has a DTensor that this one lacks.
+        FSDPRuntimeError: what the first rank has is of another shape, or no tensor, on all ranks; or the first rank has
+            a DTensor that this one lacks.
     """
     given = {name: state_dict[f"{inner}{name}"] for name in own if f"{inner}{name}" in state_dict}
     is_sharded = {name: isinstance(value, DTensor) for name, value in given.items()}
-    for name, sharded in ranks.objects(is_sharded).items():
-        tensor = own[name]
+    forms = {name: (is_sharded[name], _shape_of(value)) for name, value in given.items()}
+    forms = ranks.objects(forms)
+    for name, (_, shape) in forms.items():
+        if name in own and shape != tuple(own[name].shape):
+            raise fsdp2.FSDPRuntimeError(
+                f"'{shown}{name}' is to be loaded with the shape {shape and list(shape)}, as the first rank has it, "
+                f"and has {list(own[name].shape)}."
+            )
+    for name, (sharded, _) in forms.items():
+        tensor = own.get(name)
+        if tensor is None:
+            raise fsdp2.FSDPRuntimeError(
+                f"the first rank has '{shown}{name}', and the model of rank {dist.get_rank()} does not: ranks must "
+                "have the same model."
+            )
         if not sharded:
             form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             state_dict[f"{inner}{name}"] = ranks.tensor(given[name] if ranks.is_first else None, form)
@@ -239,6 +261,11 @@ def _from_first_rank(
                 f"'{shown}{name}' is to be loaded with rank0_only, the first rank has a sharded tensor for it, and "
                 f"rank {dist.get_rank()} none: give the first rank whole tensors, or load without rank0_only."
             )
+
+
+def _shape_of(value: Any) -> tuple[int, ...] | None:
+    """That of a tensor, or of what Lightning has in its place; None of anything else."""
+    return tuple(value.shape) if isinstance(value, torch.Tensor) or is_tensor_like(value) else None
 
 
 def after_load(wrapper: nn.Module, incompatible: Any) -> None:

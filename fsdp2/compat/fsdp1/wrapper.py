@@ -204,8 +204,9 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _unit(self) -> fsdp2.FSDPModule:
-        """The sharded module."""
-        module: fsdp2.FSDPModule = self.module
+        """The sharded module: what is wrapped, or where a checkpoint wrapper came later, what that is around."""
+        wrapped: Any = self._modules[WRAPPED]
+        module: fsdp2.FSDPModule = wrapped if isinstance(wrapped, fsdp2.FSDPModule) else self.module
         return module
 
     def __getattr__(self, name: str) -> Any:
@@ -263,7 +264,7 @@ class FullyShardedDataParallel(nn.Module):
             for each in (self, *self._wrappers_below()):
                 each._compute_in_full_precision(not each.training)
         precision = self.mixed_precision
-        casts = precision.cast_forward_inputs if self._is_nested else precision.cast_root_forward_inputs
+        casts = precision.cast_forward_inputs or (precision.cast_root_forward_inputs and not self._is_nested)
         if casts and precision.param_dtype is not None and not self._in_full_precision:
             args, kwargs = cast_inputs(args, precision.param_dtype), cast_inputs(kwargs, precision.param_dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
@@ -348,9 +349,9 @@ class FullyShardedDataParallel(nn.Module):
         with_grads: bool = False,
     ) -> Iterator[None]:
         """Inside, parameters at and below ``module`` are whole: see `fsdp2.full_parameters`."""
-        within = module
+        within: Any = module
         if not recurse and isinstance(module, FullyShardedDataParallel):
-            within = module.module
+            within = module._unit
         with fsdp2.full_parameters(
             within,
             recurse=recurse,
@@ -450,9 +451,9 @@ class FullyShardedDataParallel(nn.Module):
         found: dict[str, torch.Tensor] = {}
         for prefix, module in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
             if module in own or module in ignored:
-                tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-                for name, tensor in tensors:
-                    found[saved(f"{prefix}.{name}" if prefix else name)] = tensor
+                for name, tensor in (*module._parameters.items(), *module._buffers.items()):  # ties within it too
+                    if tensor is not None:
+                        found[saved(f"{prefix}.{name}" if prefix else name)] = tensor
         return found
 
     @staticmethod

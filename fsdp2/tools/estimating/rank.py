@@ -104,9 +104,7 @@ def observe(request: Request, caller: str) -> Observation:
         mode = stack.enter_context(_torch.fake_tensors())
         rank = Rank(request, mode)
         stack.enter_context(resizes_seen(rank.log))
-        stack.enter_context(
-            transports_observed(rank.traffic, moves=not request.hardware.has_streams)
-        )
+        stack.enter_context(transports_observed(rank.traffic, moves=not request.hardware.has_streams))
         stack.enter_context(rank.observer)
         rank.build(mesh)
         return rank.observe()
