@@ -123,6 +123,11 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "its tensors gather themselves (fsdp_pre_all_gather)"
     if storage.post_forward is not None:
         return "reshard_after_forward is an int; use True or False"
+    if reducer.accumulated or reducer.awaits_all_reduce() or reducer.awaits_last():
+        return (
+            "gradients of earlier backwards wait for their reduction, which a graph would leave out; run all "
+            "microbatches of a step eagerly, or call fsdp2.synchronize_gradients() before"
+        )
     if not settings.requires_gradient_sync:
         return "set_requires_gradient_sync(False): gradients without communication; reduce every microbatch"
     if not settings.requires_all_reduce:

@@ -717,8 +717,10 @@ class FSDPParamGroup:
 
     def clear_waiting(self, params: Collection[FSDPParam], set_to_none: bool) -> None:
         """Drop gradients of ``params`` that are not in ``.grad`` yet, or make them zeros."""
-        if self.comm is not None and self.reducer.is_reducing:
-            self.comm.finish_reduces()
+        if self.comm is not None:
+            if self.reducer.is_reducing:
+                self.comm.finish_reduces()
+            self.reducer.wait_for_host_sums(self.comm.device)
         self.reducer.clear(params, set_to_none)
 
     def refuse_set_data(self) -> None:

@@ -211,8 +211,10 @@ def before_backward_of_outputs(callback: Callable[[torch.Tensor], None], outputs
     found = False
     for tensor in outputs:
         if tensor.requires_grad:
-            tensor.register_hook(callback)
             found = True
+            if tensor.grad_fn is None and callback in (_torch.tensor_hooks(tensor) or {}).values():
+                continue  # a parameter, or another leaf, which has kept the hook of an earlier call
+            tensor.register_hook(callback)
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -28,21 +28,28 @@ class Label:
         bits: 30 bits of a fingerprint, which nothing but the text and the detail decide: ranks may have others besides.
     """
 
-    __slots__ = ("bits", "text")
+    __slots__ = ("__weakref__", "bits", "text")
 
     def __init__(self, text: str, bits: int) -> None:
         self.text = text
         self.bits = bits
 
 
-_LABELS: dict[tuple[str, str], Label] = {}
+_LABELS: dict[str, Label] = {}
+"""Without a detail: as many as a program has modules."""
+_DETAILED: WeakValueDictionary[tuple[str, str], Label] = WeakValueDictionary()
+"""With one, which may be another in each step (scales): for as long as somebody has them."""
 
 
 def label(text: str, detail: str = "") -> Label:
     """The label of ``text``; of another ``detail`` (sizes, dtypes) it is another one, under the same text."""
-    known = _LABELS.get((text, detail))
+    known = _DETAILED.get((text, detail)) if detail else _LABELS.get(text)
     if known is None:
-        known = _LABELS[text, detail] = Label(text, fingerprint(f"{text}\0{detail}") % (1 << _BITS))
+        known = Label(text, fingerprint(f"{text}\0{detail}") % (1 << _BITS))
+        if detail:
+            _DETAILED[text, detail] = known
+        else:
+            _LABELS[text] = known
     return known
 
 
@@ -51,7 +58,7 @@ UNNAMED = label("an exchange")
 
 def label_of_bits(bits: int) -> str:
     """The text of the label that has them, in this process; "" if none has."""
-    return next((each.text for each in list(_LABELS.values()) if each.bits == bits), "")
+    return next((each.text for each in (*list(_LABELS.values()), *list(_DETAILED.values())) if each.bits == bits), "")
 
 
 class Place:

@@ -85,6 +85,7 @@ class GradientReducer:
         # What has been issued and not been delivered; it may still be on its way.
         self._awaits_all_reduce = False
         self._adds_up = False  # on the host
+        self._on_host_after: Any = None  # an event: what adds up there has arrived
         self.accumulated = False
         self._cleared: frozenset[FSDPParam] = frozenset()  # since then
         self.scatter_group: dist.ProcessGroup | None = None
@@ -298,6 +299,12 @@ class GradientReducer:
         """Whether gradients add up on the host."""
         return self._adds_up
 
+    def wait_for_host_sums(self, device: Device) -> None:
+        """Block the host until what adds up in its memory has arrived: before it reads or writes that itself."""
+        event, self._on_host_after = self._on_host_after, None
+        if event is not None:
+            device.block_host(event)
+
     def owes_gradients(self) -> bool:
         """Whether what earlier backwards have computed is still to be delivered."""
         return self.accumulated or self.has_gradients() or self.awaits_all_reduce() or self.awaits_last()
@@ -349,7 +356,7 @@ class GradientReducer:
         self._transport.label = self._labels[self._may_have_added_up]
         if comm.device.has_streams:
             comm.reduces_follow_compute()
-        pending = PendingReduce(comm.device.has_streams)
+        pending = PendingReduce(comm.device.has_streams, self)
         pending.label = self._transport.label
         pending.steps = self._steps(taken, comm, pending)
         del taken
@@ -445,6 +452,7 @@ class GradientReducer:
                 self.is_reducing = False  # nothing is under way any more, whatever the user's hook raises
                 self._finish(sent, keeps, arena)
         pending.event = device.record(stream)
+        self._on_host_after = pending.event if keeps else None
         pending.ends_elsewhere = device.has_streams and stream is not comm.reduce_scatter_stream
         yield Stage.DONE
         self._deliver(sent, comm, pending, delivers=not (ends_here or keeps))
@@ -458,7 +466,7 @@ class GradientReducer:
             if each.packed.taken:
                 each.packed.give_back()
         if late:
-            comm.call_when_on_host(pending.event, functools.partial(self._set_late_grads, late, comm))
+            comm.call_when_on_host(pending.event, self, functools.partial(self._set_late_grads, late, comm))
         self._are_read(sent, comm)
 
     def _are_read(self, sent: list[_Sent], comm: FSDPCommContext) -> None:

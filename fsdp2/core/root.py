@@ -105,6 +105,9 @@ class Walk(Protocol):
     def join_step(self) -> None:
         """This rank has nothing to run. Collective."""
 
+    def abandon(self) -> None:
+        """What has begun is dropped: the next step begins anew."""
+
 
 WALK: Port[Callable[[Any], Walk]] = Port(missing("divergence"))
 """Makes one, of a root."""
@@ -320,6 +323,9 @@ class FSDPRoot:
         """A forward begins that is one graph; neither its end nor its backward will be told."""
         PLACE.step += 1
         PLACE.phase = self._phases[4]
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None and self.comm.device.has_streams:
+            self.comm.compute_follows(event)
 
     def _take_walk(self) -> None:
         if self.settings.divergence != "join":
@@ -662,6 +668,12 @@ class FSDPRoot:
 
     # -- failure
 
+    def is_to_restart(self) -> bool:
+        """Whether all ranks were told to leave the step that this one is in, by this one or by another."""
+        iteration = self.iteration
+        has_failed = iteration.failed or (iteration.in_backward and not _torch.backward_is_running())
+        return self._restarts != PLACE.restarts or (self.settings.aborts_together and has_failed)
+
     def recover_if_failed(self) -> None:
         """Start clean if an exception left the last iteration's forward or backward.
 
@@ -712,7 +724,7 @@ class FSDPRoot:
         ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it.
         """
         self.comm.invalidate_handle(self)
-        self.comm.drop_reduces()
+        self.comm.drop_reduces({group.reducer for group in self.groups})
         self.comm.let_host_write_shards()
         self.hidden = ()
         self._hold_graph(False)
@@ -726,6 +738,8 @@ class FSDPRoot:
             state.drop_iteration()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
+        if self.walk is not None:
+            self.walk.abandon()
         self.iteration = Iteration()
         if lost and warns:
             warnings.warn(

@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -237,13 +237,15 @@ class PendingReduce(CommHandle):
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
         ends_elsewhere: ``event`` is not of the reduce-scatter stream, which what is held belongs to.
+        owner: whose gradients they are, see `drop_reduces`.
     """
 
-    __slots__ = ("_has_streams", "ends_elsewhere", "held", "is_launching", "needs_host", "stage", "steps")
+    __slots__ = ("_has_streams", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "stage", "steps")
     steps: Iterator[Stage]
     stage: Stage
 
-    def __init__(self, has_streams: bool) -> None:
+    def __init__(self, has_streams: bool, owner: object = None) -> None:
+        self.owner = owner
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
         self.label, self.is_lost = UNNAMED, False
         self.held: Sequence[Held] = ()
@@ -302,7 +304,7 @@ class FSDPCommContext:
         self._interrupted: list[PendingReduce] = []  # what they hold may be in use for ever
         self._to_host: list[Any] = []
         self._host_reads: list[Any] = []
-        self._late: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._late: deque[tuple[Any, object, Callable[[], None]]] = deque()
         self._unfinished: object = None
 
     def pool_memory(self, enable: bool) -> None:
@@ -509,13 +511,13 @@ class FSDPCommContext:
         if self._to_host:
             self._wait_on_host(self._to_host)
         while self._late:
-            event, then = self._late.popleft()
+            event, _, then = self._late.popleft()
             self.device.block_host(event)
             then()
 
-    def call_when_on_host(self, event: Any, then: Callable[[], None]) -> None:
-        """Let `finish_reduces` wait on the host for ``event``, and call ``then``."""
-        self._late.append((event, then))
+    def call_when_on_host(self, event: Any, owner: object, then: Callable[[], None]) -> None:
+        """Let `finish_reduces` wait on the host for ``event``, and call ``then``, unless ``owner``'s are dropped."""
+        self._late.append((event, owner, then))
 
     def _wait_on_host(self, events: list[Any]) -> None:
         for event in events:
@@ -536,15 +538,21 @@ class FSDPCommContext:
             self._wait(self._all_reducing[0])
             self._all_reducing.popleft().deliver()
 
-    def drop_reduces(self) -> None:
-        """Wait for all reductions in flight and throw their gradients away."""
+    def drop_reduces(self, owners: Collection[object] | None = None) -> None:
+        """Wait for reductions in flight and throw their gradients away: those of ``owners``; by default all.
+
+        All of them too if one was interrupted, or has failed: what the others are to bring may be lost with it.
+        """
+        if self.was_interrupted or self.has_failed:
+            owners = None
         for queue in (self._all_reducing, self._pending):
-            while queue:
-                pending = queue[0]
-                pending.is_launching = pending.leave_failed_works() or pending.is_launching
-                self._wait(pending)
-                queue.popleft().abandon()
-        self._late.clear()
+            for pending in list(queue):
+                if owners is None or pending.owner in owners:
+                    pending.is_launching = pending.leave_failed_works() or pending.is_launching
+                    self._wait(pending)
+                    queue.remove(pending)
+                    pending.abandon()
+        self._late = deque(each for each in self._late if owners is not None and each[1] not in owners)
         self.was_interrupted = self.has_failed = False
 
     def _wait(self, pending: PendingReduce) -> None:

@@ -277,11 +277,17 @@ class Joining:
             "sharded modules in one region does that: checkpoint each of them by itself."
         )
 
+    def abandon(self) -> None:
+        """What has begun is dropped: the next step begins anew."""
+        self._awaits_backward = False
+
     # -- nothing to run
 
     def join_step(self) -> None:
         """Go through what is left of a step, or through a whole one. Collective."""
         root = self._root
+        if root.is_to_restart() and not _torch.backward_is_running():
+            root.recover_if_failed()  # all ranks have left the step before: this is another one
         if (root.iteration.in_forward and not root.iteration.failed) or _torch.backward_is_running():
             raise FSDPRuntimeError("join_step() must be called outside of forward and backward.")
         if root.iteration.in_backward:

@@ -61,6 +61,8 @@ def pending_gradients(module: nn.Module) -> dict[nn.Parameter, PendingGradient]:
     """
     found: dict[nn.Parameter, PendingGradient] = {}
     for group in _groups_between_steps(module, "pending_gradients"):
+        assert group.comm is not None, "it has run"
+        group.reducer.wait_for_host_sums(group.comm.device)
         for bucket in group.reducer.buckets:
             for index, param in enumerate(bucket.params):
                 unreduced = None if param.unsharded is None else param.unsharded.grad

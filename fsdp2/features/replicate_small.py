@@ -15,7 +15,7 @@ from torch import nn
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
 from fsdp2.core.offload_choice import offloading_of
-from fsdp2.core.options import OffloadPolicy
+from fsdp2.core.options import GroupSettings, OffloadPolicy
 from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
 from fsdp2.core.shard import SMALL, SmallParameters
@@ -55,12 +55,23 @@ def _release(group: FSDPParamGroup, prefix: str) -> None:
         param.fqn = f"{prefix}.{param.fqn}" if prefix else param.fqn
 
 
-def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str) -> FSDPParamGroup:
+def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str, settings: GroupSettings) -> FSDPParamGroup:
     write_counter = WriteCounter()
     for param in params:
         param.write_counter = write_counter
     FSDPParam.identity_changes += 1  # so that optimizers look for it
-    return FSDPParamGroup(params, like.mesh, like.storage.offloading, write_counter=write_counter, name=name)
+    merged = FSDPParamGroup(params, like.mesh, like.storage.offloading, write_counter=write_counter, name=name)
+    merged.configure(settings)
+    return merged
+
+
+def _refuse_settings_that_differ(groups: Sequence[FSDPParamGroup], name: str) -> None:
+    for group in groups:
+        if group.settings != groups[0].settings:
+            raise FSDPValueError(
+                f"small parameters of '{group.name}' and of others in '{name}' are to be one group, and their settings "
+                "differ (scales of gradients, hooks, synchronization): call setters after the outermost fully_shard."
+            )
 
 
 class SmallInBuckets(SmallParameters):
@@ -121,11 +132,12 @@ class SmallInBuckets(SmallParameters):
         if not below:
             return unit, []
         taken = list(dict.fromkeys(group for _, group in below))
+        _refuse_settings_that_differ([*own, *taken], name)
         names = {each: prefix for module in modules for prefix, each in module.named_modules()}
         for group in taken:
             _release(group, names[group.sharers[0].modules[0]])
         groups = [*own, *taken]
-        bucket = _merged([param for group in groups for param in group.params], groups[0], name)
+        bucket = _merged([param for group in groups for param in group.params], groups[0], name, taken[0].settings)
         return (*(group for group in unit if group not in own), bucket), [Absorbed(*each, bucket) for each in below]
 
     def share(self, absorbed: list[Absorbed]) -> None:

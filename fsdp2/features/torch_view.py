@@ -301,9 +301,12 @@ def _finalizer(state: Viewed) -> Callable[[], None]:
     def _root_post_backward_final_callback() -> None:
         """Reduce what the microbatches accumulated, wait, and register the sharded parameters. Collective."""
         module: Any = state.modules[0]
+        before = module._get_fsdp_state().root_settings.finalizes_manually
         module.set_manual_backward_finalization(True)
-        module.finalize_backward()
-        module.set_manual_backward_finalization(False)
+        try:
+            module.finalize_backward()
+        finally:
+            module.set_manual_backward_finalization(before)
 
     return _root_post_backward_final_callback
 

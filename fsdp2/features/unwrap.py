@@ -18,7 +18,7 @@ from fsdp2.core.module import mix_out
 from fsdp2.core.param import FSDPParam, carry_over, fsdp_param_of, is_subclass, mark_replaced
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
+from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.features.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -115,6 +115,30 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
 
 
 def _refuse_group(group: FSDPParamGroup) -> None:
+    """Refuse what this rank, or another, cannot make whole. Collective.
+
+    Raises:
+        FSDPError: on all ranks.
+    """
+    error: FSDPError | None = None
+    try:
+        _refuse_own(group)
+    except FSDPError as raised:
+        error = raised  # other ranks are told first
+    lines = [
+        f"{param.fqn} {list(param.shape)} {param.dtype}"
+        + ("" if param.sharded.grad is None else f", gradient {param.sharded.grad.dtype}")
+        for param in group.params
+    ]
+    text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines, str(error or "")])
+    difference = agreement.disagreement(text, group.mesh.shard_group, group.mesh.device)
+    if error is not None:
+        raise error
+    if difference is not None:
+        raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
+
+
+def _refuse_own(group: FSDPParamGroup) -> None:
     group.refuse_loan("unwrap()")
     reducer = group.reducer
     if reducer.owes_gradients():
@@ -129,20 +153,18 @@ def _refuse_group(group: FSDPParamGroup) -> None:
                 f"parameter '{param.path}' is a {type(param.local).__name__}, a tensor subclass, which unwrap() cannot "
                 "gather; load its state_dict() into a new module."
             )
-        if gradient is not None and not isinstance(gradient, DTensor):
+        if gradient is not None and not _lies_like(gradient, param.sharded):
             raise FSDPRuntimeError(
                 f"the gradient of '{param.path}' was set to a {type(gradient).__name__} that is not sharded like its "
-                "parameter; set it to None before unwrapping."
+                "parameter; set it to None, or redistribute it to the placements of the parameter, before unwrapping."
             )
-    lines = [
-        f"{param.fqn} {list(param.shape)} {param.dtype}"
-        + ("" if param.sharded.grad is None else f", gradient {param.sharded.grad.dtype}")
-        for param in group.params
-    ]
-    text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines])
-    difference = agreement.disagreement(text, group.mesh.shard_group, group.mesh.device)
-    if difference is not None:
-        raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
+
+
+def _lies_like(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    if not isinstance(gradient, DTensor):
+        return False
+    mine, theirs = _torch.spec_of(gradient), _torch.spec_of(parameter)
+    return mine.mesh == theirs.mesh and tuple(mine.placements) == tuple(theirs.placements)
 
 
 def _make_whole(group: FSDPParamGroup) -> None:

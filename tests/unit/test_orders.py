@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import doctest
+import gc
 
 import pytest
 
 import fsdp2.features.watchdog.orders as orders
+from fsdp2.core import places
 from fsdp2.core.places import PLACE, Order, label
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.watchdog.orders import Published, difference
@@ -51,3 +53,14 @@ def test_nothing_begins_before_it_was_raised_that_ranks_differ() -> None:
         order.begin(A)
     order.begin(A)
     assert order.begun == 1
+
+
+def test_labels_of_details_are_forgotten_with_whoever_has_them() -> None:
+    """A scale may be another one in each step, for ever. Who has a label finds it by its bits."""
+    before = len(places._DETAILED)
+    kept = [label("the reduction of 'a'", f"scale {step}") for step in range(100)][-1]
+    gc.collect()
+    assert len(places._DETAILED) <= before + 1
+    assert (
+        places.label_of_bits(kept.bits) == "the reduction of 'a'" and label("the reduction of 'a'", "scale 99") is kept
+    )

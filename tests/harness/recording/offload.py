@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fsdp2.core.mesh
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, pending_gradients, share_comm_ctx
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
 from tests.harness.recording.meshes import HALF, replicate_and_shard
@@ -103,8 +103,11 @@ def offloaded_cached(recorder: Recorder) -> None:
             training.update()
 
 
-def offloaded_sums(recorder: Recorder, **options: Any) -> None:
-    """Shards and gradients on the device; the sum of backwards that are not the last waits on the host."""
+def offloaded_sums(recorder: Recorder, *, between: Callable[[Training], None] | None = None, **options: Any) -> None:
+    """Shards and gradients on the device; the sum of backwards that are not the last waits on the host.
+
+    ``between`` two of those and the last.
+    """
     policy = CPUOffloadPolicy(parameters=False, gradients=True)
     empty_on_host = Offloading.empty_on_host
 
@@ -116,9 +119,27 @@ def offloaded_sums(recorder: Recorder, **options: Any) -> None:
         training = train(recorder, offload_policy=policy, **options)
         for _ in range(STEPS):
             for last in (False, False, True):
+                if last and between is not None:
+                    between(training)
                 training.model.set_is_last_backward(last)
                 training.loss().backward()
             training.update()
+
+
+def offloaded_sums_are_read(recorder: Recorder) -> None:
+    """The program looks at what waits in host memory."""
+
+    def read(training: Training) -> None:
+        for pending in pending_gradients(training.model).values():
+            assert pending.on_host is not None, "it waits"
+            pending.on_host.clone()
+
+    offloaded_sums(recorder, between=read)
+
+
+def offloaded_sums_are_cleared(recorder: Recorder) -> None:
+    """The program makes zeros of what waits in host memory."""
+    offloaded_sums(recorder, between=lambda training: training.model.zero_grad(set_to_none=False))
 
 
 def offloaded_sums_of_replicas(recorder: Recorder) -> None:
@@ -243,6 +264,6 @@ OFFLOADED = {
         offloaded, offloaded_direct, offloaded_replicas, offloaded_accumulating, offloaded_and_written,
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
         offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
-        offloaded_written_whole,
+        offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
     )
 }  # fmt: skip

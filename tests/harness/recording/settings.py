@@ -414,6 +414,21 @@ def only_replicated_updated_elsewhere(recorder: Recorder) -> None:
         training.model.set_post_optim_event(Event(device.record(stream)))
 
 
+def updated_elsewhere_before_a_compiled_call(recorder: Recorder) -> None:
+    """The optimizer steps on a stream of the program's, and a graph reads the shards on the current one."""
+    training, device = train(recorder), RecordingDevice(recorder)
+    stream = device.new_stream()
+    for _ in range(STEPS):
+        training.loss().backward()
+        device.wait(stream, device.record(COMPUTE), "the program's own")
+        with device.use(stream):
+            training.update()
+        training.model.set_post_optim_event(Event(device.record(stream)))
+        training.model._get_fsdp_state().root.begin_compiled_call()
+        for parameter in training.model.parameters():
+            parameter.to_local().clone()
+
+
 def synchronized_outside_of_backward(recorder: Recorder) -> None:
     """Gradients of several backwards are looked at, and then reduced."""
     training = train(recorder, mesh=replicate_and_shard())
@@ -511,7 +526,8 @@ SETTINGS = {
         hooked_deleted_in_flight, two_reduces_in_flight, zeros_for_unused, unused, unused_on_this_rank, summed,
         storage_kept, gathered_on_compute,
         gathered_far_ahead, gathered_by_extensions, custom_collectives, memory_of_the_process_group, denominators,
-        post_optim_event, only_replicated_updated_elsewhere, synchronized_outside_of_backward, finalized_by_hand,
+        post_optim_event, only_replicated_updated_elsewhere, updated_elsewhere_before_a_compiled_call,
+        synchronized_outside_of_backward, finalized_by_hand,
         shared_context, shared_context_late, one_group_reduces_twice, copied, pooled,
     )
 } | {

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -249,3 +250,35 @@ def test_beside_tensor_parallelism(below: int, how: str) -> None:
         assert (len(parameter.placements) == 2 and not isinstance(parameter.placements[1], Replicate)) is is_cut, name
     clip_grad_norm_(model.parameters(), 1.0)
     unwrap(model, optimizers=[optimizer])
+
+
+def two_linears() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    return block, nn.Sequential(block, nn.Linear(4, 4, bias=False))
+
+
+@multi_rank(2)
+def test_what_was_set_on_a_bucket_stays_when_a_call_above_takes_it(world_size: int) -> None:
+    block, model = two_linears()
+    plain = copy.deepcopy(model)
+    fully_shard(block, replicate_below=40)
+    block.set_gradient_reduction("sum")
+    fully_shard(model, replicate_below=40)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        factor = world_size if name.startswith("0.") else 1
+        torch.testing.assert_close(parameter.grad.full_tensor(), factor * plain.get_parameter(name).grad, msg=name)
+
+
+@multi_rank(2)
+def test_settings_that_differ_cannot_be_in_one_bucket() -> None:
+    block, _ = two_linears()
+    other = nn.LayerNorm(4)
+    for each in (block, other):
+        fully_shard(each, replicate_below=40)
+    block.set_gradient_reduction("sum")
+    with pytest.raises(FSDPValueError, match=r"their settings differ.*after the outermost fully_shard"):
+        fully_shard(nn.Sequential(block, other), replicate_below=40)

@@ -480,3 +480,50 @@ def test_words() -> None:
     model.set_divergence("join", order=[model])
     with pytest.raises(FSDPRuntimeError, match=r"lacks '0', which fully_shard was called on as well"):
         model(torch.ones(1, 2))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("where", ["forward", "backward", "reset_iter_state"])
+def test_a_rank_without_a_batch_joins_the_step_after_one_that_was_left(where: str) -> None:
+    """By all ranks: it is a step of its own, of which nothing has begun."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for each in (*model, model):
+        fully_shard(each)
+    model.set_divergence("join")
+    if where != "reset_iter_state":
+        model.set_recovery("drop_step", abort_together=True)
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        model(x).sum().backward()
+        model.zero_grad()
+    output = model(x) if where == "reset_iter_state" else None
+    if output is not None:
+        model.reset_iter_state()
+    else:
+        with pytest.raises((Boom, FSDPRuntimeError)):
+            fail_on_first_rank(model, x, where)
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        model.join_step()
+    else:
+        model(x).sum().backward()
+    torch.testing.assert_close(model[1].bias.grad.full_tensor(), torch.full((4,), 1.0))
+    model.zero_grad()
+    model(x).sum().backward()
+    torch.testing.assert_close(model[1].bias.grad.full_tensor(), torch.full((4,), 2.0))
+
+
+def fail_on_first_rank(model: Any, x: Tensor, where: str) -> None:
+    def fails(*_: Any) -> None:
+        raise Boom
+
+    handle = model[1].register_forward_pre_hook(fails) if dist.get_rank() == 0 and where == "forward" else None
+    try:
+        output = model(x)
+        if dist.get_rank() == 0 and where == "backward":
+            output.register_hook(fails)
+        output.sum().backward()
+        model(x).sum().backward()  # where the others learn of it, at the latest
+    finally:
+        if handle is not None:
+            handle.remove()

@@ -219,6 +219,38 @@ def test_a_failure_of_one_root_does_not_stop_the_other(in_backward: bool, world_
     assert_trains(models, in_turn, world_size)
 
 
+class Boom(Exception):
+    """Of the program."""
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("how", ["exception", "reset_iter_state"])
+def test_recovering_one_root_leaves_the_gradients_of_another_in_flight(how: str, world_size: int) -> None:
+    """They share a communication context, and the other's reduction has not been waited for."""
+    a, b = (fully_shard(nn.Linear(4, 4)) for _ in range(2))
+    share_comm_ctx([a, b])
+    x = torch.ones(2, 4)
+    a(x).sum().backward()
+    a.zero_grad()
+    b.set_is_last_backward(False)
+    b(x).sum().backward()
+    output = a(x)
+    if how == "exception":
+        output.register_hook(fails)
+        with pytest.raises(Boom):
+            output.sum().backward()
+        a(x).sum().backward()
+    else:
+        a.reset_iter_state()
+    b.set_is_last_backward(True)
+    b(x).sum().backward()
+    assert torch.equal(b.weight.grad.full_tensor(), torch.full((4, 4), 4.0))
+
+
+def fails(gradient: Tensor) -> None:
+    raise Boom
+
+
 @multi_rank(2)
 def test_roots_that_are_busy() -> None:
     """One root's forward inside another's."""

@@ -494,3 +494,26 @@ def test_one_rank_raises_late_in_a_forward_that_hides_its_output(
             (plain.kept.square().mean() / world_size).backward()
         expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
         assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
+class Head(nn.Module):
+    """Hands its weight out, as for a fused loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, self.weight
+
+
+@multi_rank(1, 2)
+def test_a_parameter_that_is_returned_in_each_step_has_one_hook(world_size: int) -> None:
+    head: Any = fully_shard(Head())
+    x = torch.ones(2, 4)
+    for _ in range(4):
+        hidden, weight = head(x)
+        (hidden @ weight.t()).sum().backward()
+    unsharded = [param.unsharded for group in head._get_fsdp_state().unit for param in group.params]
+    assert all(each is None or len(each._backward_hooks or ()) <= 1 for each in unsharded)
+    assert torch.equal(head.weight.grad.full_tensor(), torch.full((8, 4), 16.0))

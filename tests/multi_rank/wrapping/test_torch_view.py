@@ -34,6 +34,16 @@ def reduce_as_pipelining_does(module: Any) -> None:
     state._root_post_backward_final_callback()
 
 
+@multi_rank(1)
+def test_who_finalizes_by_hand_does_so_after_a_pipeline_has() -> None:
+    model = fully_shard(UNEVEN_MLP.build())
+    UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, 0)).backward()
+    for by_hand in (False, True):
+        model.set_manual_backward_finalization(by_hand)
+        state_of(model)._root_post_backward_final_callback()
+        assert model._get_fsdp_state().root_settings.finalizes_manually is by_hand
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("replicated", [False, True])
 def test_stages_of_a_pipeline_reduce_what_their_microbatches_left(replicated: bool, world_size: int) -> None:

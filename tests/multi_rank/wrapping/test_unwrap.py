@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import (
@@ -273,6 +273,30 @@ def test_ranks_that_differ_raise_on_all() -> None:
         unwrap(model)
     model.zero_grad()
     unwrap(model)
+
+
+@multi_rank(2)
+def test_a_gradient_that_is_placed_otherwise_is_refused_on_all_ranks() -> None:
+    """As what one rank alone cannot unwrap is."""
+    model = shard(UNEVEN_MLP)
+    UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, 0, dist.get_rank())).backward()
+    weight = model[0].weight
+    sharded = weight.grad
+    weight.grad = sharded.redistribute(placements=[Replicate()])
+    with pytest.raises(FSDPRuntimeError, match=r"gradient of '0\.weight' .* not sharded like .* redistribute it"):
+        unwrap(model)
+    weight.grad = sharded
+    gradient = model[2].bias.grad
+    whole = gradient.redistribute(placements=[Replicate()])
+    if dist.get_rank() == 1:
+        model[2].bias.grad = whole
+    what = "not sharded like" if dist.get_rank() == 1 else "the ranks would unwrap different parameters"
+    with pytest.raises(FSDPRuntimeError, match=what):
+        unwrap(model)
+    model[2].bias.grad = gradient
+    whole = sharded.full_tensor()
+    unwrap(model)
+    assert torch.equal(model[0].weight.grad, whole)
 
 
 @multi_rank(2)
