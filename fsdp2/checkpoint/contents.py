@@ -27,6 +27,7 @@ from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names, is_wrapped, names_of
 from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers
+from fsdp2.core.trees import tensors_anywhere_in
 
 MODEL, OPTIMIZER, SHARED, PER_RANK, STEP = "model", "optimizer", "shared", "per_rank", "step"
 STRUCTURE = "structure"
@@ -185,6 +186,11 @@ def _replaced(state: Any, path: Path, tensors: dict[Path, Any], where: str) -> A
         raise CheckpointError(
             f"{where} holds a {type(state).__name__} inside of a list, dict or tuple, which would be pickled, and "
             "not be given its state again: give it a name of its own."
+        )
+    if not isinstance(state, torch.Tensor) and any(isinstance(each, DTensor) for each in tensors_anywhere_in(state)):
+        raise CheckpointError(
+            f"{where} holds a sharded tensor inside of a {type(state).__name__}, which would be pickled with the rows "
+            "of one rank: use lists, dicts or tuples."
         )
     return state
 

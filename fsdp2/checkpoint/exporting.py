@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from fsdp2.arguments import Rule, checked
 from fsdp2.checkpoint import safetensors_files as files
 from fsdp2.checkpoint.contents import MODEL
 from fsdp2.checkpoint.errors import CheckpointError
+from fsdp2.checkpoint.held import agree
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.ranks import Ranks, ranks_of
 from fsdp2.checkpoint.rules import BYTES_RULE, PATH_RULE
@@ -72,27 +74,53 @@ def export(
     Raises:
         CheckpointError: as of `save_safetensors`.
     """
-    files.library()
-    refuse_existing(folder)
-    with Opened(path) as opened:
-        contents, names = [], {}
-        for name, tensor in opened.model().items():
-            if tensor.same_as:
-                continue
-            ours = name if rename is None else rename(name)
-            if ours in names:
-                raise CheckpointError(f"rename calls two tensors '{ours}', one of them '{name}'.")
-            cast = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
-            contents.append(Content(ours, tensor.shape, cast))
-            names[ours] = f"{MODEL}.{name}"
-        if not contents:
-            raise CheckpointError(f"the checkpoint {path} has no tensors of a model.")
+    error: Exception | None = None
+    with ExitStack() as stack:
+        try:
+            files.library()
+            refuse_existing(folder)
+            opened = stack.enter_context(Opened(path))
+            contents, names = _chosen(opened, path, dtype, rename)
+        except Exception as raised:  # whatever it is, other ranks are told
+            error = raised
+        agree(ranks, error, [] if error is not None else [str(contents)], "save_safetensors()")
+        failures: list[Exception] = []
 
         def whole(wanted: Sequence[str], writer: int) -> Iterator[tuple[str, torch.Tensor]]:
-            if writer == ranks.numbers[ranks.rank]:
+            if writer == ranks.numbers[ranks.rank] and not failures:
                 for each in wanted:
-                    found = opened.read(names[each])
+                    try:
+                        found = opened.read(names[each])
+                    except Exception as raised:  # as above
+                        failures.append(raised)
+                        return
                     yield each, found.to(dtype) if dtype is not None and found.is_floating_point() else found
 
-        write_folder(contents, whole, folder, max_file_bytes=max_file_bytes, ranks=ranks)
+        write_folder(
+            contents,
+            whole,
+            folder,
+            max_file_bytes=max_file_bytes,
+            ranks=ranks,
+            failed=lambda: failures[0] if failures else None,
+        )
     return len(contents)
+
+
+def _chosen(
+    opened: Opened, path: Path, dtype: torch.dtype | None, rename: Callable[[str], str] | None
+) -> tuple[list[Content], dict[str, str]]:
+    """What is to be written, and where each is in the checkpoint."""
+    contents, names = [], {}
+    for name, tensor in opened.model().items():
+        if tensor.same_as:
+            continue
+        ours = name if rename is None else rename(name)
+        if ours in names:
+            raise CheckpointError(f"rename calls two tensors '{ours}', one of them '{name}'.")
+        cast = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
+        contents.append(Content(ours, tensor.shape, cast))
+        names[ours] = f"{MODEL}.{name}"
+    if not contents:
+        raise CheckpointError(f"the checkpoint {path} has no tensors of a model.")
+    return contents, names

@@ -101,10 +101,15 @@ class Opened:
         return {name: self.value(name) for name in self.values() if name.startswith(f"{GROUPS}.")}
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, by our name, in host memory."""
+        """A whole tensor, by our name, in host memory.
+
+        Raises:
+            CheckpointDamaged: it is not what was written.
+        """
         meta = cast(TensorStorageMetadata, self.source.metadata.state_dict_metadata[name])
         found = torch.empty(meta.size, dtype=meta.properties.dtype)
         read_tensors(self._reader, self.source, {name: found})
+        self._reader.compare_all()
         return found
 
     def damages(self) -> Iterator[str]:

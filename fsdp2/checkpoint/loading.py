@@ -44,9 +44,9 @@ from fsdp2.checkpoint.contents import (
 )
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
-from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, shortened
+from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers, groups_that_match, nested, shortened
 from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
-from fsdp2.checkpoint.reading import Covered, Key, Piece, Reader, covered, crc_of, damaged, key_of
+from fsdp2.checkpoint.reading import Key, Piece, Reader, key_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import ONLY_RULE, OPTIMIZER_RULE, PATH_RULE, RENAME_RULE, VALUES_RULE
 from fsdp2.checkpoint.source import Rename, Source, is_tensor, open_source, saved_groups, split_state
@@ -507,12 +507,7 @@ class Load:
 
     def _compare_sums(self, reader: Reader, pieces: Mapping[Key, Sequence[Piece]]) -> None:
         for key, of_item in pieces.items():
-            found: Covered = covered(of_item)
-            parts = [(piece.start, piece.nbytes, piece.crc) for piece in found.pieces]
-            parts += [(start, nbytes, reader.rest(key, start, nbytes)) for start, nbytes in found.gaps]
-            crc, wanted = crc_of(parts), of_item[0].whole_crc
-            if crc != wanted:
-                raise damaged(self._source, key, f"its checksum is {crc:08x}, and was {wanted:08x}")
+            reader.compare(key, of_item)
 
     # -- hand over
 
@@ -524,7 +519,10 @@ class Load:
         if indirect:
             set_model_state_dict(contents.model, indirect, options=StateDictOptions(strict=False))
         if wanted.groups:
-            state = dict(self._state)
+            state = {
+                name: nested(of_one, {key: self._source.tail_of(saved) for key, saved in wanted.state[name].items()})
+                for name, of_one in self._state.items()
+            }
             if self._options.only is not None or not self._options.strict:  # what was not taken stays
                 state = {**contents.optimizers.state(), **state}
             contents.optimizers.load(state, wanted.groups, casts=self._options.cast)
@@ -597,6 +595,7 @@ def _hyperparameter(reader: Reader, name: str) -> Any:
     meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
     value = torch.empty(meta.size, dtype=meta.properties.dtype)
     read_tensors(reader, source, {name: value})
+    reader.compare_all()
     return value
 
 

@@ -20,6 +20,9 @@ from fsdp2.core.sharding import dtensor_like
 from fsdp2.optim.guard import rekey
 from fsdp2.optim.step_targets import COUNTERS
 
+Tail = tuple[Any, ...]
+"""Where a value lies in what an optimizer has of a parameter: keys of dicts, which are strings, and places in lists."""
+
 Optimizers = Optimizer | Iterable[Optimizer] | Mapping[str, Optimizer] | None
 """What users pass."""
 
@@ -231,3 +234,31 @@ def shortened(names: Sequence[str]) -> str:
     """The first of them, for messages."""
     shown = ", ".join(f"'{name}'" for name in names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def nested(values: Mapping[str, Any], tails: Mapping[str, Tail | None]) -> dict[str, Any]:
+    """States of a parameter in the lists and dicts that the optimizer had them in, by the names they were saved by.
+
+    >>> nested({"step": 1, "old.0": 2, "old.1": 3}, {"step": None, "old.0": ("old", 0), "old.1": ("old", 1)})
+    {'step': 1, 'old': [2, 3]}
+    """
+    plain = {key: value for key, value in values.items() if not tails.get(key)}
+    tree: dict[Any, Any] = {}
+    for key, value in values.items():
+        *path, last = tails.get(key) or ("",)
+        inside = tree
+        for each in path:
+            inside = inside.setdefault(each, {})
+        inside[last] = value
+    tree.pop("", None)
+    return {**plain, **{key: _as_lists(value) for key, value in tree.items()}}
+
+
+def _as_lists(value: Any) -> Any:
+    """Dicts whose keys are places are lists."""
+    if type(value) is not dict:
+        return value
+    inside = {key: _as_lists(each) for key, each in value.items()}
+    if all(isinstance(key, int) for key in inside):
+        return [inside[key] for key in sorted(inside)]
+    return inside

@@ -95,10 +95,13 @@ class InBackground(Ranks):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), group.size()
-        self.numbers = dist.get_process_group_ranks(group)
-        made = dist.new_group(self.numbers, backend="gloo", group_desc="fsdp2.checkpoint")
-        self._own = cast(dist.ProcessGroup, made)  # this rank is one of them
+        members = dist.get_process_group_ranks(group)
+        # Where they are not all there are, the others do not take part in the making: names must not be counted then.
+        is_part = len(members) < dist.get_world_size()
+        made = dist.new_group(members, backend="gloo", group_desc="fsdp2.checkpoint", use_local_synchronization=is_part)
+        self._own = own = cast(dist.ProcessGroup, made)  # this rank is one of them
+        self.rank, self.size = dist.get_rank(own), own.size()
+        self.numbers = dist.get_process_group_ranks(own)
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
         """torch.distributed's own way: the thread may wait for as long as the group's timeout lets it."""

@@ -154,6 +154,8 @@ class Reader:
         is_whole_rows = tuple(lengths[1:]) == row_shape
         if is_whole_rows and target.is_cpu and target.dtype == layout.dtype and _is_flat(target):
             self._read_bytes(key, opened, start, _memory(target))
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)  # as any other write, which optimizers look for
             return
         rows_at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
         # A dtype that the target does not have is cast by `copy_`; columns are cut out of rows in memory.
@@ -182,6 +184,29 @@ class Reader:
         target.copy_(found)
 
     # -- bytes
+
+    def compare(self, key: Key, pieces: Sequence[Piece]) -> None:
+        """Compare the checksum of an item with that of ``pieces``, which ranks have read of it; reads what is missing.
+
+        Raises:
+            CheckpointDamaged: they differ.
+        """
+        found = covered(pieces)
+        parts = [(piece.start, piece.nbytes, piece.crc) for piece in found.pieces]
+        parts += [(start, nbytes, self.rest(key, start, nbytes)) for start, nbytes in found.gaps]
+        crc, wanted = crc_of(parts), pieces[0].whole_crc
+        if crc != wanted:
+            raise self._damaged(key, f"its checksum is {crc:08x}, and was {wanted:08x}")
+
+    def compare_all(self) -> None:
+        """`compare` what this rank alone has read since the last time.
+
+        Raises:
+            CheckpointDamaged: something is not what was written.
+        """
+        pieces, self.pieces = self.pieces, {}
+        for key, of_item in pieces.items():
+            self.compare(key, of_item)
 
     def rest(self, key: Key, start: int, nbytes: int) -> int:
         """CRC-32 of bytes that nobody needs, of the content of an item."""

@@ -186,14 +186,22 @@ class Checkpoints:
             failure = save.attempt(lambda: save.collect(self._collect(), step, copy))
 
         def go_on() -> None:
+            cause = failure
             if ranks.rank == 0 and not failure:
-                clean(self._run)
-            save.write(failure)
+                cause = save.attempt(lambda: clean(self._run))
+            save.write(cause)
             if ranks.rank == 0:
-                for each in remove(self._run, too_old(steps_in(self._run), self._keep_last, self._keep_every)):
-                    LOG.warning("an old checkpoint could not be removed: %s", each)
+                self._remove_old()
 
         return go_on
+
+    def _remove_old(self) -> None:
+        try:
+            failures = remove(self._run, too_old(steps_in(self._run), self._keep_last, self._keep_every))
+        except OSError as error:  # what was saved is complete
+            failures = [f"{type(error).__name__}: {error}"]
+        for each in failures:
+            LOG.warning("an old checkpoint could not be removed: %s", each)
 
     def wait(self) -> None:
         """Wait until an asynchronous save has come to its end.

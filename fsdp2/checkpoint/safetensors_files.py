@@ -7,6 +7,7 @@ writes it, `write_folder` has them assembled one file per rank at a time, from w
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -407,6 +408,7 @@ def write_folder(
     *,
     max_file_bytes: int,
     ranks: Ranks,
+    failed: Callable[[], Exception | None] = lambda: None,
 ) -> None:
     """Write ``contents`` to ``folder``, which is not there yet. Collective over ``ranks``, which have agreed on all.
 
@@ -417,23 +419,32 @@ def write_folder(
         folder: its parent is made if it is not there.
         max_file_bytes: of the tensors of one file.
         ranks: file number i is written by the i-th of them, and so on in turns.
+        failed: why ``whole`` has given nothing, or not all, on this rank alone.
 
     Raises:
         SaveFailed: a rank could not write, on all; what was written is removed.
     """
+
+    def write(mine: str | None) -> None:
+        error = failed()
+        if error is not None:
+            raise error
+        if mine is not None:
+            _write(assembled, writing / mine)
+
     plan = FolderPlan.of(contents, max_file_bytes)
     writing = folder.parent / f".{folder.name}.writing"
     try:
         _together(ranks, folder, lambda: _begin(writing) if ranks.rank == 0 else None)
         files = list(plan.files.items())
+        assembled: dict[str, torch.Tensor] = {}
         for first in range(0, len(files), ranks.size):
-            assembled: dict[str, torch.Tensor] = {}
             for place, (_, names) in enumerate(files[first : first + ranks.size]):
                 for name, tensor in whole(names, ranks.numbers[place]):
                     assembled[name] = tensor.cpu().contiguous()
                     del tensor
             mine = files[first + ranks.rank][0] if first + ranks.rank < len(files) else None
-            _together(ranks, folder, lambda: None if mine is None else _write(assembled, writing / mine))  # noqa: B023
+            _together(ranks, folder, functools.partial(write, mine))
             assembled.clear()
         _together(ranks, folder, lambda: _finish(plan, writing, folder) if ranks.rank == 0 else None)
     except SaveFailed:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from fsdp2.checkpoint.contents import GROUPS, MODEL, OPTIMIZER, STATE
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete
 from fsdp2.checkpoint.manifest import Manifest, crc_text, read_manifest
+from fsdp2.checkpoint.optimizers import Tail
 
 METADATA = ".metadata"
 _GROUPS, _STATE = "param_groups.", "state."
@@ -34,17 +35,23 @@ class Source:
         manifest: None if torch wrote it.
         metadata: of `torch.distributed.checkpoint`, by our names.
         original: of each of our names the one in the files.
+        tails: of names of optimizer states that lie inside of lists and dicts, which: after that of the parameter.
     """
 
     path: Path
     manifest: Manifest | None
     metadata: Metadata
     original: Mapping[str, str]
+    tails: Mapping[str, Tail]
 
     @property
     def names(self) -> Iterable[str]:
         """Ours."""
         return self.metadata.state_dict_metadata
+
+    def tail_of(self, name: str) -> Tail | None:
+        """Of an optimizer's state, where it lies in what the optimizer has of a parameter: keys, indices of lists."""
+        return self.tails.get(name)
 
     def below(self, prefix: str) -> Iterator[str]:
         """Names that begin with ``prefix`` and a dot, without both."""
@@ -131,7 +138,16 @@ def _named(path: Path, manifest: Manifest | None, found: Metadata, names: frozen
         },
         storage_meta=found.storage_meta,
     )
-    return Source(path, manifest, metadata, ours)
+    paths = found.planner_data or {}
+    tails = {
+        name: tuple(paths[key][3:])
+        for name, key in ours.items()
+        if manifest is not None
+        and key in paths
+        and tuple(paths[key][:2]) == (OPTIMIZER, "state")
+        and len(paths[key]) > 4
+    }
+    return Source(path, manifest, metadata, ours, tails)
 
 
 def _front_of_model(keys: Iterable[str], names: frozenset[str]) -> str:
@@ -209,10 +225,17 @@ def split_state(source: Source, names: frozenset[str], rename: Rename) -> dict[s
     ``names``: of parameters, ours; ``rename`` makes them of those in the checkpoint.
     """
     found: dict[str, dict[str, str]] = {}
+    front = f"{MODEL}."
+    known = {source.original[front + name].removeprefix(front): name for name in source.below(MODEL)}
     for rest in source.below(STATE):
         at = len(rest)
+        is_of_model = rename is not None and any(rest.startswith(f"{each}.") for each in known)
         while at > 0:
-            name = rest[:at] if rename is None else rename(rest[:at])
+            name = rest[:at]
+            if is_of_model:
+                name = known.get(name, "")
+            elif rename is not None:
+                name = renamed(rename, name)
             if name in names:
                 found.setdefault(name, {})[rest[at + 1 :]] = f"{STATE}.{rest}"
                 break

@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, checked
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.optim.inside import Inside, step_with
 from fsdp2.optim.step_targets import FlatRun, LentState, State, StepTargets, refuse_partial
 from fsdp2.optim.zeroing import clear_waiting
@@ -150,13 +150,18 @@ class LocalOptimizer(Optimizer):
                 "differentiable=True records the step in autograd's graph, which ends at local shards: use "
                 f"torch.optim.{self._plain.__name__} on the sharded parameters themselves."
             )
-        for parameter in added["params"]:
-            refuse_partial(parameter)
+        try:
+            for parameter in added["params"]:
+                refuse_partial(parameter)
+        except FSDPValueError:
+            del self.param_groups[-1]
+            raise
 
     @functools.cached_property
     def state(self) -> State:  # type: ignore[override]
         """Values by name, by parameter, as of the plain optimizer; see [Note: where the state is]."""
-        self._inside.show()
+        with torch.inference_mode(False), torch.no_grad():  # whoever asks for it: it is stepped on later
+            self._inside.show()
         return self._inside.outside
 
     @_torch_compiler.stays_outside(

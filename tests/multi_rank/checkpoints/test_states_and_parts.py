@@ -1,0 +1,226 @@
+"""Checkpoints where they meet optimizers that keep state of their own kind, damaged files, and a part of the ranks."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.checkpoint import (
+    CheckpointDamaged,
+    CheckpointError,
+    Checkpoints,
+    SaveFailed,
+    load,
+    save,
+    save_safetensors,
+)
+from tests.harness import multi_rank
+
+
+def build(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def flat(model: nn.Module) -> torch.optim.Optimizer:
+    return fsdp2.optim.local(torch.optim.AdamW, model.parameters(), flat=True, lr=0.1)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("make", [adamw, flat])
+def test_a_run_that_goes_back_steps_as_it_did(make: Any, world_size: int, tmp_path: Path) -> None:
+    """Its counters too, which all parameters of a run have in common inside."""
+    model = build()
+    optimizer = make(model)
+    checkpoints = Checkpoints(tmp_path / "run", model, optimizer)
+    train(model, optimizer, 2)
+    checkpoints.save(2)
+    train(model, optimizer, 3)
+    expected = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    train(model, optimizer, 2)
+    checkpoints.restore(2)
+    first = next(model.parameters())
+    assert optimizer.state[first]["step"] == 2
+    train(model, optimizer, 3)
+    assert optimizer.state[first]["step"] == 5
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), before)
+
+
+@multi_rank(1)
+def test_state_in_lists_and_dicts_comes_back_as_it_was(tmp_path: Path) -> None:
+    """L-BFGS has lists of tensors, others dicts."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    models = [nn.Linear(4, 4) for _ in range(2)]
+    made = [torch.optim.LBFGS(each.parameters(), max_iter=2) for each in models]
+    model, optimizer = models[0], made[0]
+    for _ in range(2):
+        optimizer.step(closure)
+    first = next(model.parameters())
+    optimizer.state[first]["factors"] = {"left": {"q": torch.ones(2)}, "right": [torch.zeros(3), torch.ones(1)]}
+    save(tmp_path / "c", model, optimizer)
+    load(tmp_path / "c", models[1], made[1])
+    before, after = optimizer.state_dict()["state"][0], made[1].state_dict()["state"][0]
+    assert before.keys() == after.keys()
+    assert [each.tolist() for each in before["old_dirs"]] == [each.tolist() for each in after["old_dirs"]]
+    assert after["factors"]["left"]["q"].tolist() == [1.0, 1.0] and after["factors"]["right"][1].tolist() == [1.0]
+    del optimizer.state[first]["factors"], made[1].state[next(models[1].parameters())]["factors"]
+    losses = [optimizer.step(closure)]
+    model, optimizer = models[1], made[1]
+    losses.append(optimizer.step(closure))
+    assert losses[0].item() == losses[1].item()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_that_cannot_be_cleaned_fails_on_all_ranks(asynchronous: bool, tmp_path: Path) -> None:
+    model = build()
+    with Checkpoints(tmp_path / "run", model) as checkpoints:
+        checkpoints.save(1)
+        odd = tmp_path / "run" / ".step-00000009.removing"
+        if dist.get_rank() == 0:
+            odd.touch()  # no folder, as it would be
+        dist.barrier()
+        with pytest.raises(SaveFailed, match="rank 0"):
+            checkpoints.save(2, asynchronous=asynchronous)
+            checkpoints.wait()
+        dist.barrier()
+        odd.unlink(missing_ok=True)
+        dist.barrier()
+        checkpoints.save(3, asynchronous=asynchronous)
+    assert Checkpoints(tmp_path / "run", model).restore() == 3
+
+
+def flip(folder: Path, tensor: torch.Tensor) -> None:
+    """One bit of what the files have of ``tensor``."""
+    content = tensor.numpy().tobytes()
+    for file in folder.glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        at = data.find(content)
+        if at >= 0:
+            data[at] ^= 1
+            file.write_bytes(data)
+            return
+    raise AssertionError("it is in no file")
+
+
+@multi_rank(1, 2)
+def test_a_damaged_tensor_is_not_exported(world_size: int, tmp_path: Path) -> None:
+    """On all ranks, though one alone has read it; nothing is left of the folder."""
+    pytest.importorskip("safetensors")
+    model = build()
+    save(tmp_path / "c", model)
+    if dist.get_rank() == 0:
+        flip(tmp_path / "c", model[1].weight.to_local().detach())
+    dist.barrier()
+    with pytest.raises((SaveFailed, CheckpointDamaged), match=r"its checksum is .*, and was"):
+        save_safetensors(tmp_path / "c", tmp_path / "out", max_file_bytes=256)
+    dist.barrier()
+    assert not list(tmp_path.glob("*out*"))
+
+
+@multi_rank(1)
+def test_a_damaged_hyperparameter_is_not_loaded(tmp_path: Path) -> None:
+    model = build()
+    rate = torch.tensor([0.1234567, 0.7654321])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["rates"] = rate
+    save(tmp_path / "c", model, optimizer)
+    load(tmp_path / "c", model, optimizer)
+    flip(tmp_path / "c", rate)
+    with pytest.raises(CheckpointDamaged, match="its checksum is"):
+        load(tmp_path / "c", model, optimizer)
+
+
+@multi_rank(4)
+def test_a_part_of_the_ranks_saves_beside_the_program(world_size: int, tmp_path: Path) -> None:
+    """Each half by itself, in the background; process groups that all ranks make have the same names as before."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "dp"))["dp"]
+    torch.manual_seed(mine)
+    model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    run = tmp_path / f"run{mine}"
+    for _ in range(2):
+        with Checkpoints(run, model, process_group=halves[mine]) as checkpoints:
+            checkpoints.save(1, asynchronous=True)
+    if mine:
+        with Checkpoints(run, model, process_group=halves[mine]) as checkpoints:
+            checkpoints.save(2, asynchronous=True)
+    everyone = dist.new_group([0, 1, 2, 3])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=everyone)
+    assert total.item() == 4
+    before = model.weight.full_tensor().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    assert Checkpoints(run, model, process_group=halves[mine]).restore() == 1 + mine
+    assert torch.equal(model.weight.full_tensor(), before)
+
+
+Ema = namedtuple("Ema", "weights decay")
+
+
+@multi_rank(2)
+def test_sharded_tensors_in_other_containers_are_refused(tmp_path: Path) -> None:
+    """They would be pickled with the rows of one rank."""
+    model = build()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"shared\['ema'\] holds a sharded tensor inside of a Ema.*use lists"):
+        save(tmp_path / "c", model, shared={"ema": Ema(weights, 0.9)})
+    save(tmp_path / "d", model, shared={"ema": {"weights": weights, "more": Ema([torch.ones(2)], 0.9)}})
+
+
+@multi_rank(1)
+def test_a_table_of_names_renames_states_too(tmp_path: Path) -> None:
+    """It is asked for names of parameters, and for nothing else."""
+    model = nn.Sequential()
+    model.add_module("a", nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    other = nn.Sequential()
+    other.add_module("b", nn.Linear(4, 4))
+    made = torch.optim.AdamW(other.parameters())
+    table = {"a.weight": "b.weight", "a.bias": "b.bias"}
+    load(tmp_path / "c", other, made, rename=table.__getitem__)
+    before = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(made.state[other[0].weight]["exp_avg"], before)
+
+
+@multi_rank(1)
+def test_state_that_is_asked_for_in_inference_mode_goes_on() -> None:
+    model = build()
+    optimizer = flat(model)
+    train(model, optimizer, 2)
+    with torch.inference_mode():
+        assert optimizer.state_dict()["state"]
+    train(model, optimizer, 1)
+    model[0].bias.requires_grad_(False)
+    train(model, optimizer, 1)
+    assert optimizer.state[model[1].weight]["step"] == 4
