@@ -192,7 +192,7 @@ CHECKS = (
             Program("graphed", environment=NCCL_ALONE),
         ],
         rehearsals=[
-            Plant(Program("replayed"), "memory of graphs is given back", "were given back"),
+            Plant(Program("replayed", environment=NCCL_ALONE), "memory of graphs is given back", "were given back"),
             Plant(Program("graphed"), "a graph reads the inputs of its recording", "the loss of step"),
         ],
         torch=(2, 13),
