@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
@@ -95,13 +99,21 @@ class InBackground(Ranks):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        members = dist.get_process_group_ranks(group)
-        # Where they are not all there are, the others do not take part in the making: names must not be counted then.
-        is_part = len(members) < dist.get_world_size()
-        made = dist.new_group(members, backend="gloo", group_desc="fsdp2.checkpoint", use_local_synchronization=is_part)
-        self._own = own = cast(dist.ProcessGroup, made)  # this rank is one of them
-        self.rank, self.size = dist.get_rank(own), own.size()
-        self.numbers = dist.get_process_group_ranks(own)
+        self.numbers = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), group.size()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it has. Also to end the waits of ranks that a failed one leaves alone."""
+
+
+class OfEveryRank(InBackground):
+    """All ranks that there are, by a process group of their own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        made = dist.new_group(backend="gloo", group_desc="fsdp2.checkpoint")
+        self._own = cast(dist.ProcessGroup, made)  # this rank is one of them
+        super().__init__(self._own)
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
         """torch.distributed's own way: the thread may wait for as long as the group's timeout lets it."""
@@ -110,9 +122,65 @@ class InBackground(Ranks):
         return found
 
     def close(self) -> None:
-        """Give the group back. Also to end the waits of ranks that a failed one leaves alone."""
+        """Destroy the group."""
         if dist.is_initialized() and _torch.knows_group(self._own):
             dist.destroy_process_group(self._own)
+
+
+_POLLED_EVERY = 0.02
+"""Seconds."""
+
+
+class OfSomeRanks(InBackground):
+    """Some of the ranks, through the store that all have: a process group would have to be made by all ranks together.
+
+    What is exchanged are plans and outcomes, once or twice in a save. A key is looked for, not waited for, as others
+    use the store meanwhile.
+    """
+
+    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Counter[str]]] = WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        members = "_".join(map(str, self.numbers))
+        everyone = dist.group.WORLD
+        assert everyone is not None, "there are several ranks"
+        made = self._made.setdefault(everyone, Counter())
+        made[members] += 1
+        self._store: Any = _torch.shared_store(f"fsdp2.checkpoint/{members}/{made[members]}")[0]
+        self._round = 0
+        self._is_closed = False
+
+    def all_gather(self, value: Any, what: str) -> list[Any]:
+        """For as long as the default timeout of process groups lets it.
+
+        Raises:
+            RuntimeError: a rank has not come; or this was closed meanwhile.
+        """
+        number, self._round = self._round, self._round + 1
+        self._store.set(f"{number}/{self.rank}", pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        seconds = default_pg_timeout.total_seconds()
+        ends = time.monotonic() + seconds
+        while not self._store.check(keys):
+            if self._is_closed or time.monotonic() > ends:
+                missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise RuntimeError(f"ranks {missing} have not come to {what} in {seconds:.0f} s.")
+            time.sleep(_POLLED_EVERY)
+        found = [pickle.loads(self._store.get(key)) for key in keys]
+        if number > 1:  # all have come to the round before this one, so that nobody reads what came before that
+            self._store.delete_key(f"{number - 2}/{self.rank}")
+        return found
+
+    def close(self) -> None:
+        """End a wait."""
+        self._is_closed = True
+
+
+def in_background(group: dist.ProcessGroup) -> InBackground:
+    """The ranks of ``group``, for a thread. Collective over them, in the thread that trains."""
+    is_everyone = group.size() == dist.get_world_size()
+    return OfEveryRank(group) if is_everyone else OfSomeRanks(group)
 
 
 def who_has(failure: object, found: Sequence[object], numbers: Sequence[int]) -> str:

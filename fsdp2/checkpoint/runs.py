@@ -20,7 +20,7 @@ from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, SaveFail
 from fsdp2.checkpoint.folders import LOG, clean, name_of, remove, steps_in, too_old
 from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
-from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, ranks_of
+from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, in_background, ranks_of
 from fsdp2.checkpoint.report import LoadReport
 from fsdp2.checkpoint.rules import COUNT_RULE, OPTIMIZER_RULE, PATH_RULE, VALUES_RULE, is_int
 from fsdp2.checkpoint.saving import Save
@@ -232,7 +232,7 @@ class _Background:
         if isinstance(ranks, Watched):
             whole = dist.group.WORLD if group is None else group
             assert whole is not None, "there are several ranks"
-            self._ranks = InBackground(whole)
+            self._ranks = in_background(whole)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2-checkpoint")
         self._pending: Future[None] | None = None
 
