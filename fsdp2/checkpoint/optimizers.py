@@ -186,9 +186,19 @@ def _keep_dtypes(optimizer: Optimizer, names: Sequence[str], state: Mapping[str,
         if not isinstance(loaded, dict):
             continue
         for key, value in saved.items():
-            found = loaded.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.dtype != value.dtype:
-                loaded[key] = value if value.device == found.device else value.to(found.device)
+            if key in loaded:
+                loaded[key] = _as_saved(value, loaded[key])
+
+
+def _as_saved(value: Any, found: Any) -> Any:
+    """``found``, with ``value`` in the place of tensors that have become of another dtype; in dicts and lists too."""
+    if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+        return found if found.dtype == value.dtype else value.to(found.device)
+    if isinstance(value, dict) and isinstance(found, dict):
+        return type(found)({key: _as_saved(value.get(key), each) for key, each in found.items()})
+    if isinstance(value, list) and isinstance(found, list) and len(value) == len(found):
+        return [_as_saved(*pair) for pair in zip(value, found, strict=True)]
+    return found
 
 
 def groups_that_match(

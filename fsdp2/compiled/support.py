@@ -123,7 +123,9 @@ def _feature_of_group(group: FSDPParamGroup) -> str | None:
         return "its tensors gather themselves (fsdp_pre_all_gather)"
     if storage.post_forward is not None:
         return "reshard_after_forward is an int; use True or False"
-    if reducer.accumulated or reducer.awaits_all_reduce() or reducer.awaits_last():
+    # Where nothing is gathered a rank may have left the module out: asked is what all ranks know.
+    accumulated = reducer.accumulated if group.mesh.shard_group is not None else reducer.may_owe_gradients
+    if accumulated or reducer.awaits_all_reduce() or reducer.awaits_last():
         return (
             "gradients of earlier backwards wait for their reduction, which a graph would leave out; run all "
             "microbatches of a step eagerly, or call fsdp2.synchronize_gradients() before"

@@ -56,9 +56,14 @@ def label(text: str, detail: str = "") -> Label:
 UNNAMED = label("an exchange")
 
 
+def _with_details() -> list[Label]:
+    """Also where another thread adds one meanwhile."""
+    return [each for reference in _DETAILED.valuerefs() if (each := reference()) is not None]
+
+
 def label_of_bits(bits: int) -> str:
     """The text of the label that has them, in this process; "" if none has."""
-    return next((each.text for each in (*list(_LABELS.values()), *list(_DETAILED.values())) if each.bits == bits), "")
+    return next((each.text for each in (*list(_LABELS.values()), *_with_details()) if each.bits == bits), "")
 
 
 class Place:

@@ -688,6 +688,7 @@ class FSDPRoot:
             # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
             self._restarts = PLACE.restarts
             has_failed = True
+            self.comm.drop_reduces()  # of other roots too
             self.reset(warns=keeps)
             for order in (self._forward_order, self._evaluation_order, self._backward_order):
                 order.forget()

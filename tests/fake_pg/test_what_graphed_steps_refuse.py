@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import FSDPRuntimeError, FSDPValueError, fully_shard
+from fsdp2 import FSDPRuntimeError, FSDPValueError, _torch, fully_shard
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.features.graphed_step.fixed import Fixed
 from tests.harness.fake import fake_world
@@ -301,11 +301,33 @@ def test_a_reduction_by_tokens_may_be_set_inside() -> None:
         for tokens in (3.0, 4.0, 5.0, 5.0, 6.0):
             graphed(X, torch.tensor(tokens))
         assert graphed.is_recorded
+        step(X[:1], torch.tensor(7.0))  # an eager one, of another shape
+        graphed(X, torch.tensor(6.0))
+
+
+def test_a_reduction_by_tokens_that_is_set_outside_must_stay_the_tensor_that_it_was() -> None:
+    with fake_world(1), graphs(Silent):
+        model = fully_shard(nn.Linear(4, 4))
+        program = Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model.set_gradient_reduction(torch.tensor(2.0))
+        graphed = program.graphed(lambda x, tokens: program.step(x))
+        for _ in range(3):
+            graphed(X, torch.tensor(5.0))
         model.set_gradient_reduction(torch.tensor(2.0))
         with pytest.raises(
             FSDPRuntimeError, match=r"the denominator of set_gradient_reduction\(\) .* is another tensor"
         ):
             graphed(X, torch.tensor(5.0))
+
+
+def test_a_buffer_of_inference_mode_is_nobodys_business(program: Program) -> None:
+    """As a cache of generation is."""
+    with torch.inference_mode():
+        program.model.register_buffer("cache", torch.zeros(2), persistent=False)
+    graphed = program.graphed(program.step)
+    for _ in range(3):
+        graphed(X)
+    assert graphed.is_recorded
 
 
 def test_parameter_groups_that_come_and_go_are_seen() -> None:
@@ -333,6 +355,7 @@ def test_parameter_groups_that_come_and_go_are_seen() -> None:
             graphed(X)
 
 
+@pytest.mark.skipif(not _torch.can_swap_memory, reason="the pool, in which memory stays, needs torch 2.13")
 def test_a_gradient_that_is_held_for_longer_is_seen() -> None:
     """Another buffer has taken its place since; the graph may still write where it lies."""
     with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):

@@ -49,12 +49,13 @@ def assert_on_first_rank(state: dict[str, Any], plain: nn.Module) -> None:
 
 
 @multi_rank(4)
-def test_rank0_only_beside_tensor_parallelism(world_size: int) -> None:
+@pytest.mark.parametrize("cut", [(0, 1), (1,)], ids=["all", "the second"])
+def test_rank0_only_beside_tensor_parallelism(cut: tuple[int, ...], world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain = blocks()
     model: Any = copy.deepcopy(plain)
-    for block in model[:2]:
-        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for index in cut:
+        parallelize_module(model[index], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], auto_wrap_policy=ModuleWrapPolicy({Block}))
     with OF_TYPE(model, FULL, ON_FIRST):
         assert_on_first_rank(model.state_dict(), plain)
@@ -77,6 +78,21 @@ def test_rank0_only_with_an_ignored_parameter_that_is_sharded_already(world_size
     else:
         assert torch.equal(state["0.table"], torch.arange(6.0)) and torch.equal(state["own"], torch.arange(5.0))
         assert torch.equal(state["0.weight"], plain[0].weight)
+
+
+@multi_rank(2)
+def test_parameters_that_a_module_saves_under_other_names_are_whole(world_size: int) -> None:
+    plain = layers()
+
+    def rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        state[f"{prefix}w"] = state.pop(f"{prefix}weight")
+
+    module = copy.deepcopy(plain)
+    module[0].register_state_dict_post_hook(rename)
+    model = FullyShardedDataParallel(module)
+    with OF_TYPE(model, FULL, FullStateDictConfig()):
+        state = model.state_dict()
+    assert type(state["0.w"]) is torch.Tensor and torch.equal(state["0.w"], plain[0].weight)
 
 
 @multi_rank(2)

@@ -67,8 +67,8 @@ def after_state_dict(
     is_whole = is_full or not wrapper.is_sharded
     same = _first_names(wrapper, inner)
     buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
-    own = wrapper.own_tensors()
-    first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, own)
+    first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, wrapper.own_tensors())
+    below = tuple(f"{name}." for name, _ in wrapper.named_wrappers())  # their hooks have seen to what is theirs
     wholes = _whole_parameters(wrapper, offload=offload, first_only=first_only) if is_whole else {}
     done: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(inner)]:
@@ -82,7 +82,8 @@ def after_state_dict(
                     value = value.to(buffers[key])
                 if key.removeprefix(inner) in wholes:
                     value = wholes[key.removeprefix(inner)]
-                if isinstance(value, DTensor) and is_whole and not first_only and key.removeprefix(inner) in own:
+                is_own = not key.removeprefix(inner).startswith(below)
+                if isinstance(value, DTensor) and is_whole and not first_only and is_own:
                     value = whole.whole(value, offload=offload)
                 elif offload and not drops:
                     value = value.cpu()
@@ -127,6 +128,7 @@ class _Gathering:
 
     def __init__(self, units: Iterable[Any]) -> None:
         self._waiting = list(units)
+        self._kinds = {each: _kind_of(each) for each in self._waiting}
         self._found: dict[Any, dict[str, torch.Tensor]] = {}
 
     def of(self, unit: Any, *, offload: bool, first_only: bool) -> dict[str, torch.Tensor]:
@@ -136,8 +138,8 @@ class _Gathering:
         return self._found.pop(unit)
 
     def _gather(self, unit: Any, *, offload: bool, first_only: bool) -> None:
-        of_unit = (unit.settings, unit.is_sharded)
-        alike = [each for each in self._waiting if (each.settings, each.is_sharded) == of_unit]
+        of_unit = self._kinds[unit] if unit in self._kinds else _kind_of(unit)
+        alike = [each for each in self._waiting if self._kinds[each] == of_unit]
         if unit not in alike:  # it was asked for before, or is none of those below
             alike = [unit]
         self._waiting = [each for each in self._waiting if each not in alike]
@@ -150,6 +152,11 @@ class _Gathering:
             for each, names in sharded.items():
                 whole_ones = each.own_parameters() if names else {}
                 self._found[each] = {name: whole_ones[name].detach() for name in names}
+
+
+def _kind_of(unit: Any) -> tuple[Any, ...]:
+    """Units of one kind are gathered for the same ranks."""
+    return unit.settings, unit.is_sharded, _is_cut_further(unit, unit.own_tensors())
 
 
 _GATHERING: ContextVar[_Gathering | None] = ContextVar("_GATHERING", default=None)

@@ -24,6 +24,10 @@ Found = tuple[tuple[str, ...], Any]
 """Words that say together what something is, and it. (They are joined only where it has changed.)"""
 
 
+_OF_THE_GRAPH = object()
+"""Stands for a tensor that each replay makes or fills by itself."""
+
+
 class Fixed:
     """What modules, optimizers and settings are now. Holds the tensors that the graph reads and writes: their memory.
 
@@ -46,7 +50,8 @@ class Fixed:
         self._optimizers = optimizers
         self._device = device
         self._stepped = list(self._read_stepped())
-        self._denominators: list[Found] | None = None
+        self._is_recorded = False
+        self._denominators = list(self._read_denominators())
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._names = [[name for name in group if name != "params"] for group in groups]  # a scheduler may add to them
         self._tensors = list(self._read_tensors())
@@ -54,19 +59,21 @@ class Fixed:
         self._facts = list(self._read_facts())
 
     def take_denominators(self) -> None:
-        """The step was recorded, and may have set what it divides gradients by: those are the graph's."""
-        self._denominators = list(self._read_denominators())
+        """The step was recorded. What it has set itself to divide by is the graph's, whatever is set later."""
+        pairs = zip(self._denominators, self._read_denominators(), strict=True)
+        self._denominators = [
+            (words, before if before is after else _OF_THE_GRAPH) for (words, before), (_, after) in pairs
+        ]
+        self._is_recorded = True
 
     def change(self) -> str | None:
         """What has changed since; None: nothing has."""
         for (words, before), (_, after) in zip(self._stepped, self._read_stepped(), strict=True):
             if list(map(len, before)) != list(map(len, after)) or not _are_same(chain(*before), chain(*after)):
                 return f"{_text(words)} are others"
-        if self._denominators is not None:
-            denominators = list(self._read_denominators())
-            if not _are_same(_values(self._denominators), _values(denominators)):
-                pairs = zip(self._denominators, denominators, strict=True)
-                return next(f"{_text(words)} is another tensor" for (words, a), (_, b) in pairs if a is not b)
+        for (words, before), (_, after) in zip(self._denominators, self._read_denominators(), strict=True):
+            if self._is_recorded and before is not after and before is not _OF_THE_GRAPH:
+                return f"{_text(words)} is another tensor"
         tensors = list(self._read_tensors())
         if len(tensors) != len(self._tensors) or not _are_same(*map(_values, (tensors, self._tensors))):
             return self._replaced(tensors)

@@ -180,8 +180,8 @@ class GraphedStep:
             failure = error
         self._refuse(failure, None)
         kept = Kept(self._modules, self._optimizers)
-        counted, versions = host_state(self._optimizers, self._device), self._versions()
         try:
+            counted, versions = host_state(self._optimizers, self._device), self._versions()
             self._recording.record(lambda: self._run(own_args, own_kwargs))
             complaint = self._complaint(fixed, counted)
         except Exception as error:
@@ -326,8 +326,9 @@ class GraphedStep:
         """By which it is seen what is written: of groups, and of parameters and buffers that are not sharded."""
         sharded = {id(param.sharded) for group in self._groups for param in group.params}
         of_modules = (each for module in self._modules for each in (*module.parameters(), *module.buffers()))
-        others = {id(each): each for each in (*of_modules, *self._parameters) if id(each) not in sharded}
-        return [group.written() for group in self._groups], [(each, each._version) for each in others.values()]
+        every = {id(each): each for each in (*of_modules, *self._parameters) if id(each) not in sharded}
+        others = [each for each in every.values() if not each.is_inference()]  # whose writes nobody counts
+        return [group.written() for group in self._groups], [(each, each._version) for each in others]
 
     def _writes_since(self, versions: Any) -> tuple[list[FSDPParamGroup], list[torch.Tensor]]:
         of_groups, of_others = versions

@@ -82,12 +82,16 @@ def test_state_in_lists_and_dicts_comes_back_as_it_was(tmp_path: Path) -> None:
         optimizer.step(closure)
     first = next(model.parameters())
     optimizer.state[first]["factors"] = {"left": {"q": torch.ones(2)}, "right": [torch.zeros(3), torch.ones(1)]}
+    optimizer.state[first]["of other dtypes"] = {"index": [torch.arange(3)], "half": torch.ones(2).bfloat16()}
     save(tmp_path / "c", model, optimizer)
     load(tmp_path / "c", models[1], made[1])
     before, after = optimizer.state_dict()["state"][0], made[1].state_dict()["state"][0]
     assert before.keys() == after.keys()
     assert [each.tolist() for each in before["old_dirs"]] == [each.tolist() for each in after["old_dirs"]]
     assert after["factors"]["left"]["q"].tolist() == [1.0, 1.0] and after["factors"]["right"][1].tolist() == [1.0]
+    others = after["of other dtypes"]
+    assert others["index"][0].tolist() == [0, 1, 2] and others["index"][0].dtype is torch.int64
+    assert others["half"].dtype is torch.bfloat16
     del optimizer.state[first]["factors"], made[1].state[next(models[1].parameters())]["factors"]
     losses = [optimizer.step(closure)]
     model, optimizer = models[1], made[1]
