@@ -461,17 +461,17 @@ class FSDPModule:
                 steps on parts.
             abort_together: if an exception leaves forward or backward on one rank, the others leave the step, too: each
                 raises an FSDPRuntimeError that names the rank, in its next exchange, or out of the one that it waits
-                in. Nothing is called for it, and the process group goes on to work. Where ranks exchange by gloo, 8 at
-                most, and the watchdog is on (`set_watchdog`).
+                in. Nothing is called for it, and the process group goes on to work. Where ranks exchange by gloo, at
+                most 64 in a process group, and the watchdog is on (`set_watchdog`).
 
         Raises:
             FSDPTypeError: ``abort_together`` is no bool.
             FSDPValueError: another word.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
-            FSDPNotImplementedError: ``abort_together`` without a watchdog.
+            FSDPNotImplementedError: ``abort_together`` without a watchdog, or with exchanges that carry no name.
         """
         if abort_together:
-            ABANDON.filling.refuse_if_alone()
+            ABANDON.filling.refuse_if_alone(self._groups(recurse=True))
         self._configure_as_root("set_recovery", on_error=on_error, aborts_together=abort_together)
 
     @checked(on_difference=ANYTHING)

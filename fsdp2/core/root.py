@@ -67,11 +67,11 @@ class Abandon(NamedTuple):
     """How ranks leave a step together that an exception has left on one of them.
 
     Attributes:
-        refuse_if_alone: raises if they cannot tell each other.
+        refuse_if_alone: raises if ranks that exchange for these groups cannot tell each other.
         tell: tells the others, unless they know.
     """
 
-    refuse_if_alone: Callable[[], None] = missing("watchdog")
+    refuse_if_alone: Callable[[Iterable[FSDPParamGroup]], None] = missing("watchdog")
     tell: Callable[[], None] = missing("watchdog")
 
 

@@ -350,9 +350,9 @@ def metrics(
         step      1  loss 5.54  18,230 tokens/s  71.9 ms  peak 312 MiB  sent 9.5 MiB, 12.4% exposed  gradient norm 1.9
 
     Every rank may call it, and `Metrics.step` in each step; lines and files are the first rank's, with its own memory,
-    bytes and waits. Nothing is communicated. While it observes the model, about 20 more Python calls are made for each
-    gather and reduction; with ``observe=False`` none are, and bytes and waits are not known. See 'Measure
-    every step' in the documentation.
+    bytes and waits. Nothing is communicated. While it observes the model, about 70 more calls (of Python and C
+    functions) are made for each gather and reduction; with ``observe=False`` none are, and bytes and waits are not
+    known. See 'Measure every step' in the documentation.
 
     Args:
         model: sharded.

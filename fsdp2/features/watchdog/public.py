@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2._remedies import FEWER
 from fsdp2.arguments import at_least, checked
+from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.core.places import FAILED, PLACE, RECORDED, RESTARTED
 from fsdp2.core.root import ABANDON, Abandon
+from fsdp2.core.transport import among, is_alone
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features import gloo_p2p
 from fsdp2.features.gloo_p2p import LINES, Exchange, Lost
@@ -87,13 +90,19 @@ atexit.register(_stop)  # a thread that is in the store when Python goes would e
 ON_SHARDING.append(start)
 
 
-def _refuse_if_alone() -> None:
-    has_names = "gloo" in _torch.backend_names(dist.group.WORLD)
+def _refuse_if_alone(groups: Iterable[FSDPParamGroup]) -> None:
+    # What a rank waits in that carries no name (as NCCL's, or of more than 64 ranks) is not ended by others.
+    over = {
+        (ranks, each.mesh.device) for each in groups for ranks in (each.mesh.shard_group, each.mesh.replicate_group)
+    }
+    has_names = "gloo" in _torch.backend_names(dist.group.WORLD) and not any(
+        among(ranks, device).is_ordered for ranks, device in over if ranks is not None and not is_alone(ranks)
+    )
     if _CHOSEN.watchdog is None or not has_names or not _CHOSEN.watchdog.is_for(dist.group.WORLD):
         raise FSDPNotImplementedError(
             "set_recovery(abort_together=True) needs the watchdog, by which ranks tell each other: it runs where "
-            "ranks exchange by gloo, unless set_watchdog(0) was called. Elsewhere let ranks agree, by an all-reduce of "
-            "a flag before each backward."
+            "ranks exchange by gloo, 64 at most, unless set_watchdog(0) was called. Elsewhere let ranks agree, by an "
+            "all-reduce of a flag before each backward."
         )
 
 

@@ -152,7 +152,7 @@ def _expected(found: Mapping[str, Any]) -> tuple[float, str] | None:
     name, generation, lanes = (each.strip() for each in table.splitlines()[0].split(","))
     kinds = set(gpus.links(gpus.printed("nvidia-smi", "topo", "-m") or "").values())
     slowest = next((kind for kind in sorted(kinds) if not kind.startswith("NV")), next(iter(kinds), "PHB"))
-    return gpus.nominal_bandwidth(name, slowest, int(generation or 0), int(lanes or 0))
+    return gpus.nominal_bandwidth(name, slowest, int(gpus.number(generation)), int(gpus.number(lanes)))
 
 
 def speed(found: Mapping[str, Any], expected: tuple[float, str] | None) -> Finding:

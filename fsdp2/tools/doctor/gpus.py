@@ -78,14 +78,14 @@ def about(table: str) -> Iterator[Finding]:
         bad = list(_faults(name, values))
         yield from bad
         if not bad:
-            memory = shown_bytes(_number(values["memory.total"]) * MIB)
+            memory = shown_bytes(number(values["memory.total"]) * MIB)
             clocks = f"{values['clocks.sm']} of {values['clocks.max.sm']} MHz now"
             what = f"{name}: {memory}, {clocks}, driver {values['driver_version']}."
             yield Finding("gpu", "ok", what, values=values)
 
 
 def _faults(name: str, values: dict[str, str]) -> Iterator[Finding]:
-    errors = _number(values["ecc.errors.uncorrected.volatile.total"])
+    errors = number(values["ecc.errors.uncorrected.volatile.total"])
     if errors:
         what = f"{name} has had {errors:.0f} memory errors that could not be corrected."
         yield Finding("gpu", "problem", what, "Restart it, or take it out of use.", values)
@@ -97,17 +97,17 @@ def _faults(name: str, values: dict[str, str]) -> Iterator[Finding]:
         yield Finding(
             "clocks", "warning", what, "Look at its cooling and power: all ranks wait for the slowest.", values
         )
-    used, total = _number(values["memory.used"]), _number(values["memory.total"])
+    used, total = number(values["memory.used"]), number(values["memory.total"])
     if used > 0.05 * total + 1024:
         what = f"{shown_bytes(used * MIB)} of {name}'s {shown_bytes(total * MIB)} are in use already."
         yield Finding("gpu", "warning", what, "Another process runs there: nvidia-smi lists it.", values)
-    now, most = _number(values["pcie.link.width.current"]), _number(values["pcie.link.width.max"])
+    now, most = number(values["pcie.link.width.current"]), number(values["pcie.link.width.max"])
     if now < most:
         what = f"{name} is linked to its host by {now:.0f} of {most:.0f} PCIe lanes."
         yield Finding("gpu", "warning", what, "Offloading is that much slower; put it into another slot.", values)
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     """A number of the driver's; 0 where it says that there is none."""
     try:
         return float(text)

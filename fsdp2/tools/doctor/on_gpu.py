@@ -1,7 +1,7 @@
 """``fsdp2 doctor --gpu``: training steps on one GPU, which needs no test suite: the part of gpu-check in the wheel.
 
 Four questions: does a sharded model train as a plain one, also offloaded and in bfloat16; does the host wait for the
-device in a step; does memory stay flat; what is the backend of NCCL taken for. The other sixteen checks plant faults
+device in a step; does memory stay flat; what is the backend of NCCL taken for. The other seventeen checks plant faults
 and read traces, with programs that lie in the repository: ``make gpu-check`` there.
 """
 

@@ -12,11 +12,9 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2 import _torch
+from fsdp2._versions import FIRST, LAST
 from fsdp2.tools.doctor.finding import Finding
 from fsdp2_switch import reaches_children
-
-OLDEST, NEWEST = (2, 11), (2, 15)
-"""The releases of torch that the test suite is run on."""
 
 EXTRAS = {
     "rich": "tables in colours",
@@ -49,13 +47,13 @@ def about_torch(version: str) -> Finding:
     """Whether torch of this version is one that fsdp2 is tested on."""
     found = re.match(r"(\d+)\.(\d+)", version)
     release = (int(found[1]), int(found[2])) if found else (0, 0)
-    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    tested = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
     values = {"torch": version, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    if release < OLDEST:
+    if release < FIRST:
         return Finding(
             "torch", "problem", f"torch {version} is too old: fsdp2 needs {tested}.", "Update torch.", values
         )
-    if release > NEWEST:
+    if release > LAST:
         what = f"torch {version} is newer than what fsdp2 is tested on ({tested})."
         return Finding("torch", "warning", what, "Update fsdp2, or use a torch of this range.", values)
     swaps = "" if _torch.can_swap_memory else " It is too old for the communication memory pool (2.13)."

@@ -131,8 +131,8 @@ def _never_reduced(facts: ModelFacts) -> Iterator[Advice]:
                 names,
                 f"{setter}(False) is on for {shown_names(names)}: {becomes}. That is right between the microbatches of "
                 "a step, and the last one must reduce.",
-                "with fsdp2.accumulate(model, last=index == count - 1): ...  "
-                f"# around each microbatch; or model.{setter}(True) before the last",
+                f"model.{setter}(True)  # before the last microbatch; or leave it at True, and put "
+                "fsdp2.accumulate(model, last=...) around each microbatch",
             )
 
 
@@ -198,12 +198,15 @@ def _heavy_root(facts: ModelFacts) -> Iterator[Advice]:
         largest = max(group.params, key=lambda param: param.unsharded_bytes)
         module = largest.name.rpartition(".")[0]
         change = f"fully_shard({code_of(module)})" if module != group.name else "fsdp2.auto_shard(model)"
+        stays = "It stays unsharded from forward to backward"
+        if group.reshard_after_forward is True:
+            stays = "It is unsharded for as long as the whole model runs"
         yield Advice(
             "heavy-root",
             "memory",
             (group.title,),
-            f"The root holds {shown_bytes(nbytes)}, {share}. It stays unsharded "
-            "from forward to backward, and its gather is not hidden behind anything. Its largest parameter is "
+            f"The root holds {shown_bytes(nbytes)}, {share}. {stays}, "
+            "and its gather is not hidden behind anything. Its largest parameter is "
             f"'{largest.name}' ({shown_bytes(largest.unsharded_bytes)}).",
             f"{change}  # before fully_shard({code_of(group.name)})",
         )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError, fully_shard, set_watchdog
+from fsdp2.features import gloo_p2p
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of
 from tests.harness.models import TRANSFORMER
@@ -195,6 +197,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(FSDPRuntimeError, match="must be called on the root"):
         loss_of(model)
         model.blocks[0].set_recovery("drop_step")
+    with (
+        mock.patch.object(gloo_p2p, "MAX_PEERS", 1),
+        pytest.raises(FSDPNotImplementedError, match="by gloo, 64 at most"),
+    ):
+        model.set_recovery(abort_together=True)  # the exchanges of more ranks carry no name
     set_watchdog(0)
     try:
         with pytest.raises(FSDPNotImplementedError, match="needs the watchdog"):
