@@ -35,9 +35,10 @@ from fsdp2.core.gather import EXTENSION_GATHER, GATHERS_ITSELF, Transfer
 from fsdp2.core.layout import byte_start, padded_row
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.param import FSDPParam, is_subclass
+from fsdp2.core.places import label
 from fsdp2.core.shard import CHECK_EXTENSION
 from fsdp2.core.sharding import Partition, contiguous_stride
-from fsdp2.core.transport import is_alone
+from fsdp2.core.transport import is_alone, of_backend
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -349,14 +350,17 @@ class ExtensionGather:
         group = self._mesh.shard_group
         if group is None or is_alone(group):
             return
+        transport = of_backend(group, self._mesh.device)
         for each, tensors in zip(self._extended, inputs, strict=True):
-            mine = torch.tensor(
-                [len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)],
-                device=self._mesh.device,
-            )
-            everyone = mine.new_empty(2 * group.size())
-            _torch.gather_unobserved(everyone, mine, group)
-            of_ranks = everyone.view(-1, 2).tolist()
+            transport.label = label(f"the comparison of what {_PRE} of '{each.param.path}' returns")
+            with _torch.unobserved():
+                mine = torch.tensor(
+                    [len(tensors), sum(tensor.numel() * tensor.element_size() for tensor in tensors)],
+                    device=self._mesh.device,
+                )
+                everyone = mine.new_empty(2 * group.size())
+                transport.compare(everyone, mine)
+                of_ranks = everyone.view(-1, 2).tolist()
             if any(of_rank != of_ranks[0] for of_rank in of_ranks):
                 raise FSDPRuntimeError(
                     f"{_PRE} of parameter '{each.param.path}' (shape {each.param.shape}) returned (tensors, bytes) "
