@@ -688,8 +688,7 @@ class FSDPRoot:
             # Other ranks were elsewhere when all of them raised: nothing may be left in which they differ.
             self._restarts = PLACE.restarts
             has_failed = True
-            self.comm.drop_reduces()  # of other roots too
-            self.reset(warns=keeps)
+            self.reset(warns=keeps, of_all_roots=True)
             for order in (self._forward_order, self._evaluation_order, self._backward_order):
                 order.forget()
         elif in_backward or self.comm.was_interrupted:
@@ -719,13 +718,14 @@ class FSDPRoot:
         ended, self.iteration = self.iteration, Iteration()
         self.iteration.unfinalized, self.iteration.reduced = ended.unfinalized, ended.reduced
 
-    def reset(self, *, warns: bool = False) -> None:
+    def reset(self, *, warns: bool = False, of_all_roots: bool = False) -> None:
         """Wait for what is in flight, drop it, and forget the iteration.
 
-        ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it.
+        ``warns`` if gradients of earlier microbatches are lost, as they are when nobody asked for it. ``of_all_roots``:
+        reductions of others on the same context are dropped too.
         """
         self.comm.invalidate_handle(self)
-        self.comm.drop_reduces({group.reducer for group in self.groups})
+        self.comm.drop_reduces(None if of_all_roots else {group.reducer for group in self.groups})
         self.comm.let_host_write_shards()
         self.hidden = ()
         self._hold_graph(False)

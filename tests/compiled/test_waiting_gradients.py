@@ -90,9 +90,12 @@ def test_a_graph_of_several_groups_breaks_or_says_that_gradients_wait(
     setter(False)
     model(batch(0, rank)).sum().backward()
     setter(True)
-    if full:
-        with pytest.raises(Unsupported, match=r"gradients of earlier backwards wait.*synchronize_gradients"):
-            compiled(batch(1, rank))
+    try:
+        compiled(batch(1, rank)).sum().backward()
+    except Unsupported as error:  # torch 2.11 breaks there all the same
+        assert full and "gradients of earlier backwards wait" in str(error) and "synchronize_gradients" in str(error)
         fsdp2.synchronize_gradients(model)
-    compiled(batch(1, rank)).sum().backward()
+        compiled(batch(1, rank)).sum().backward()
+    else:
+        assert not full or torch.__version__ < "2.13"
     assert_summed(model, world_size)
