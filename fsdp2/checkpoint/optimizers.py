@@ -252,16 +252,15 @@ def nested(values: Mapping[str, Any], tails: Mapping[str, Tail | None]) -> dict[
     >>> nested({"step": 1, "old.0": 2, "old.1": 3}, {"step": None, "old.0": ("old", 0), "old.1": ("old", 1)})
     {'step': 1, 'old': [2, 3]}
     """
-    plain = {key: value for key, value in values.items() if not tails.get(key)}
     tree: dict[Any, Any] = {}
     for key, value in values.items():
-        *path, last = tails.get(key) or ("",)
+        *path, last = tails[key] or (key,)
         inside = tree
         for each in path:
             inside = inside.setdefault(each, {})
         inside[last] = value
-    tree.pop("", None)
-    return {**plain, **{key: _as_lists(value) for key, value in tree.items()}}
+    inner = {tail[0] for tail in tails.values() if tail is not None}
+    return {key: _as_lists(value) if key in inner else value for key, value in tree.items()}
 
 
 def _as_lists(value: Any) -> Any:

@@ -192,9 +192,8 @@ class Resizable:
         self.has_memory = True
 
     def __del__(self) -> None:
-        self._arena.forget(
-            self.nbytes, self.storage
-        )  # what lies on the storage may be read for as long as anybody holds it
+        # What lies on the storage may be read for as long as anybody holds it.
+        self._arena.forget(self.nbytes, self.storage)
 
 
 class _Lasting(Resizable):

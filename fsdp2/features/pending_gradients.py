@@ -84,8 +84,8 @@ def synchronize_gradients(module: nn.Module) -> None:
 
     For a loop that does not know which microbatch is the last. It is added to ``.grad`` as a backward that reduces
     would have done, over shards and replicas; settings stay as they are. A second call changes nothing. A module that
-    no rank has used takes part too, for ranks do not know that: its gradients stay None, or become zeros after
-    ``set_reduce_scatter_unused_params(True)``.
+    no rank has used takes part too, for ranks do not know that: its gradients stay as they are, or
+    become zeros after ``set_reduce_scatter_unused_params(True)``.
 
     Collective: all ranks of the meshes must call it, after backwards with the same settings. It may not be called while
     a forward or backward runs.

@@ -220,6 +220,14 @@ def test_patterns_that_mean_nothing() -> None:
         sharded(mesh_shape=(3, -1))
 
 
+def test_modules_that_are_not_unsharded_in_backward_are_those_inside_of_a_pattern() -> None:
+    model = sharded(no_unshard_in_backward=("layers",))
+    found = {name: state(model, name).unit[0].settings.unshards_in_backward for name in ("", "layers.0", "layers.1")}
+    assert found == {"": True, "layers.0": False, "layers.1": False}
+    with pytest.raises(FSDPValueError, match=r"'layers\.0\.\*', which means no module that is sharded by itself"):
+        sharded(no_unshard_in_backward=("layers.0.*",))
+
+
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sharding.yaml"
     path.write_text("strategy: zero1\nblocks: Block\nmin_bytes: 0\n")

@@ -277,7 +277,10 @@ def test_advice_that_is_followed_is_not_repeated(simulate: FakeWorlds) -> None:
     assert "embedding" not in kinds(model)
     model = sharded(large(words=50_000))
     (advice,) = [each for each in fsdp2.explain(model).advice if each.kind == "heavy-root"]
-    assert advice.change.startswith("fully_shard(model.embed)  #")
+    assert advice.change.startswith("fully_shard(model.embed)  #") and "from forward to backward" in advice.what
+    model.set_reshard_after_forward(True)
+    (advice,) = [each for each in fsdp2.explain(model).advice if each.kind == "heavy-root"]
+    assert "from forward to backward" not in advice.what
     model = large(words=50_000)
     fully_shard(model.head)
     assert "heavy-root" not in kinds(embedding_apart(model))

@@ -7,6 +7,7 @@ import doctest
 import pytest
 
 import fsdp2.checkpoint.comparing
+import fsdp2.checkpoint.optimizers
 import fsdp2.checkpoint.ranks
 from fsdp2.checkpoint.comparing import Difference, hint_of_names, table
 from fsdp2.checkpoint.ranks import who_has
@@ -14,7 +15,7 @@ from fsdp2.checkpoint.ranks import who_has
 MODEL = [f"blocks.{index}.{name}" for index in range(3) for name in ("up.weight", "up.bias")]
 
 
-@pytest.mark.parametrize("module", [fsdp2.checkpoint.comparing, fsdp2.checkpoint.ranks])
+@pytest.mark.parametrize("module", [fsdp2.checkpoint.comparing, fsdp2.checkpoint.optimizers, fsdp2.checkpoint.ranks])
 def test_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

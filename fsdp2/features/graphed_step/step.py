@@ -144,7 +144,7 @@ class GraphedStep:
         self._arguments = ""
         self._written: tuple[list[FSDPParamGroup], list[torch.Tensor]] = [], []
         self._parameters: list[torch.Tensor] = []
-        self._own: tuple[Any, Any] = (), {}
+        self._own: tuple[Any, Any] = (), {}  # kept: objects among the arguments are known by their identity
         self._inputs: list[torch.Tensor] = []
         self._outputs: Any = None
         self._raised: list[Exception] = []  # while the step was recorded: at most one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -402,9 +402,9 @@ def post_optim_event(recorder: Recorder) -> None:
         torch.ones(4).add_(1.0)
 
 
-def only_replicated_updated_elsewhere(recorder: Recorder) -> None:
-    """The optimizer steps on a stream of the program's, and compute reads parameters where they lie."""
-    training, device = train(recorder, strategy="replicate"), RecordingDevice(recorder)
+def _steps_updated_elsewhere(recorder: Recorder, training: Training) -> Iterator[None]:
+    """Steps whose optimizer runs on a stream of the program's; after each, what the program does next."""
+    device = RecordingDevice(recorder)
     stream = device.new_stream()
     for _ in range(STEPS):
         training.loss().backward()
@@ -412,18 +412,19 @@ def only_replicated_updated_elsewhere(recorder: Recorder) -> None:
         with device.use(stream):
             training.update()
         training.model.set_post_optim_event(Event(device.record(stream)))
+        yield
+
+
+def only_replicated_updated_elsewhere(recorder: Recorder) -> None:
+    """Compute reads parameters where they lie."""
+    for _ in _steps_updated_elsewhere(recorder, train(recorder, strategy="replicate")):
+        pass
 
 
 def updated_elsewhere_before_a_compiled_call(recorder: Recorder) -> None:
-    """The optimizer steps on a stream of the program's, and a graph reads the shards on the current one."""
-    training, device = train(recorder), RecordingDevice(recorder)
-    stream = device.new_stream()
-    for _ in range(STEPS):
-        training.loss().backward()
-        device.wait(stream, device.record(COMPUTE), "the program's own")
-        with device.use(stream):
-            training.update()
-        training.model.set_post_optim_event(Event(device.record(stream)))
+    """A graph reads the shards on the current stream."""
+    training = train(recorder)
+    for _ in _steps_updated_elsewhere(recorder, training):
         training.model._get_fsdp_state().root.begin_compiled_call()
         for parameter in training.model.parameters():
             parameter.to_local().clone()

@@ -392,6 +392,11 @@ def test_partial_parameters_are_refused() -> None:
     partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
     with pytest.raises(FSDPValueError, match="only a part of a sum"):
         fsdp2.optim.local(torch.optim.SGD, [partial], lr=0.1)
+    optimizer = fsdp2.optim.local(torch.optim.SGD, [nn.Parameter(torch.ones(2))], lr=0.1)
+    with pytest.raises(FSDPValueError, match="only a part of a sum"):
+        optimizer.add_param_group({"params": [partial]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
 
 
 def replicated(gradient: DTensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2 import FSDPError, RaggedDTensor, RaggedShard
+from fsdp2 import FSDPError, FSDPNotImplementedError, RaggedDTensor, RaggedShard
 from tests.harness import multi_rank
 from tests.harness.pool import WorkerPools
 
@@ -227,6 +227,16 @@ def test_random_numbers_are_those_of_the_whole() -> None:
             torch.manual_seed(3)
             assert fill(tensor) is tensor
             assert torch.equal(tensor.full_tensor(), expected)
+
+
+@multi_rank(2)
+def test_any_and_all_of_a_dim_are_refused_and_of_everything_are_everybodys() -> None:
+    for rows in each_cut():
+        tensor = ragged(whole(sum(rows)), rows)
+        for reduce in (torch.any, torch.all):
+            with pytest.raises(FSDPNotImplementedError, match="does not act on each element for itself"):
+                reduce(tensor > 0, dim=0)
+        assert not (tensor > 1e9).any() and (tensor < 1e9).all()
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 5 s on two cores
