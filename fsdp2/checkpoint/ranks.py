@@ -24,6 +24,7 @@ from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.core.places import label, raise_if_stopped
 from fsdp2.core.transport import of_backend
 from fsdp2.features.broadcast_parameters import device_that_travels
+from fsdp2.features.watchdog.public import gone_among
 
 
 class Ranks(ABC):
@@ -127,8 +128,11 @@ class OfEveryRank(InBackground):
             dist.destroy_process_group(self._own)
 
 
-_POLLED_EVERY = 0.02
+_POLLED_EVERY, _ASKED_EVERY = 0.02, 2.0
 """Seconds."""
+
+_LOST = "lost"
+"""The key of what is said once ranks do not meet any more."""
 
 
 class OfSomeRanks(InBackground):
@@ -151,24 +155,36 @@ class OfSomeRanks(InBackground):
         self._round = 0
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
-        """For as long as the default timeout of process groups lets it.
+        """For as long as the default timeout of process groups lets it, and as the ranks that are missing live.
 
         Raises:
-            RuntimeError: a rank has not come, or the default process group was destroyed meanwhile.
+            RuntimeError: a rank has not come, or the default process group was destroyed meanwhile; from then on for
+                all ranks, as they are not at the same exchange any more.
         """
         number, self._round = self._round, self._round + 1
         self._store.set(f"{number}/{self.rank}", pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
         keys = [f"{number}/{rank}" for rank in range(self.size)]
-        ends = time.monotonic() + default_pg_timeout.total_seconds()
+        began = asked = time.monotonic()
         while not self._store.check(keys):
-            if not dist.is_initialized() or time.monotonic() > ends:
-                missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RuntimeError(f"ranks {missing} have not come to {what}.")
+            now = time.monotonic()
+            if now - asked > _ASKED_EVERY or not dist.is_initialized():
+                asked = now
+                self._refuse_lost(keys, what, is_late=now - began > default_pg_timeout.total_seconds())
             time.sleep(_POLLED_EVERY)
         found = [pickle.loads(self._store.get(key)) for key in keys]
         if number > 1:  # all have come to the round before this one, so that nobody reads what came before that
             self._store.delete_key(f"{number - 2}/{self.rank}")
         return found
+
+    def _refuse_lost(self, keys: Sequence[str], what: str, *, is_late: bool) -> None:
+        if self._store.check([_LOST]):
+            raise RuntimeError(self._store.get(_LOST).decode())
+        missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
+        gone = gone_among(missing)
+        if gone or is_late or not dist.is_initialized():
+            why = f", as the processes of {gone} are gone, or stopped" if gone else ""
+            self._store.set(_LOST, f"ranks {missing} have not come to {what}{why}.")
+            raise RuntimeError(self._store.get(_LOST).decode())
 
     def close(self) -> None:
         """Nothing: what lies in the store are two small values of each rank."""

@@ -239,9 +239,13 @@ class Save:
             old = self._path.with_name(f".{self._path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             self._path.rename(old)
-            self.folder.rename(self._path)
+            try:
+                self.folder.rename(self._path)
+            except BaseException:
+                old.rename(self._path)
+                raise
             flush(self._path.parent)
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # what stays of it, the next run removes
         else:
             self.folder.rename(self._path)
             flush(self._path.parent)

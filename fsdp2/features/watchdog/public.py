@@ -131,6 +131,11 @@ RESTARTED.append(_restart)
 FAILED.append(_ask_why)
 
 
+def gone_among(ranks: Iterable[int]) -> list[int]:
+    """Those of ``ranks`` whose processes, on this host, are gone or stopped; none where nothing watches."""
+    return [] if _CHOSEN.watchdog is None else _CHOSEN.watchdog.gone_among(ranks)
+
+
 class _OfWatchdog(Lost):
     """What the watchdog knows of ranks that are lost."""
 

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import fsdp2
 from fsdp2.checkpoint import (
     CheckpointDamaged,
     CheckpointError,
@@ -252,6 +255,38 @@ def test_a_full_disk_on_one_rank(asynchronous: bool, tmp_path: Path) -> None:
     assert "training may go on" in texts[0]
 
 
+def cannot_rename(folder: Path) -> None:
+    run = begin("1d")
+    run.step(0)
+    checkpoints = Checkpoints(folder, run.model, run.optimizer)
+    checkpoints.save(1)
+    before = snapshot(run)
+    run.step(1)
+    renamed: list[Path] = []
+    rename = Path.rename
+
+    def fails_the_second_time(self: Path, target: Path) -> Path:
+        renamed.append(self)
+        if len(renamed) == 2:
+            raise OSError("no more names")
+        return rename(self, target)
+
+    Path.rename = fails_the_second_time  # type: ignore[method-assign]
+    try:
+        with pytest.raises(SaveFailed, match="no more names"):
+            checkpoints.save(1)
+    finally:
+        Path.rename = rename  # type: ignore[method-assign]
+    dist.barrier()
+    assert [each.name for each in folder.iterdir()] == ["step-00000001"]
+    assert checkpoints.restore() == 1
+    assert_equal(snapshot(run), before)
+
+
+def test_a_step_that_is_not_replaced_after_all_is_there(tmp_path: Path) -> None:
+    anew(2, cannot_rename, tmp_path / "run")
+
+
 def not_a_folder(folder: Path) -> str:
     run = begin("1d")
     with pytest.raises(SaveFailed, match="was not saved: rank 0: ") as raised:
@@ -313,6 +348,35 @@ def test_a_rank_dies_while_it_saves(asynchronous: bool, tmp_path: Path) -> None:
         (folder / f"said by {0}").unlink(missing_ok=True)
     assert anew(2, newest, folder) == [1, 1]
     assert not [*folder.glob(".*")]
+
+
+def dies_of_a_part(folder: Path) -> None:
+    parts = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    if dist.get_rank() < 3:
+        mesh = DeviceMesh.from_group(parts[0], "cpu")
+        model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
+        checkpoints = Checkpoints(folder, model, process_group=parts[0])
+        checkpoints.save(1, asynchronous=True)
+        checkpoints.wait()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for step in (2, 3):
+            began = time.monotonic()
+            checkpoints.save(step, asynchronous=True)
+            with pytest.raises(SaveFailed, match=r"ranks \[1\] have not come to .*processes of \[1\] are gone") as raised:
+                checkpoints.wait()
+            assert time.monotonic() - began < 15
+        assert [each.name for each in folder.glob("step*")] == ["step-00000001"]
+        (folder / f"said by {dist.get_rank()}").write_text(str(raised.value))
+    os._exit(0)
+
+
+def test_a_rank_of_a_part_dies_before_the_others_save(tmp_path: Path) -> None:
+    """They meet in the store, where nobody breaks a connection."""
+    folder = tmp_path / "run"
+    with processes(4) as pool, pytest.raises(RanksFailed):
+        pool.run(dies_of_a_part, folder, timeout=60.0, grace=45.0)
+    assert (folder / "said by 0").read_text() == (folder / "said by 2").read_text()
 
 
 def newest(folder: Path) -> int:
