@@ -6,15 +6,19 @@ Every fifth batch of one rank is bad: its numbers are not finite, which a check 
 `set_recovery` the other ranks would wait for that rank, and the watchdog would name it after 10 seconds; here they are
 told at once. No rank steps in that step, so all have the same parameters afterwards.
 
+All ranks are on the CPU: ranks leave a step together where they exchange by gloo.
+
 Prints which steps were left, and the loss, which falls.
 """
 
+import os
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 
@@ -39,13 +43,13 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    dist.init_process_group()
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Net()
     for layer in model.layers:
-        fsdp2.fully_shard(layer)
-    fsdp2.fully_shard(model)
+        fsdp2.fully_shard(layer, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
     model.set_recovery("drop_step", abort_together=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(1 + rank)

@@ -11,6 +11,7 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,28 @@ class Api:
             self.method(model, "set_gradient_reduction", "recurse")("sum")
         else:
             self.method(model, "set_gradient_divide_factor", "recurse")(1.0, recurse=True)
+
+    def without_communication(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Backward in it exchanges nothing, and the next one outside reduces the sum."""
+        if self.name == "fsdp2":
+            return self.accumulate(model, last=False)  # type: ignore[no-any-return]
+        return self.method(model, "no_sync")()  # type: ignore[no-any-return]
+
+    def whole_parameters(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """All parameters of ``model`` are whole in it, and what is written to them stays."""
+        if self.name == "fsdp2":
+            return self.full_parameters(model, writeback=True)  # type: ignore[no-any-return]
+        summon = self.find("summon_full_params", otherwise="`unshard()` is of one module, and writes nothing back")
+        return summon(model, writeback=True)  # type: ignore[no-any-return]
+
+    def shard_the_first_rank_s_values(self, model: nn.Module) -> None:
+        """``fully_shard(model)``, of the values that rank 0 has."""
+        if self.name == "fsdp2":
+            self.broadcast_parameters(model)
+            self.fully_shard(model)
+            return
+        self.require("fully_shard", "sync_module_states")
+        self.fully_shard(model, sync_module_states=True)
 
     def precision_per_parameter(self, model: nn.Module, choose: Callable[[str, nn.Parameter], Any]) -> None:
         """``fully_shard(model)`` with ``choose(fqn, parameter)`` as the policy of each parameter."""

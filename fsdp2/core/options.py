@@ -237,7 +237,8 @@ def module_policy(
     """Ask ``mp_policy`` about every parameter.
 
     Of a function's answers (None is no mixed precision) those that cast inputs must agree on how, as must those that
-    have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module.
+    have an ``output_dtype`` or a ``buffer_dtype``: that is what is done in the module. Or the function has a policy as
+    its attribute ``of_module``, which says it.
 
     Raises:
         FSDPTypeError: an answer is no policy.
@@ -252,11 +253,17 @@ def module_policy(
         for answer, (fqn, _) in zip(answers, params, strict=True)
     ]
     names = [fqn for fqn, _ in params]
+    each = tuple(
+        policy.for_parameter(parameter, fqn) for policy, (fqn, parameter) in zip(policies, params, strict=True)
+    )
+    whole = getattr(mp_policy, "of_module", None)
+    if isinstance(whole, MixedPrecisionPolicy):
+        return ModulePolicy(whole.input_cast, whole.output_dtype, whole.buffer_dtype, each)
     return ModulePolicy(
         _agreed("inputs in", names, [each.input_cast for each in policies], module),
         _agreed("output_dtype", names, [each.output_dtype for each in policies], module),
         _agreed("buffer_dtype", names, [each.buffer_dtype for each in policies], module),
-        tuple(policy.for_parameter(parameter, fqn) for policy, (fqn, parameter) in zip(policies, params, strict=True)),
+        each,
     )
 
 

@@ -37,8 +37,9 @@ INSTEAD = {
     "sharding_strategy": _STRATEGIES,
     "static_graph": _NOTHING,
     "sync_module_states": (
-        "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-        "options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
+        "fsdp2.broadcast_parameters(module) before fully_shard; or, of a state dict, torch.distributed.checkpoint."
+        "state_dict.set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True, "
+        "broadcast_from_rank0=True)) after it"
     ),
     "use_orig_params": _NOTHING,
     "zero_stage": "strategy='zero1', 'zero2' or 'zero3'",

@@ -118,11 +118,15 @@ class PolicyByName:
 
         Only parameters that have the policy of the group's module say how its inputs, outputs and buffers are cast.
         """
-        of_module = first_fit(self.table, self.prefix) or self.default
         found = first_fit(self.table, f"{self.prefix}.{fqn}" if self.prefix else fqn) or self.default
-        if found == of_module:
+        if found == self.of_module:
             return found
         return replace(found, cast_forward_inputs=False, output_dtype=None, buffer_dtype=None)
+
+    @property
+    def of_module(self) -> MixedPrecisionPolicy:
+        """What says how inputs, outputs and buffers of the group's module are cast, whatever parameters it has."""
+        return first_fit(self.table, self.prefix) or self.default
 
 
 @dataclass(frozen=True)

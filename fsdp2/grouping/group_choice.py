@@ -92,8 +92,13 @@ def _row(groups: list[ModuleGroup]) -> tuple[str, str, str, str]:
 
 
 def common_name(names: Sequence[str]) -> str:
-    """One name for several that differ in numbers: ``layers.0-31.mlp``, or ``*`` where that would not do."""
+    """One name for several that differ in numbers: ``layers.0-31.mlp``, or ``*`` where that would not do.
+
+    Where they are not of the same depth, some of them.
+    """
     parts = []
+    if len({name.count(".") for name in names}) > 1:
+        return f"{names[0]}, ..., {names[-1]}"
     for each in zip(*(name.split(".") for name in names), strict=True):
         distinct = list(dict.fromkeys(each))
         if len(distinct) == 1:

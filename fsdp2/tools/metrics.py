@@ -25,25 +25,31 @@ from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 from fsdp2.tools.observing.clocks import Clock, clock_for
 from fsdp2.tools.observing.memory import peak_bytes
 from fsdp2.tools.observing.observation import Exchange, Kind, Listener, Observation, refuse_unsharded
+from fsdp2.tools.quantities import by_device_name
 
 MIB = 2**20
 
 PEAK_FLOPS: dict[str, float] = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989.5e12,
     "H200": 989.5e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989.5e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
+    "A10G": 70e12,
     "A10": 125e12,
     "V100": 125e12,
     "MI325X": 1307e12,
     "MI300X": 1307e12,
-    "MI250": 191.5e12,
+    "MI250X": 191.5e12,
+    "MI250": 181e12,
 }
-"""Floating-point operations per second of dense bfloat16 (V100: float16) matrix products, by a part of a device's name,
+"""Floating-point operations per second of dense bfloat16 (V100: float16) matrix products, by words of a device's name,
 the longer name first; from the vendors' data sheets. (MI250: of one of its two dies, which is what a rank has.)"""
 
 
@@ -52,7 +58,7 @@ def peak_flops_of(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     name = str(torch.get_device_module(device).get_device_name(device))
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return by_device_name(PEAK_FLOPS, name)
 
 
 class _Meter(Listener):
@@ -99,7 +105,7 @@ class _Meter(Listener):
         """Of all waits since `forget`. Blocks the host until the device has come to the last one."""
         for clock in {id(each): each for each, _, _ in self._waits}.values():
             clock.settle()
-        return sum(clock.seconds(end) - clock.seconds(begin) for clock, begin, end in self._waits)
+        return sum(clock.between(begin, end) for clock, begin, end in self._waits)
 
     def forget(self) -> None:
         """Begin anew."""
@@ -167,8 +173,8 @@ class Metrics:
         self._since, self._counted, self._tokens = time.perf_counter(), 0, 0
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._write = options.write if is_first else None
-        self._file = options.file.open("a", encoding="utf-8") if options.file is not None and is_first else None
         self._board = _board(options.tensorboard) if options.tensorboard is not None and is_first else None
+        self._file = options.file.open("a", encoding="utf-8") if options.file is not None and is_first else None
         self._paused_exposed = 0.0
 
     def __enter__(self) -> Metrics:
@@ -223,13 +229,14 @@ class Metrics:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside (an evaluation, a checkpoint) counts for no step: neither its time nor what it sends."""
+        before = self._seen()  # the device has done what came before
         began = time.perf_counter()
-        before = self._seen()
         try:
             yield
         finally:
+            seen = self._seen()  # and what is inside
             self._since += time.perf_counter() - began
-            sent, exchanges, exposed = (after - each for after, each in zip(self._seen(), before, strict=True))
+            sent, exchanges, exposed = (after - each for after, each in zip(seen, before, strict=True))
             if self._meter is not None:
                 self._meter.sent_bytes -= int(sent)
                 self._meter.exchanges -= int(exchanges)
@@ -391,5 +398,7 @@ def metrics(
     if observe:
         meter = _Meter()
         observation = meter.observation = Observation([model], meter, "metrics()", only_exchanges=True)
+    found = Metrics(model, options, meter, observation)
+    if observation is not None:
         observation.begin()
-    return Metrics(model, options, meter, observation)
+    return found

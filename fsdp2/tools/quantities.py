@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 def shown_bytes(nbytes: float) -> str:
@@ -25,3 +29,12 @@ def shown_names(names: Sequence[str], limit: int = 3) -> str:
     """Some of ``names``, and how many there are besides."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def by_device_name(table: Mapping[str, Value], name: str) -> Value | None:
+    """What stands in ``table`` for the device of this name, by whole words of it; None if it is not there.
+
+    >>> by_device_name({"L40S": 1, "L4": 2}, "NVIDIA L4"), by_device_name({"L40S": 1, "L4": 2}, "NVIDIA L40")
+    (2, None)
+    """
+    return next((value for part, value in table.items() if re.search(rf"\b{part}\b", name)), None)

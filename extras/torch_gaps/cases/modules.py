@@ -81,8 +81,7 @@ def unwrapped(trial: Trial) -> None:
 )
 def full_parameters_for_a_while(trial: Trial) -> None:
     model, plain = _models(trial)
-    summon = trial.api.find("summon_full_params", otherwise="`unshard()` is of one module, and writes nothing back")
-    with summon(model, writeback=True), torch.no_grad():
+    with trial.api.whole_parameters(model), torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2)
     with torch.no_grad():

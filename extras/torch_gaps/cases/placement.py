@@ -191,11 +191,9 @@ def few_experts(trial: Trial) -> None:
 
 @case(AREA, "ranks that initialized differently start from rank 0's values", asked="pytorch#132721 open_lm#165")
 def synchronized_start(trial: Trial) -> None:
-    trial.api.require("fully_shard", "sync_module_states")
-    plain = two_layers()
     torch.manual_seed(trial.rank)
     model = two_layers()
-    trial.api.fully_shard(model, sync_module_states=True)
+    trial.api.shard_the_first_rank_s_values(model)
     torch.manual_seed(0)
     plain = two_layers()
     expect_same_parameters(model, plain)

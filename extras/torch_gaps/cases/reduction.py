@@ -75,10 +75,10 @@ def token_mean_by_tensor(trial: Trial) -> None:
     _expect_token_mean(trial, lambda total: total)
 
 
-@case(AREA, "microbatches without communication, by a context: `with model.no_sync():`", asked="accelerate#3762")
+@case(AREA, "microbatches without communication, by a context (`no_sync`)", asked="accelerate#3762")
 def no_sync(trial: Trial) -> None:
     model, plain = _models(trial)
-    with trial.api.method(model, "no_sync")():
+    with trial.api.without_communication(model):
         squared_output(model, batch(trial.rank, 0)).backward()
     squared_output(model, batch(trial.rank, 1)).backward()
     for step in range(2):

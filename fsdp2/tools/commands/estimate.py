@@ -154,7 +154,7 @@ def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:
     names = config.to_dict()
     if all(name in _BY_ITSELF for name in names):
         return {**made, "strategy": config.strategy, "blocks": config.blocks}
-    return {**made, "shard": lambda model, mesh: shard(model, mesh, config)}
+    return {**made, "blocks": config.blocks, "shard": lambda model, mesh: shard(model, mesh, config)}
 
 
 def target(name: str) -> Callable[[], nn.Module]:

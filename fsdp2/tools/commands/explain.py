@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp2.errors import FSDPValueError
 from fsdp2.tools.commands.models import make_model, ranks_of
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import (
@@ -49,6 +50,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parser().parse_all(arguments)
     config = config_of(options)
     shape, names = mesh_of(options, config, "8")
+    if names is None and len(shape) > 2:
+        raise FSDPValueError(
+            f"--mesh {'x'.join(map(str, shape))} has {len(shape)} dims, and explain shards over one or two, replicas "
+            "and shards: say their product, or name the dims in a config, 'mesh_shape' and 'mesh_dim_names'."
+        )
     with simulated_world(ranks_of(shape), "fsdp2 explain"):
         with working("making and sharding the model"):
             with torch.device("meta"):

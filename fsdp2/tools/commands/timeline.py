@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPValueError
 from fsdp2.tools.commands.estimate import LOSS_HELP, loss_named, optimizer_named
 from fsdp2.tools.commands.models import BATCH_HELP, make_batch, make_model
 from fsdp2.tools.commands.parsing import Parser, add_json
 from fsdp2.tools.commands.sharding import add_ranks, add_sharding, add_target, config_of, shard
+from fsdp2.tools.estimating.rank import default_loss
 from fsdp2.tools.timeline.timeline import Timeline, refuse_path, timeline
 
 DESCRIPTION = """\
@@ -80,7 +82,7 @@ def _run(options: argparse.Namespace, device: str) -> Timeline:
     model = shard(model, None, config_of(options))
     make_optimizer = optimizer_named(options.optimizer)
     optimizer = None if make_optimizer is None else make_optimizer(list(model.parameters()))
-    batch = _part_of(make_batch(options.batch, device))
+    batch = part_of(make_batch(options.batch, device), dist.get_rank(), dist.get_world_size())
     loss = loss_named(options.loss)
     for _ in range(options.warmup):
         step(model, optimizer, batch, loss)
@@ -92,19 +94,18 @@ def _run(options: argparse.Namespace, device: str) -> Timeline:
     return found
 
 
-def _part_of(batch: Any) -> Any:
-    """This rank's part of each tensor."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if isinstance(batch, torch.Tensor):
-        if not batch.dim() or batch.shape[0] % ranks:
-            raise FSDPValueError(
-                f"the batch has {batch.shape[0] if batch.dim() else 'no'} samples in dim 0, which {ranks} ranks do not "
-                "divide."
-            )
-        return batch.chunk(ranks)[rank]
-    if isinstance(batch, dict):
-        return {name: _part_of(value) for name, value in batch.items()}
-    return tuple(_part_of(each) for each in batch) if isinstance(batch, (tuple, list)) else batch
+def part_of(batch: Any, rank: int, ranks: int) -> Any:
+    """A rank's part of each tensor that has as many rows as the first: these are samples, as for an estimate.
+
+    Raises:
+        FSDPValueError: ``ranks`` do not divide the samples, or there are none.
+    """
+    samples = next((each.shape[0] for each in tensors_in(batch) if each.dim()), None)
+    if samples is None or samples % ranks:
+        raise FSDPValueError(
+            f"the batch has {'no' if samples is None else samples} samples in dim 0, which {ranks} ranks do not divide."
+        )
+    return map_tensors(lambda each: each.chunk(ranks)[rank] if each.dim() and each.shape[0] == samples else each, batch)
 
 
 def step(
@@ -117,9 +118,8 @@ def step(
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     args = args if isinstance(args, (tuple, list)) else (args,)
     output = model(*args, **kwargs)
-    loss = getattr(output, "loss", None) if loss_of is None else loss_of(output, *args, **kwargs)
-    output = output[0] if isinstance(output, (tuple, list)) else output
-    (output.float().sum() if loss is None else loss).backward()  # type: ignore[no-untyped-call]
+    loss = default_loss(output)[0] if loss_of is None else loss_of(output, *args, **kwargs)
+    loss.backward()  # type: ignore[no-untyped-call]
     if optimizer is not None:
         optimizer.step()
     model.zero_grad()

@@ -23,6 +23,7 @@ from fsdp2.tools.doctor.finding import Finding
 
 MIB = 2**20
 LIMIT_SECONDS = 180
+_ENDS_SECONDS = 45  # the launcher gives its ranks 30
 ENOUGH = {"nccl": 0.5, "gloo": 0.05}
 """Which part of what the link should give is expected of an all-gather. NCCL reaches 70 to 90 % with 256 MiB. Gloo's of
 one machine goes through sockets, and is compared with copies in memory, of which 5 to 30 % are usual: as cores that
@@ -117,15 +118,29 @@ def _start(ranks: int, nbytes: int | None) -> dict[str, Any] | str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "fsdp2.tools.doctor.exchange", str(nbytes or 0)]
     environ = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environ)
+        printed, errors = launcher.communicate(timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         return f"nothing came back within {LIMIT_SECONDS} s."
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        said = [line for line in done.stderr.splitlines() if "Error" in line]
-        return f"status {done.returncode}; {said[0] if said else done.stderr.strip()[-300:]}"
+    finally:
+        _end(launcher)
+    lines = [line for line in printed.splitlines() if line.startswith("{")]
+    if launcher.returncode or not lines:
+        said = [line for line in errors.splitlines() if "Error" in line]
+        return f"status {launcher.returncode}; {said[0] if said else errors.strip()[-300:]}"
     return dict(json.loads(lines[-1]))
+
+
+def _end(launcher: subprocess.Popen[str]) -> None:
+    """Its ranks too: they are in sessions of their own, and the launcher ends them if it is asked to end."""
+    if launcher.poll() is None:
+        launcher.terminate()
+        try:
+            launcher.communicate(timeout=_ENDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.communicate()
 
 
 def judge(found: Mapping[str, Any]) -> Iterator[Finding]:

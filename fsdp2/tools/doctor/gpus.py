@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from fsdp2.tools.doctor.finding import Finding
-from fsdp2.tools.quantities import shown_bytes
+from fsdp2.tools.quantities import by_device_name, shown_bytes
 
 FIELDS = (
     "index",
@@ -36,8 +36,21 @@ THROTTLED = {
 }
 """Bits of what the driver calls reasons of throttling, those that are faults."""
 
-NVLINK = {"V100": 150e9, "A100": 300e9, "A800": 200e9, "H100": 450e9, "H200": 450e9, "H800": 200e9, "B200": 900e9}
-"""By a part of the GPU's name, bytes per second in one direction over all its NVLinks, by the vendor's data sheets."""
+NVLINK = {
+    "V100": 150e9,
+    "A100": 300e9,
+    "A800": 200e9,
+    "H100 NVL": 300e9,
+    "H100 PCIe": 300e9,
+    "H100": 450e9,
+    "H200": 450e9,
+    "H800": 200e9,
+    "GH200": 450e9,
+    "B200": 900e9,
+    "GB200": 900e9,
+}
+"""By words of the GPU's name, the longer first,
+bytes per second in one direction over all its NVLinks, by the vendor's data sheets."""
 
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """By generation, bytes per second of one lane in one direction."""
@@ -148,7 +161,7 @@ def topology(matrix: str) -> Finding:
 def nominal_bandwidth(name: str, kind: str, generation: int, lanes: int) -> tuple[float, str] | None:
     """Bytes per second that GPUs of this name can send to each other by this kind of link, and what that is."""
     if kind.startswith("NV"):
-        found = next((value for part, value in NVLINK.items() if part in name), None)
+        found = by_device_name(NVLINK, name)
         return None if found is None else (found, "NVLink")
     if generation in PCIE_LANE and lanes:
         return PCIE_LANE[generation] * lanes, f"PCIe {generation} x{lanes}"

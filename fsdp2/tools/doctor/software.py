@@ -16,6 +16,8 @@ from fsdp2._versions import FIRST, LAST
 from fsdp2.tools.doctor.finding import Finding
 from fsdp2_switch import reaches_children
 
+_INSTALL = "Install fsdp2 (`pip install .` in a checkout), and leave TORCH_DEVICE_BACKEND_AUTOLOAD alone."
+
 EXTRAS = {
     "rich": "tables in colours",
     "matplotlib": "pictures of timelines",
@@ -38,7 +40,12 @@ def findings() -> Iterator[Finding]:
     yield about_torch(str(torch.__version__))
     if not reaches_children():
         what = "Processes that a program starts do not see FSDP2_COMPAT and FSDP2_AUTO_SHARD."
-        yield Finding("fsdp2", "note", what, "pip install fsdp2, and leave TORCH_DEVICE_BACKEND_AUTOLOAD alone.")
+        yield Finding(
+            "fsdp2",
+            "note",
+            what,
+            _INSTALL,
+        )
     yield from _backends()
     yield _extras()
 

@@ -49,16 +49,30 @@ class Cost:
     operands: int = 0
 
 
-def cost_of(func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Cost:
-    """The cost of one call of ``func``, given its tensors: all ``inputs``, and what was ``new`` in its result."""
-    name = func._schema.name.removeprefix("aten::")
-    written = list(new)
-    if func._schema.is_mutable:
-        written += _mutated(func, args, kwargs)
+def written_by(func: Any, args: Sequence[Any], kwargs: Any, new: Sequence[Any]) -> list[torch.Tensor]:
+    """What one call of ``func`` writes: what was ``new`` in its result, and what it changes in place."""
+    return [*new, *(_mutated(func, args, kwargs) if func._schema.is_mutable else ())]
+
+
+def bytes_read(func: Any, inputs: Sequence[Any], written: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    """What of its ``inputs`` it reads, and how many bytes of each."""
+    if inputs and _name(func) in _ROWS_ONLY:
+        return [(inputs[0], sum(map(_nbytes, written)))]
+    return [(tensor, _nbytes(tensor)) for tensor in inputs]
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.removeprefix("aten::"))
+
+
+def cost_of(
+    func: Any, args: Sequence[Any], kwargs: Any, out: Any, inputs: Sequence[Any], written: Sequence[Any]
+) -> Cost:
+    """The cost of one call of ``func``, given its tensors: all ``inputs``, and what is ``written``."""
+    name = _name(func)
     if not written:
         return Cost(0.0, 0.0, 0)  # a view
-    read = written if name in _ROWS_ONLY else inputs
-    nbytes = sum(_nbytes(tensor) for tensor in (*read, *written))
+    nbytes = sum(read for _, read in bytes_read(func, inputs, written)) + sum(map(_nbytes, written))
     if name.startswith(_ATTENTION):
         flops = _attention_flops(args, is_backward="backward" in name)
         causal = any(arg is True for arg in (*args, *kwargs.values()))
@@ -117,29 +131,37 @@ class Fusion:
     It reads what comes from outside of it, and writes what is still needed when it ends.
 
     Attributes:
-        read: bytes by storage, from outside.
-        made: storages made inside, by key, with a weak reference and their bytes.
+        read: bytes from outside, by where they lie.
+        written: what is made or changed inside, by where it lies: a weak reference to its storage, and bytes.
+        made: storages that are made inside.
     """
 
-    read: dict[int, int] = field(default_factory=dict)
-    made: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    read: dict[tuple[int, int], int] = field(default_factory=dict)
+    written: dict[tuple[int, int], tuple[Any, int]] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
 
-    def add(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """One more operator."""
-        for tensor in inputs:
-            key = id(tensor.untyped_storage())
-            if key not in self.made:
-                self.read[key] = max(self.read.get(key, 0), _nbytes(tensor))
+    def add(
+        self, read: Sequence[tuple[torch.Tensor, int]], written: Sequence[torch.Tensor], new: Sequence[torch.Tensor]
+    ) -> None:
+        """One more operator: what it reads and how much of it, what it writes, and which of that is new."""
+        for tensor, nbytes in read:
+            place = _place(tensor)
+            if place[0] not in self.made and place not in self.written:
+                self.read[place] = max(self.read.get(place, 0), nbytes)
         for tensor in written:
-            storage = tensor.untyped_storage()
-            self.made[id(storage)] = (weakref.ref(storage), _nbytes(tensor))
+            self.written[_place(tensor)] = (weakref.ref(tensor.untyped_storage()), _nbytes(tensor))
+        self.made.update(id(tensor.untyped_storage()) for tensor in new)
 
     def end(self) -> int:
         """The bytes that it reads and writes; a new chain begins."""
-        written = sum(nbytes for reference, nbytes in self.made.values() if reference() is not None)
+        written = sum(nbytes for reference, nbytes in self.written.values() if reference() is not None)
         nbytes = sum(self.read.values()) + written
-        self.read, self.made = {}, {}
+        self.read, self.written, self.made = {}, {}, set()
         return nbytes
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return id(tensor.untyped_storage()), int(tensor.storage_offset())
 
 
 def seconds_of(cost: Cost, hardware: Hardware, dtype: torch.dtype | None, *, fuses: bool = False) -> float:

@@ -17,7 +17,7 @@ import torch
 import fsdp2
 from fsdp2 import _torch
 from fsdp2.tools.estimating.clocks import Clocks
-from fsdp2.tools.estimating.costs import Cost, Fusion, cost_of, seconds_of
+from fsdp2.tools.estimating.costs import Cost, Fusion, bytes_read, cost_of, seconds_of, written_by
 from fsdp2.tools.estimating.hardware import Hardware
 from fsdp2.tools.estimating.links import Kind
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use
@@ -123,7 +123,10 @@ class Observer(_torch.TorchDispatchMode):
             if not self.log.is_known(storage):
                 self.log.add(storage, self._use(), on_host=self._on_host)
                 new.append(tensor)
-        if self._phase is not None and self._clocks is None:
+        kind = None if self._phase is None else _COLLECTIVES.get(func._schema.name)
+        if kind is not None:
+            self._exchange(kind, args, new)
+        elif self._phase is not None and self._clocks is None:
             nbytes = workspace_bytes(func, args, kwargs.get("out"))
             self.log.take(nbytes, self._use(), on_host=self._on_host)
         elif self._phase is not None:
@@ -145,14 +148,11 @@ class Observer(_torch.TorchDispatchMode):
     # -- how long it takes
 
     def _run(self, func: Any, args: Any, kwargs: Any, result: Any, new: list[torch.Tensor]) -> None:
-        kind = _COLLECTIVES.get(func._schema.name)
-        if kind is not None:
-            self._exchange(kind, args, new)
-            return
         if func.namespace != "aten":
             return
         inputs = self._watched((*args, *kwargs.values()))
-        cost = cost_of(func, args, kwargs, result, inputs, new)
+        written = written_by(func, args, kwargs, new)
+        cost = cost_of(func, args, kwargs, result, inputs, written)
         if not cost.nbytes or not (inputs or new):
             return
         self.flops += cost.flops
@@ -160,20 +160,20 @@ class Observer(_torch.TorchDispatchMode):
             self._flops_by_dtype[cost.dtype] = self._flops_by_dtype.get(cost.dtype, 0.0) + cost.flops
         if not self.recomputes:
             self.model_flops += cost.model_flops
-        self._take_time(cost, inputs, new)
-
-    def _take_time(self, cost: Cost, inputs: list[torch.Tensor], new: list[torch.Tensor]) -> None:
-        assert self._hardware is not None and self._clocks is not None
-        fusion = self._fusion
-        if fusion is not None and self._clocks.current == 0 and not self._on_host:
+        assert self._clocks is not None, "time is counted"
+        if self._fusion is not None and self._clocks.current == 0 and not self._on_host:
             if cost.dtype is None:
-                fusion.add(inputs, new)
+                self._fusion.add(bytes_read(func, inputs, written), written, new)
                 return
             self._end_chain()
+        self._take_time(cost)
+
+    def _take_time(self, cost: Cost) -> None:
+        assert self._hardware is not None and self._clocks is not None
         if self._on_host:
             self._clocks.run(cost.nbytes / self._hardware.host_memory_bandwidth)
         else:
-            self._clocks.run(seconds_of(cost, self._hardware, self._dtype, fuses=fusion is not None))
+            self._clocks.run(seconds_of(cost, self._hardware, self._dtype, fuses=self._fusion is not None))
 
     def _end_chain(self) -> None:
         if self._fusion is not None and self._clocks is not None and self._hardware is not None:

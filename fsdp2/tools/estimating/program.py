@@ -6,11 +6,13 @@ What is left to the user is named at its beginning: the model, the loss, the bat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 import torch
 
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.grouping.blocks import names_of as names_of_blocks
+from fsdp2.grouping.blocks import class_names_of
 from fsdp2.tools.estimating.request import Request
 
 
@@ -44,8 +46,13 @@ def _model(request: Request) -> Iterator[str]:
     if request.checkpointing != "none":
         yield f"# {_HOW_TO_CHECKPOINT[request.checkpointing]}"
     yield f"fsdp2.auto_shard(model, mesh, {', '.join(_arguments(request))})"
-    place = "cpu" if isinstance(request.offload_policy, CPUOffloadPolicy) else device
+    policy = request.offload_policy
+    place = "cpu" if isinstance(policy, CPUOffloadPolicy) and policy.parameters else device
     yield f'model.to_empty(device="{place}")  # memory for this rank\'s shards'
+    if place != device:
+        yield "for module in model.modules():  # buffers, with which the device computes"
+        yield "    for name, buffer in module.named_buffers(recurse=False):"
+        yield f'        setattr(module, name, buffer.to("{device}"))'
     yield "with torch.no_grad():  # values, unless you load a checkpoint; parameters and buffers of your own need some"
     yield "    for module in model.modules():"
     yield '        if hasattr(module, "reset_parameters"):'
@@ -59,12 +66,21 @@ def _device(request: Request) -> str:
 def _arguments(request: Request) -> Iterator[str]:
     yield f'strategy="{request.strategy}"'
     if request.blocks is not None:
-        yield f"blocks={names_of_blocks(request.blocks).strip('()').split(', ')}"
+        yield f"blocks={class_names_of(request.blocks)}"
     if request.mp_policy != MixedPrecisionPolicy():
-        policy = request.mp_policy
-        yield f"mp_policy=fsdp2.MixedPrecisionPolicy({policy.param_dtype}, {policy.reduce_dtype})"
+        yield f"mp_policy=fsdp2.MixedPrecisionPolicy({_differing(request.mp_policy)})"
     if isinstance(request.offload_policy, CPUOffloadPolicy):
-        yield "offload_policy=fsdp2.CPUOffloadPolicy()"
+        yield f"offload_policy=fsdp2.CPUOffloadPolicy({_differing(request.offload_policy)})"
+
+
+def _differing(policy: MixedPrecisionPolicy | CPUOffloadPolicy) -> str:
+    """The arguments of ``policy`` that are not as by default."""
+    found = ((each.name, getattr(policy, each.name), each.default) for each in fields(policy))
+    return ", ".join(f"{name}={_written(value)}" for name, value, default in found if value != default)
+
+
+def _written(value: Any) -> str:
+    return str(getattr(value, "__name__", value)) if callable(value) else repr(value)
 
 
 def _optimizer(request: Request) -> Iterator[str]:

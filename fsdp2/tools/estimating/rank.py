@@ -20,7 +20,7 @@ from fsdp2.core.param import fsdp_param_of
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import states_below
 from fsdp2.core.streams import FSDPCommContext
-from fsdp2.errors import FSDPRuntimeError
+from fsdp2.errors import FSDPRuntimeError, FSDPValueError
 from fsdp2.features.accumulation import accumulate
 from fsdp2.tools.estimating.clocks import COMPUTE, Clocks, SimulatedDevice
 from fsdp2.tools.estimating.memory import MemoryLog, Phase, Use, resizes_seen
@@ -167,6 +167,11 @@ class Rank:
         if request.depth is not None:
             shorten(model, request.depth)
         self._name = type(model).__name__
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise FSDPValueError(
+                f"nothing of {self._name} is trained: it has no parameter that requires a gradient. An estimate is of "
+                "training steps."
+            )
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         if self._computes and self._can_switch:
             for block in blocks_of(model, request):
@@ -311,9 +316,9 @@ class Rank:
         try:
             output = self._output()
             if not self._computes:
-                return _default_loss(output)[0]
+                return default_loss(output)[0]
             if self._request.loss is None:
-                found, self._loss_said = _default_loss(output)
+                found, self._loss_said = default_loss(output)
                 return found
             self._loss_said = f"given ({name_of_function(self._request.loss)})"
             return self._request.loss(output, *self._args, **self._kwargs)
@@ -421,7 +426,7 @@ def name_of_function(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__)).rpartition("<locals>.")[2]
 
 
-def _default_loss(output: Any) -> tuple[torch.Tensor, str]:
+def default_loss(output: Any) -> tuple[torch.Tensor, str]:
     """What is differentiated if nobody says: ``output.loss``, or the sum of the first tensor of it; and in words."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -433,7 +438,7 @@ def _default_loss(output: Any) -> tuple[torch.Tensor, str]:
         found = getattr(output, "logits", None)
     if not isinstance(found, torch.Tensor):
         raise FSDPRuntimeError(
-            f"the model returned a {type(output).__name__}, of which an estimate does not know what to differentiate; "
-            "pass loss=, a function of the output and the batch that returns a tensor of one element."
+            f"the model returned a {type(output).__name__}, of which nobody knows what to differentiate; pass loss=, a "
+            "function of the output and the batch that returns a tensor of one element."
         )
     return found.sum(), "sum of the output (default)"

@@ -47,7 +47,7 @@ def made(make_model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
             "not know. Return the model as it was before; pass shard=, a function (model, mesh), to shard it your way."
         )
     tensors = [*model.parameters(), *model.buffers()]
-    if all(map(_is_as_needed, tensors)):
+    if model is not make_model and all(map(_is_as_needed, tensors)):
         return model
     # (`to_empty` cannot, of tensors without memory: torch would swap them with others.)
     return copy.deepcopy(model, {id(each): _without_memory(each) for each in tensors})

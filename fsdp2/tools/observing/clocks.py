@@ -28,6 +28,9 @@ class Clock(Protocol):
     def seconds(self, mark: Any) -> float:
         """When ``mark`` was reached, on the scale of `time.perf_counter`. After `settle`."""
 
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds from one mark to the other, as exact after a day as at first. After `settle`."""
+
 
 class HostClock:
     """Without streams: what happens, happens when the host comes to it."""
@@ -42,6 +45,10 @@ class HostClock:
     def seconds(self, mark: float) -> float:
         """It is the time already."""
         return mark
+
+    def between(self, begin: float, end: float) -> float:
+        """The difference."""
+        return end - begin
 
 
 class StreamClock:
@@ -80,8 +87,12 @@ class StreamClock:
         self._module.synchronize(self._device)
 
     def seconds(self, mark: Any) -> float:
-        """By the device's own clock, which counts in steps of half a microsecond or so."""
+        """By the device's own clock: to half a microsecond or so, later to the seven digits of what it tells."""
         return self._began + float(self._origin.elapsed_time(mark)) / 1e3
+
+    def between(self, begin: Any, end: Any) -> float:
+        """The device compares the two."""
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 CLOCKS: dict[type, Callable[[Device, torch.device], Clock]] = {

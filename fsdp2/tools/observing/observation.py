@@ -164,6 +164,13 @@ class Observation:
 
     def begin(self, *, sees_optimizers: bool = True) -> None:
         """Begin to listen. (Not to optimizers: nothing outside of the models then refers to this.)"""
+        try:
+            self._begin(sees_optimizers)
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self, sees_optimizers: bool) -> None:
         self.refresh()
         for model in self.models:
             for state in states_below(model):
