@@ -92,7 +92,9 @@ def reduce_scatter_single(
     output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Reduce ``input`` (world_size * n,) over the ranks; ``output`` (n,) is this rank's part. See the other."""
-    if _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1] or output.is_complex():
+    if output.is_complex():  # gathers and all-reduces do this themselves
+        output, input = _as_real(output), _as_real(input)
+    if _FUNCTIONS[_REDUCE_SCATTER] is not _ORIGINALS[1]:
         return _FUNCTIONS[_REDUCE_SCATTER](output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
     known = _MEAN_OPTIONS if op is dist.ReduceOp.AVG else _SUM_OPTIONS if op is dist.ReduceOp.SUM else None
     options = _reduce_options(op, async_op) if known is None else known[async_op]
@@ -109,7 +111,13 @@ def all_gather_batched(output: torch.Tensor, input: torch.Tensor, group: dist.Pr
 
 def reduce_scatter_batched(output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """The same, inside of `coalescing`."""
+    if output.is_complex():
+        output, input = _as_real(output), _as_real(input)
     _FUNCTIONS[_REDUCE_SCATTER](output, input, op=op, group=group)
+
+
+def _as_real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat).view(-1)
 
 
 def send(tensor: torch.Tensor, target: int, group: dist.ProcessGroup, tag: int) -> dist.Work:

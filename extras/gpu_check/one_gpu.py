@@ -28,8 +28,12 @@ def _without_gpu(*paths: str) -> Instead:
 
 SANITIZED, JITTERED = Program("sanitized"), Program("jittered", {"seeds": "100"}, limit_s=900)
 LATE = Program("jittered", several=True)
-FOUND_BY_SANITIZER: list[Run] = [Program("sanitized", plants=drops(why)) for why in NEEDED_WAITS]
-FOUND_BY_JITTER: list[Run] = [Program("jittered", {"seeds": "10"}, plants=drops(why)) for why in NEEDED_WAITS]
+FOUND_BY_SANITIZER: list[Run] = [
+    Program("sanitized", plants=drops(why), environment=NCCL_ALONE) for why in NEEDED_WAITS
+]
+FOUND_BY_JITTER: list[Run] = [
+    Program("jittered", {"seeds": "10"}, plants=drops(why), environment=NCCL_ALONE) for why in NEEDED_WAITS
+]
 WAYS = ("plain", "unused", "offload", "pool")
 HOST_WAITS = [Program("host_waits", {"way": way}) for way in WAYS]
 KERNELS_ALONE = Program("kernels", environment=NCCL_ALONE)

@@ -232,19 +232,23 @@ def refuse_disagreement(
     for group in groups:
         meshes.setdefault(group.mesh.key, group.mesh)
     highest, differ = (0 if number is None else number.value), False
+    difference = ""
     for key, each in meshes.items():
         plans = [f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == key]
         description = "\n".join([*plans, *settings])
         for process_group in (each.shard_group, each.replicate_group):
             seen = 2 * highest + differ  # of a rank's shard group, the ranks of its replicas learn both
-            difference, found = _compared(description, seen, process_group, each.device, f"the plans of {root_name}")
-            if difference is not None:
-                raise FSDPRuntimeError(
-                    "the ranks have different plans, so their collectives would not match; every rank must build the "
-                    "same model, shard it alike, set the same and run the same modules (where a rank skips some on "
-                    f"purpose: {DIVERGENCE}). Difference:\n{difference}"
-                )
-            highest, differ = max(found) // 2, len(set(found)) > 1 or any(each % 2 for each in found)
+            text = f"{description}\n{difference}"  # of which the ranks of other shard groups learn
+            now, found = _compared(text, seen, process_group, each.device, f"the plans of {root_name}")
+            difference = now or difference
+            if found:
+                highest, differ = max(found) // 2, len(set(found)) > 1 or any(each % 2 for each in found)
+    if difference:
+        raise FSDPRuntimeError(
+            "the ranks have different plans, so their collectives would not match; every rank must build the same "
+            "model, shard it alike, set the same and run the same modules (where a rank skips some on purpose: "
+            f"{DIVERGENCE}). Difference:\n{difference}"
+        )
     if number is not None and differ:
         number.refuse_others(highest, mesh)
 

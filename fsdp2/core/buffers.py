@@ -95,6 +95,8 @@ def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     So the host waits for a copy out of pinned memory. (Other host memory is copied to the driver's before the call
     returns.)
     """
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=not tensor.is_pinned())
 
 

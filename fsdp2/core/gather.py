@@ -316,7 +316,8 @@ class Gather:
         if not self._has_direct and self._allocate is None:
             self._allocate_unsharded()  # not before: while it is in flight, a gather holds its staging buffer only
         if self._columns is not None:
-            _torch.copy_columns(self._columns.staged, self._columns.widths, self._columns.destinations)
+            if self._columns.widths:  # a device's kernel divides by the size of what it is given
+                _torch.copy_columns(self._columns.staged, self._columns.widths, self._columns.destinations)
         elif self._copies_out.sources:
             _torch.foreach_copy(self._copies_out.destinations, self._copies_out.sources)
         self.free()

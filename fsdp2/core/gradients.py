@@ -55,7 +55,10 @@ class GradientBuffer:
     Attributes:
         locals: the local tensors of the gradients.
         resizable: the buffer, to be given memory on the stream that writes it first.
+        stays: a graph writes there, so that its memory is never freed.
     """
+
+    stays = False
 
     def __init__(self, flat: torch.Tensor, gradients: list[DTensor]) -> None:
         self.flat = flat
@@ -86,7 +89,7 @@ class GradientBuffer:
 
     def release(self) -> None:
         """Free the memory, if the buffer is free. The caller has seen that no ``.grad`` is set."""
-        if self._counts() == self._baseline:
+        if self._counts() == self._baseline and not self.stays:
             self.resizable.free()
 
 

@@ -82,6 +82,7 @@ class FSDPParamGroup:
         graph_inputs: what was prepared for graphs; None before the first.
         loan: what is registered in the place of the sharded parameters for a time; they are then neither gathered nor
             looked for. None: nothing is.
+        settings_outside: what is set again after a block that has set others for a while, for copies; None: no such.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class FSDPParamGroup:
         self._plan: GroupPlan | None = None
         self.graph_inputs: Any = None
         self.loan: Loan | None = None
+        self.settings_outside: GroupSettings | None = None
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
@@ -436,7 +438,9 @@ class FSDPParamGroup:
         self._gathered = self.written() if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
         if self.is_prepared:
+            self.is_prepared = False  # as long as gradients wait, and refuse another layout
             self.reducer.lay_out(self.params)
+            self.is_prepared = True
         return True
 
     # -- unshard
@@ -493,6 +497,8 @@ class FSDPParamGroup:
             is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
             if for_backward or not (is_toggled or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
+                    if for_backward and self.storage.lies_in_place and not is_prefetch and self.is_stale():
+                        self.refuse_backward()  # what was written is what the forward saved
                     return
                 if self._rests_as_left():
                     self._start(for_backward, user_initiated)
@@ -506,6 +512,8 @@ class FSDPParamGroup:
             self.adopt_replaced()
         if not self.is_prepared and self.comm is not None:
             self.prepare(self.comm)
+            if self.comm.device.has_streams:
+                self.comm.gathers_follow_compute()  # which may have used what was allocated
         self._start(for_backward, user_initiated)
 
     def _rests_as_left(self) -> bool:
@@ -798,7 +806,10 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
         if cleared and group.comm is not None:
             by_comm.setdefault(group.comm, []).append((group, cleared))
     for comm, together in by_comm.items():
-        if comm.device.is_capturing():
+        if comm.device.is_capturing():  # what is captured writes there in every replay
+            for _, cleared in together:
+                for buffer in cleared:
+                    buffer.stays = True
             continue
         if comm.device.has_streams:
             last = [group.reducer.last_stream(comm) for group, _ in together]

@@ -288,6 +288,8 @@ class FSDPParam:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
         FSDPParam.identity_changes += 1
         self.sharded = sharded
+        if sharded.__dict__.pop("_fsdp_successor", None) is not None:  # it comes back, after others had its place
+            sharded.__dict__.pop("__deepcopy__", None)
         SHARDED.add(_torch.spec_of(sharded).mesh)
         self.local = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad

@@ -62,7 +62,8 @@ class Scaling:
                 return cls(1.0, op, op, 1.0)
             if factor == world_size and world_size > 1:
                 return cls(1.0, mean, total, 1.0)
-            if premultiplies and world_size > 1:
+            # (NCCL is given the factor as a float whatever the dtype, of which it would read half for a bfloat16.)
+            if premultiplies and world_size > 1 and factor != 1 and dtype is not torch.bfloat16:
                 return cls(1.0, _torch.premultiplied_sum(1 / factor), total, 1.0, factor)
         divisor = float(world_size * replicate_size) if factor is None else float(factor)
         before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0

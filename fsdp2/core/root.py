@@ -14,7 +14,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
-from fsdp2.core.buffers import ALLOCATOR
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
@@ -410,7 +409,8 @@ class FSDPRoot:
                             group.unshard(for_backward=for_backward, is_prefetch=True)
                     else:
                         group.unshard(for_backward=for_backward, is_prefetch=True)
-                    self.iteration.ahead.add(group)
+                    if group.phase is ParamPhase.UNSHARDING:  # else it was there, or is not needed
+                        self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
         """The root's forward has ended: drop what was gathered in vain.
@@ -594,8 +594,7 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
-            if self.comm.gather_arena is not ALLOCATOR:
-                self.comm.end_step()
+            self.comm.end_step()
         self.comm.let_host_write_shards()
         PLACE.phase, PLACE.failure = self._phases[3], ""
         self._hold_graph(self.holds_graph)

@@ -285,6 +285,8 @@ class FSDPState:
         for group in unit:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
+        self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
+        self._calls_inside = 0  # that have begun, and not ended: a method may call the module, or a module itself
         self._structure = Structure(())
 
     @property
@@ -468,6 +470,7 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
+        self._calls_inside += 1
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
@@ -602,6 +605,7 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.post_forward(output)
+        self._calls_inside -= 1
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1
@@ -621,19 +625,21 @@ class FSDPState:
             if (not is_seen or _torch.forward_ad._current_level >= 0) and self._expects_backward():
                 self._stay_for_backward(root)
         self._to_run.discard(module)
-        for group in self._shared:
+        computes = self._calls_inside > 0  # a call around this one, as of a method that calls the module
+        for group in self._shared if not computes else ():
             group.users.discard(self)
         if root.walk is not None and self.unit and (self._hides_outputs or self._shows_parameters(outputs)):
             self._refuse_to_stay()
         hides = self._hides_outputs
-        if not self._to_run and self.unit and self._reshards_now(hides=hides) and not self._shows_parameters(outputs):
+        reshards = not self._to_run and not computes and self.unit and self._reshards_now(hides=hides)
+        if reshards and not self._shows_parameters(outputs):
             if recompute:
                 root.keep_for_backward(self.unit)
             else:
                 for group in self.unit:
                     if not group.users:
                         group.reshard_after_forward(awaits_backward)
-        elif hides and self._reshards_now(hides=False):
+        elif hides and not computes and self._reshards_now(hides=False):
             for group in self.unit:
                 group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:
@@ -685,6 +691,7 @@ class FSDPState:
             self._replaced = Replaced()
         elif self._replaced_in_calls:
             self._restore_inputs()
+        self._calls_inside = max(self._calls_inside - 1, 0)
         root = self.root
         if root is None or _torch.backward_is_running():
             return  # not initialized; or a recompute, whose early stop is an exception too
@@ -868,6 +875,7 @@ class FSDPState:
         self._in_backward = self._awaits_finalization = self._hides_outputs = self._hides_all = False
         self._was_hidden = False
         self._to_run.clear()
+        self._calls_inside = 0
 
 
 def offer(name: str, read: Callable[[FSDPState], Any]) -> None:

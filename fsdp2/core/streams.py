@@ -345,10 +345,10 @@ class FSDPCommContext:
         While a graph is captured everything stays, for ever; and the all-gather stream, the only one that nothing waits
         for at the end of a backward, leaves the capture.
         """
-        if self.gather_arena is ALLOCATOR:
-            return
         if self.device.is_capturing():
             self.compute_follows_gathers()
+            return
+        if self.gather_arena is ALLOCATOR:
             return
         for arena in self._arenas():
             arena.trim()

@@ -60,13 +60,18 @@ def _groups_below(module: nn.Module) -> list[FSDPParamGroup]:
 @contextmanager
 def _accumulating(groups: list[FSDPParamGroup], last: bool, kept: Kept) -> Iterator[None]:
     before = [(group, _synchronization(group.settings)) for group in groups]
+    outermost = [group for group in groups if group.settings_outside is None]
     try:
+        for group in outermost:
+            group.settings_outside = group.settings
         for group, (reduces, all_reduces) in before:
             _synchronize(group, reduces and (last or kept == "sharded"), all_reduces and last)
         yield
     finally:
         for group, settings in before:
             _synchronize(group, *settings)
+        for group in outermost:
+            group.settings_outside = None
 
 
 def _synchronization(settings: GroupSettings) -> tuple[bool, bool]:

@@ -302,8 +302,9 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
             of_gradient = "" if gradient is None else f", gradient {gradient.dtype}"
             lines.append(f"{param.fqn} {list(param.shape)} {param.dtype}{of_gradient}{state}")
         for process_group in (mesh.shard_group, mesh.replicate_group):
-            # All of them are asked, whatever the first says: other ranks wait there.
-            difference = agreement.disagreement("\n".join(lines), process_group, mesh.device) or difference
+            # All of them are asked, whatever the first says: other ranks wait there, and learn what the first have.
+            text = "\n".join([*lines, difference or ""])
+            difference = agreement.disagreement(text, process_group, mesh.device) or difference
     if error is not None:
         raise error
     if difference is not None:

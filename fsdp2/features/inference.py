@@ -51,7 +51,10 @@ def _inferring(states: list[FSDPState]) -> Iterator[None]:
                 f"inference() was entered inside of a forward or backward of {root.name}: enter it before or after."
             )
     before = [(state, state.reshard_after_forward) for state in states]
+    outermost = [state for state in states if not state.attributes_outside]
     try:
+        for state in outermost:
+            state.attributes_outside = {"reshard_after_forward": state.reshard_after_forward}
         for state in states:
             state.reshard_after_forward = False
         with torch.no_grad():
@@ -59,6 +62,8 @@ def _inferring(states: list[FSDPState]) -> Iterator[None]:
     finally:
         for state, reshards in before:
             state.reshard_after_forward = reshards
+        for state in outermost:
+            state.attributes_outside = {}
         for root in roots_of(states):
             root.recover_if_failed()
         for group in dict.fromkeys(group for state in states for group in state.unit):

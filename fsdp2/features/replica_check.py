@@ -30,6 +30,8 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-D int64 of the bytes of ``tensor``, in their order: equal for equal ones. On its device."""
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 4:  # a part of a tensor of narrow elements
+        data = data.clone()
     for piece in data.split(_CHUNK):
         numbers = piece[: piece.numel() // 4 * 4].view(torch.int32).to(torch.int64).remainder_(_MODULUS)
         rest = piece[numbers.numel() * 4 :].to(torch.int64)

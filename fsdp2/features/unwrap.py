@@ -68,23 +68,49 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
             )
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
-    for state in states:
-        state.quiesce()
-        state.adopt_replaced()
+    refused = _settled(states)
     for group in groups:
-        _refuse_group(group)
+        _refuse_group(group, refused)
     for root in roots:
         root.dissolve()
+    waiting = _made_plain(states, set())
+    whole: set[FSDPParamGroup] = set()
     for group in groups:
         _make_whole(group)
-    for state in states:
-        for each in state.modules:
-            mix_out(each)
-        forget_state(state)
+        whole.add(group)
+        waiting = _made_plain(waiting, whole)
     for optimizer in optimizers:
         for action in ON_UNWRAPPED:
             action(optimizer)
     return module
+
+
+def _settled(states: Sequence[FSDPState]) -> FSDPError | None:
+    """Bring them to rest; returns what speaks against it on this rank."""
+    try:
+        for state in states:
+            state.quiesce()
+            state.adopt_replaced()
+    except FSDPError as error:
+        return error
+    return None
+
+
+def _made_plain(states: Sequence[FSDPState], whole: set[FSDPParamGroup]) -> list[FSDPState]:
+    """Make plain modules of those whose groups are all ``whole``, so that an exception leaves none in between.
+
+    Returns:
+        The others.
+    """
+    waiting = []
+    for state in states:
+        if not whole.issuperset(state.unit):
+            waiting.append(state)
+            continue
+        for each in state.modules:
+            mix_out(each)
+        forget_state(state)
+    return waiting
 
 
 def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> None:
@@ -114,15 +140,16 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
             )
 
 
-def _refuse_group(group: FSDPParamGroup) -> None:
-    """Refuse what this rank, or another, cannot make whole. Collective.
+def _refuse_group(group: FSDPParamGroup, refused: FSDPError | None) -> None:
+    """Refuse what this rank, or another, cannot make whole. Collective. ``refused``: why this one cannot anyway.
 
     Raises:
         FSDPError: on all ranks.
     """
-    error: FSDPError | None = None
+    error = refused
     try:
-        _refuse_own(group)
+        if error is None:
+            _refuse_own(group)
     except FSDPError as raised:
         error = raised  # other ranks are told first
     lines = [
@@ -130,11 +157,13 @@ def _refuse_group(group: FSDPParamGroup) -> None:
         + ("" if param.sharded.grad is None else f", gradient {param.sharded.grad.dtype}")
         for param in group.params
     ]
-    text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines, str(error or "")])
-    difference = agreement.disagreement(text, group.mesh.shard_group, group.mesh.device)
+    difference = ""
+    for ranks in (group.mesh.shard_group, group.mesh.replicate_group):  # the second learn what the first have found
+        text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines, str(error or ""), difference])
+        difference = agreement.disagreement(text, ranks, group.mesh.device) or difference
     if error is not None:
         raise error
-    if difference is not None:
+    if difference:
         raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
 
 

@@ -40,7 +40,7 @@ def take_rows(
         for group in () if state is None else state.unit:
             for param in group.params:
                 for use, name in param.uses:
-                    if group.loan is not None and not isinstance(use._parameters.get(name), DTensor):
+                    if group.loan is not None and use._parameters.get(name) is not param.sharded:
                         continue  # a whole one is registered for a time
                     key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
                     value = state_dict.get(key) if use in paths else None

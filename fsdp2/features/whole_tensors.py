@@ -183,8 +183,8 @@ class Former(NamedTuple):
 
     sharding: Sharding
 
-    def gathered(self, state: Any) -> Any:
-        """An optimizer's ``state`` of the parameter, with every tensor that is sharded like it made whole.
+    def gathered(self, state: Any, device: torch.device) -> Any:
+        """An optimizer's ``state`` of the parameter, with every tensor that is sharded like it whole, on ``device``.
 
         Collective over the mesh of ``sharding``, if there is such a tensor.
         """
@@ -200,7 +200,7 @@ class Former(NamedTuple):
             and tuple(value.placements) == tuple(spec.placements)
         }
         parts = [Part(_torch.local_of(value), sharding.partition) for value in sharded.values()]
-        wholes = whole_tensors(parts, sharding.mesh) if parts else []
+        wholes = whole_tensors(parts, sharding.mesh, device=device) if parts else []
         made = {key: unsharded_like(whole, sharding) for key, whole in zip(sharded, wholes, strict=True)}
         return {key: made.get(key, value) for key, value in state.items()}
 

@@ -141,7 +141,9 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
         for (device, _), gradients in alike.items():
             if device not in found:
                 found[device] = torch.zeros_like(found_inf, device=device)
-            _torch.unscale(gradients, found[device], inv_scale.to(device, non_blocking=True))
+            # The host reads its copy at once.
+            scale = inv_scale.to(device, non_blocking=device.type != "cpu")
+            _torch.unscale(gradients, found[device], scale)
         total = self._agreed([*found.values()], plan)
         return {total.device: total}
 

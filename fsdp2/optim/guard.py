@@ -230,7 +230,7 @@ def _gathered(state: Any, parameter: torch.nn.Parameter, successor: torch.nn.Par
         and owner.sharding.partition == sharding.partition
     ):
         return state
-    return former.gathered(state)
+    return former.gathered(state, successor.device)
 
 
 def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter) -> None:

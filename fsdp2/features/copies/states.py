@@ -28,8 +28,8 @@ from fsdp2.core.hooks import STATE, StateDictHook
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.options import GroupSettings
 from fsdp2.core.param import FSDPParam, WriteCounter
-from fsdp2.core.root import ON_ROOT
-from fsdp2.core.state import FSDPState
+from fsdp2.core.root import ON_ROOT, Unit
+from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.features.custom_collectives import OURS
 from fsdp2.features.reshard_to_fewer import PostForwardShards
@@ -60,7 +60,8 @@ class GroupFacts(NamedTuple):
         """Read ``group``."""
         post_forward = group.storage.post_forward
         neighbours = None if post_forward is None else post_forward.mesh.shard_size
-        return cls(group.params, group.mesh, group.storage.offloading, group.settings, neighbours)
+        settings = group.settings if group.settings_outside is None else group.settings_outside
+        return cls(group.params, group.mesh, group.storage.offloading, settings, neighbours)
 
     def make(self, group: FSDPParamGroup, uses: Sequence[Any], name: str) -> None:
         """Fill the empty ``group`` with the parameters that modules hold, as ``uses`` tells for each.
@@ -177,9 +178,10 @@ class Record:
         self.ignored = [parameter for parameter in state.ignored_params if parameter in below]
         names = ("module_hooks", "forward_prefetch", "backward_prefetch")
         self.attributes = {name: getattr(state, name) for name in names}
+        copied = {name: getattr(state, name) for name in _COPIED} | state.attributes_outside
         self.facts = Facts(
             (state.policy, dataclasses.replace(state.arguments, ignored_params=frozenset())),
-            {"_root_settings": state.root_settings, **{name: getattr(state, name) for name in _COPIED}},
+            {"_root_settings": state.root_settings, **copied},
             tuple(map(GroupFacts.of, state.unit)),
         )
 
@@ -247,12 +249,31 @@ def _is_empty(group: FSDPParamGroup) -> bool:
 
 
 def _forget_missing(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> None:
-    """What a copy was to prefetch, and what did not become part of the copy, is forgotten when a root forms."""
+    """What was to be prefetched, and is not there any more, is forgotten when a root forms.
+
+    A copy has none of what did not become part of it, and a module that is unwrapped has no groups. One that was
+    sharded anew, or whose small parameters others have taken, has other ones.
+    """
     for state in states:
         for name in ("forward_prefetch", "backward_prefetch"):
             units = getattr(state, name)
             if units is not None:
-                setattr(state, name, tuple(unit for unit in units if not any(map(_is_empty, unit))) or None)
+                now = [_present(unit) for unit in units]
+                setattr(state, name, tuple(unit for unit in now if unit is not None) or None)
+
+
+def _present(unit: Unit) -> Unit | None:
+    if any(map(_is_empty, unit)):
+        return None
+    for group in unit:
+        if not any(_has_group(sharer, group) for sharer in group.sharers):
+            state = state_of(group.sharers[0].modules[0])
+            return None if state is None else state.unit
+    return unit
+
+
+def _has_group(state: FSDPState, group: FSDPParamGroup) -> bool:
+    return group in state.unit and state_of(state.modules[0]) is state
 
 
 def rest_for_copy(state: FSDPState) -> None:

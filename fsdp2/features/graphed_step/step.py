@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, at_least, checked
 from fsdp2.core.agreement import disagreement
-from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.module import FSDPModule
 from fsdp2.core.state import FSDPState, states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
@@ -203,6 +203,7 @@ class GraphedStep:
         self._settle()
         for state in self._states:
             state.adopt_replaced()
+        free_cleared_gradients(self._groups)  # whose memory others would have by the time of a replay
         of_modules = (parameter for module in self._modules for parameter in module.parameters())
         of_optimizers = (each for one in self._optimizers for group in one.param_groups for each in group["params"])
         self._parameters = list({id(each): each for every in (of_modules, of_optimizers) for each in every}.values())
