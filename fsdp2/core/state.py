@@ -495,7 +495,8 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        if hooks and (len(self.modules) == 1 or self._begins_round(module)) and self.unit and torch.is_grad_enabled():
+        hooks = hooks and self._calls_inside == 1 and (len(self.modules) == 1 or self._begins_round(module))
+        if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
         if self._replaced.containers:

@@ -1,0 +1,424 @@
+"""Features that meet: one inside of another, after another, or where one rank alone is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.root import FSDPRoot
+from fsdp2.features import unwrap as unwrapping
+from tests.harness import multi_rank
+
+
+def stack(seed: int = 0, layers: int = 3, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)))
+
+
+def sharded(model: Any, **arguments: Any) -> Any:
+    for block in model:
+        fsdp2.fully_shard(block, **arguments)
+    return fsdp2.fully_shard(model, **arguments)
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [each.full_tensor() if isinstance(each, DTensor) else each.detach().clone() for each in model.parameters()]
+
+
+def inputs(step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def counted_gathers() -> Any:
+    """A context; its value is the list of groups that gather inside."""
+    found: list[FSDPParamGroup] = []
+    issue = FSDPParamGroup._issue_all_gather
+
+    def issued(self: FSDPParamGroup, *arguments: Any) -> Any:
+        found.append(self)
+        return issue(self, *arguments)
+
+    return mock.patch.object(FSDPParamGroup, "_issue_all_gather", issued), found
+
+
+# ---- parameters that are replaced, and come back ------------------------------------------------------
+
+
+@multi_rank(2)
+def test_a_parameter_that_comes_back_ends_the_search_for_its_replacement(world_size: int) -> None:
+    """As an average of weights does that is swapped in for an evaluation."""
+    plain, model = stack(), sharded(stack())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    trained = dict(model.named_parameters())
+    average = {name: nn.Parameter(each.detach().clone()) for name, each in trained.items()}
+    for step in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each(inputs(step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for values in (average, trained):  # in, and back
+            for name, value in values.items():
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, value)
+            with torch.no_grad():
+                model(inputs(9))
+    twin = copy.deepcopy(model)
+    for expected, one, other in zip(plain.parameters(), whole(model), whole(twin), strict=True):
+        torch.testing.assert_close(one, expected.detach())
+        assert torch.equal(one, other)
+
+
+@multi_rank(2)
+def test_what_an_accumulation_refuses_to_unfreeze_is_trained_after_it(world_size: int) -> None:
+    model = sharded(stack(), offload_policy=fsdp2.CPUOffloadPolicy(parameters=False, gradients=True, pin_memory=False))
+    frozen = model[1][0].bias
+    frozen.requires_grad_(False)
+    model.set_is_last_backward(False)
+    model(inputs()).sum().backward()
+    frozen.requires_grad_(True)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match="wait"):
+        model(inputs()).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.zero_grad()
+    model.reset_iter_state()
+    model.set_is_last_backward(True)
+    model(inputs()).sum().backward()
+    assert frozen.grad is not None
+    plain = stack()
+    plain(inputs()).sum().backward()
+    torch.testing.assert_close(frozen.grad.full_tensor(), plain[1][0].bias.grad)
+
+
+# ---- writes between a forward and its backward --------------------------------------------------------
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("strategy", ["replicate", "zero2"])
+def test_a_step_between_forward_and_backward_is_refused_where_parameters_lie_in_place(
+    strategy: str, world_size: int
+) -> None:
+    """Plain torch refuses it, too; here the forward has saved views of what the step writes."""
+    model = sharded(stack(), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs()).square().sum().backward()
+    loss = model(inputs(1)).square().sum()
+    lies_in_place = all(group.storage.lies_in_place for group in model._get_fsdp_state().root.groups)
+    assert lies_in_place == (strategy == "replicate" or world_size == 1)
+    optimizer.step()
+    if not lies_in_place:
+        loss.backward()
+        return
+    with pytest.raises(fsdp2.FSDPRuntimeError, match="between a forward and its backward"):
+        loss.backward()
+    optimizer.zero_grad()
+    model(inputs(2)).square().sum().backward()
+    optimizer.step()
+
+
+# ---- gathered ahead, or there already ------------------------------------------------------------------
+
+
+class TwoWays(nn.Module):
+    """Forwards that skip a layer, or do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        if both:
+            x = self.first(x)
+        return self.second(x)
+
+
+@multi_rank(2)
+def test_forwards_of_other_ways_gather_nothing_twice_in_inference(world_size: int) -> None:
+    model: Any = TwoWays()
+    for layer in (model.first, model.second, model):
+        fsdp2.fully_shard(layer)
+    with fsdp2.inference(model):
+        for both in (True, True, False):
+            model(inputs(), both)
+        patched, found = counted_gathers()
+        with patched:
+            for both in (False, True, False, True):
+                model(inputs(), both)
+        assert not found
+
+
+@multi_rank(2)
+def test_a_failed_forward_frees_nothing_that_was_whole_before(world_size: int) -> None:
+    """So that the next one gathers on no rank, whichever of them failed, where parameters stay for a step."""
+    model = sharded(stack(), strategy="zero1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(inputs(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with fsdp2.accumulate(model, last=False):
+        model(inputs()).sum().backward()
+    fails = dist.get_rank() == 0
+    handle = model[0][1].register_forward_hook(lambda *_: 1 / 0) if fails else None
+    if handle is not None:
+        with pytest.raises(ZeroDivisionError):
+            model(inputs())
+        handle.remove()
+    patched, found = counted_gathers()
+    with patched:
+        model(inputs()).sum().backward()
+    assert not found
+
+
+# ---- one rank alone is refused -------------------------------------------------------------------------
+
+
+def hybrid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+@multi_rank(4, timeout=40)
+@pytest.mark.parametrize("action", ["full_parameters", "unwrap"])
+def test_what_one_rank_of_two_dims_refuses_no_rank_begins(action: str, world_size: int) -> None:
+    """The rank that shares neither dim with it hears of it from those that do."""
+    model = sharded(stack(), mesh=hybrid())
+    model(inputs()).sum().backward()
+    if dist.get_rank() == 0:
+        model[1][0].weight.grad = torch.zeros(8, 8)
+    before = whole(model)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"gradient .*set to|Difference"):
+        if action == "unwrap":
+            fsdp2.unwrap(model)
+        else:
+            with fsdp2.full_parameters(model, with_grads=True):
+                raise AssertionError("it is refused")
+    for one, other in zip(before, whole(model), strict=True):
+        assert torch.equal(one, other)
+
+
+@multi_rank(4, timeout=40)
+def test_plans_that_differ_on_one_rank_are_shown_on_all(world_size: int) -> None:
+    model = stack()
+    if dist.get_rank() == 0:
+        model[1][0].bias.requires_grad_(False)
+    sharded(model, mesh=hybrid())
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"(?s)the ranks have different plans.*bias"):
+        model(inputs())
+
+
+@multi_rank(2, timeout=40)
+@pytest.mark.parametrize("what", ["gradient", "data"])
+def test_unwrap_is_refused_on_all_replicas(what: str, world_size: int) -> None:
+    model = sharded(stack(), strategy="replicate")
+    model(inputs()).sum().backward()
+    if dist.get_rank() == 0:
+        weight = model[1][0].weight
+        if what == "gradient":
+            weight.grad = torch.zeros(8, 8)
+        else:
+            model[1][0].weight = nn.Parameter(torch.zeros(8, 8))
+    with pytest.raises(fsdp2.FSDPError):
+        fsdp2.unwrap(model)
+    assert isinstance(model, fsdp2.FSDPModule)
+
+
+# ---- unwrapping ----------------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_unwrap_goes_on_where_memory_ended(world_size: int) -> None:
+    model, plain = sharded(stack()), stack()
+    whole_tensors, calls = unwrapping.whole_tensors, []
+
+    def fails_once(*arguments: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError("no more")
+        return whole_tensors(*arguments, **named)
+
+    with mock.patch.object(unwrapping, "whole_tensors", fails_once), pytest.raises(MemoryError):
+        fsdp2.unwrap(model)
+    model(inputs()).sum().backward()  # some of it is plain
+    model.zero_grad()
+    fsdp2.unwrap(model)
+    assert not any(isinstance(each, fsdp2.FSDPModule) for each in model.modules())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(one) is nn.Parameter and torch.equal(one, other)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_unwrapped_is_not_prefetched(again: bool, world_size: int) -> None:
+    model = sharded(stack())
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model[2].set_modules_to_backward_prefetch([model[1]])
+    model(inputs()).sum().backward()
+    fsdp2.unwrap(model[1])
+    if again:
+        fsdp2.fully_shard(model[1])
+        expected = model[1]._get_fsdp_state().unit
+    else:
+        fsdp2.unwrap(model)
+        sharded(model)
+        model[0].set_modules_to_forward_prefetch([model[1]])
+        expected = model[1]._get_fsdp_state().unit
+    model.zero_grad()
+    model(inputs()).sum().backward()
+    assert model[0]._get_fsdp_state().forward_prefetch == (expected,)
+
+
+@multi_rank(2)
+def test_prefetching_of_small_parameters_follows_their_bucket(world_size: int) -> None:
+    model = stack()
+    for block in model:
+        fsdp2.fully_shard(block, replicate_below=200)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    fsdp2.fully_shard(model, replicate_below=200)
+    plain = stack()
+    for each in (model, plain):
+        each(inputs()).square().sum().backward()
+    torch.testing.assert_close(model[0][0].bias.grad.full_tensor(), plain[0][0].bias.grad)
+
+
+# ---- calls inside of calls -----------------------------------------------------------------------------
+
+
+class Generating(nn.Module):
+    """A method that calls the module, and then a layer of the root's group; a block that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = Recursive()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x, 2))
+
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+            x = self.head(x)
+        return x
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        x = self.one(x).tanh()
+        if depth:
+            x = self(x, depth - 1)
+        return self.two(x).tanh()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_inside_of_a_call_leaves_the_parameters(grad: bool, world_size: int) -> None:
+    plain, model = Generating(), Generating()
+    fsdp2.fully_shard(model.block)
+    fsdp2.fully_shard(model)
+    fsdp2.register_fsdp_forward_method(model, "generate")
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            found, expected = model.generate(inputs(), 3), plain.generate(inputs(), 3)
+        torch.testing.assert_close(found, expected)
+        if grad:
+            found.square().sum().backward()
+            expected.square().sum().backward()
+    if grad:
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    else:
+        root: FSDPRoot = model._get_fsdp_state().root
+        assert all(group.phase.value == "sharded" for group in root.groups)
+
+
+# ---- whole parameters, under tensor parallelism --------------------------------------------------------
+
+
+@multi_rank(4)
+def test_a_state_dict_is_loaded_inside_of_full_parameters_under_tensor_parallelism(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = stack()
+    for block in model:
+        parallelize_module(block[0], mesh["tp"], ColwiseParallel(use_local_output=False))
+    before = {name: each.full_tensor().clone() for name, each in model.named_parameters()}
+    model = fsdp2.fully_shard(model, mesh=mesh["dp"])
+    with fsdp2.full_parameters(model):
+        state = {name: each.detach() * 2 for name, each in model.state_dict().items()}
+        model.load_state_dict(state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), 2 * before[name]), name
+
+
+# ---- ties, and copies inside of blocks -----------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_small_weights_may_be_tied_across_calls(world_size: int) -> None:
+    models = [stack(layers=2), stack(layers=2)]
+    for model in models:
+        model[1][0].bias = model[0][0].bias
+    plain, model = models
+    for block in model:
+        fsdp2.fully_shard(block, replicate_below=200)
+    fsdp2.fully_shard(model, replicate_below=200)
+    for each in models:
+        each(inputs()).square().sum().backward()
+    assert model[0][0].bias is model[1][0].bias
+    torch.testing.assert_close(model[0][0].bias.grad.full_tensor(), plain[0][0].bias.grad)
+
+
+@multi_rank(2)
+def test_a_tie_of_which_one_call_replicates_is_refused(world_size: int) -> None:
+    model = stack(layers=2)
+    model[1][0].bias = model[0][0].bias
+    fsdp2.fully_shard(model[0], replicate_below=200)
+    with pytest.raises(fsdp2.FSDPValueError, match="another 'replicate_below'"):
+        fsdp2.fully_shard(model[1])
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("block", [fsdp2.accumulate, fsdp2.inference])
+def test_a_copy_does_not_keep_what_a_block_has_set(block: Callable[..., Any], world_size: int) -> None:
+    model = sharded(stack())
+    arguments = {"last": False} if block is fsdp2.accumulate else {}
+    with block(model, **arguments), block(model, **arguments):
+        twin = copy.deepcopy(model)
+    twin(inputs()).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    with torch.no_grad():
+        twin(inputs())
+    assert all(group.phase.value == "sharded" for group in twin._get_fsdp_state().root.groups)
+
+
+# ---- narrow tensors ------------------------------------------------------------------------------------
+
+
+@multi_rank(2)
+def test_replicas_compare_narrow_buffers_that_lie_at_odd_places(world_size: int) -> None:
+    model: Any = stack()
+    model.register_buffer("mask", torch.ones(5, 5, dtype=torch.bool).tril()[1:])
+    sharded(model, strategy="replicate")
+    model(inputs()).sum().backward()
+    model.mask[0, 0] = bool(dist.get_rank())
+    with pytest.raises(fsdp2.FSDPRuntimeError, match="mask"):
+        fsdp2.compare_parameters(model)
