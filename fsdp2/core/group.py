@@ -199,6 +199,11 @@ class FSDPParamGroup:
         self._bind_transports()
         self.is_prepared = True
 
+    def _prepare_anew(self, comm: FSDPCommContext) -> None:
+        """The same within an iteration, whose gathers do not know of what compute has written since it began."""
+        self.prepare(comm)
+        comm.gathers_follow_compute()  # which wrote new shard buffers, or was to use what was allocated
+
     def _name_exchanges(self) -> None:
         self.reducer.name, self.reducer.of_root = self.name, self.of_root
         self.reducer.name_exchanges()
@@ -386,10 +391,8 @@ class FSDPParamGroup:
         self._gathered = None
         with torch.inference_mode(False):
             self._lay_out()
-        if self.comm is not None:
-            self.comm.gathers_follow_compute()  # which has just written the new shard buffers
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
-            self.prepare(self.comm)  # else when it is needed: the parameters may be on their way somewhere
+            self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 
     def refuse_loan(self, what: str) -> None:
         """Refuse ``what``, which needs the sharded parameters to be registered.
@@ -511,9 +514,7 @@ class FSDPParamGroup:
                 self.refuse_backward()
             self.adopt_replaced()
         if not self.is_prepared and self.comm is not None:
-            self.prepare(self.comm)
-            if self.comm.device.has_streams:
-                self.comm.gathers_follow_compute()  # which may have used what was allocated
+            self._prepare_anew(self.comm)
         self._start(for_backward, user_initiated)
 
     def _rests_as_left(self) -> bool:
