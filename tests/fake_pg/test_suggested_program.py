@@ -78,6 +78,27 @@ def test_what_it_says_of_gpus_and_offloading() -> None:
     assert "optimizer" not in program(request_of(torch.empty(8, 8), optimizer=None))
 
 
+class Layer(nn.Module):
+    """A class of blocks."""
+
+
+def test_what_it_says_of_policies_and_blocks() -> None:
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)
+    text = program(request_of(torch.empty(8, 8), mp_policy=policy, blocks=(Layer,)))
+    assert (
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32, cast_forward_inputs=False)"
+        in text
+    )
+    assert "blocks=['Layer']" in text
+    assert "blocks=[]" in program(request_of(torch.empty(8, 8), blocks=()))
+    device = {"hardware": hardware_of("h100-8x")}
+    offloaded = program(request_of(torch.empty(8, 8), offload_policy=CPUOffloadPolicy(), **device))
+    assert 'setattr(module, name, buffer.to("cuda"))' in offloaded
+    partly = CPUOffloadPolicy(parameters=False, gradients=True)
+    text = program(request_of(torch.empty(8, 8), offload_policy=partly, **device))
+    assert 'model.to_empty(device="cuda")' in text and "parameters=False, gradients=True" in text
+
+
 def test_zero1_and_zero2_that_need_the_same_are_one_line() -> None:
     some: Estimate = fsdp2.estimate(make_model, 2, batch=torch.empty(2, 8), hardware="cpu")
     unfit = [

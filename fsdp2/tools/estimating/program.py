@@ -75,8 +75,9 @@ def _arguments(request: Request) -> Iterator[str]:
 
 def _differing(policy: MixedPrecisionPolicy | CPUOffloadPolicy) -> str:
     """The arguments of ``policy`` that are not as by default."""
-    default = type(policy)()
-    found = ((each.name, getattr(policy, each.name), getattr(default, each.name)) for each in fields(policy))
+    if policy == type(policy)():
+        return ""
+    found = ((each.name, getattr(policy, each.name), each.default) for each in fields(policy))
     return ", ".join(f"{name}={_written(value)}" for name, value, usual in found if value != usual)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp2.core.gather
-from fsdp2 import FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPRuntimeError, _torch, fully_shard
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout
@@ -143,6 +143,19 @@ def test_while_it_is_in_flight_a_packed_gather_holds_its_staging_buffer_only() -
     assert gather.allocated_bytes == 2 * first[0].layout.packed_numel * 4
     gather.copy_out()
     assert unsharded.storage.nbytes() == unsharded.nbytes and gather.allocated_bytes == 0
+
+
+def test_where_nothing_is_packed_no_columns_are_copied(columns: bool) -> None:
+    """A device's kernel divides by the number of bytes in a row, and ends the process if there are none."""
+    whole = [[torch.randn(8, 64)]]
+    ranks = sources_of(whole, cuts_of(whole), [(FULL, FULL)], world_size=2, threshold=0)
+    gathers = [Gather(sources, 2, rank, CPU, None) for rank, sources in enumerate(ranks)]
+    exchange(gathers)
+    with mock.patch.object(_torch, "copy_columns") as copies:
+        for gather, sources in zip(gathers, ranks, strict=True):
+            gather.copy_out()
+            assert_gathered(sources, whole)
+    copies.assert_not_called()
 
 
 def test_one_dtype_is_sent_as_it_is_and_several_as_bytes() -> None:

@@ -117,6 +117,10 @@ def test_a_backend_that_multiplies_before_it_sums_is_let_to() -> None:
     # Not in a dtype in which the product could vanish, and not where nothing is reduced.
     assert Scaling.choose(torch.float16, 8, 2, factor=5.0, premultiplies=True).scatter_op == dist.ReduceOp.SUM
     assert Scaling.choose(torch.float32, 1, 2, factor=5.0, premultiplies=True).after == 5.0
+    # NCCL reads the factor, a float, as an element: the lower half of it for bfloat16, zeros for powers of two.
+    halves = Scaling.choose(torch.bfloat16, 8, 2, factor=4.0, premultiplies=True)
+    assert (halves.scatter_op, halves.after) == (dist.ReduceOp.SUM, 4.0)
+    assert Scaling.choose(torch.float32, 8, 2, factor=1.0, premultiplies=True).scatter_op == dist.ReduceOp.SUM
 
 
 @pytest.mark.parametrize("factor", [None, 2.0, 5.0, 8.0])

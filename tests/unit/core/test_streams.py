@@ -57,3 +57,9 @@ def test_a_batch_that_is_refilled_after_forward_has_been_read(is_pinned: bool) -
     tensor = mock.Mock(**{"is_pinned.return_value": is_pinned})
     moved_to(torch.device("cuda", 0), tensor)
     tensor.to.assert_called_once_with(torch.device("cuda", 0), non_blocking=not is_pinned)
+
+
+def test_an_input_that_is_there_is_not_moved() -> None:
+    tensor = mock.Mock(device=torch.device("cuda", 0))
+    assert moved_to(torch.device("cuda", 0), tensor) is tensor
+    tensor.is_pinned.assert_not_called()
