@@ -22,6 +22,7 @@ from fsdp2 import (
 from fsdp2.features.graphed_step.recording import OF_DEVICES
 from tests.harness import others_full
 from tests.harness.fake import fake_world
+from tests.harness.internals import groups_of
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
 from tests.harness.recording.recorder import recording
 from tests.harness.recording.training import Expected, Stack
@@ -76,6 +77,22 @@ def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str
             with torch.no_grad():
                 model(torch.ones(2, 8))
         assert graphed.is_recorded
+
+
+def test_gradient_memory_that_a_graph_writes_is_never_freed() -> None:
+    """What the gradients of before it lay in, cleared or not, as the graph knows the address."""
+    with fake_world(4), recording() as recorder:
+        model = sharded()
+        buffers = [bucket.delivered for group in groups_of(model) for bucket in group.reducer.buckets]
+        assert buffers == [None] * len(buffers)
+        for captures in (False, True, False):
+            recorder.captures = captures
+            model(torch.ones(2, 8)).sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+        model(torch.ones(2, 8)).sum()
+        buffers = [bucket.delivered for group in groups_of(model) for bucket in group.reducer.buckets]
+        assert buffers and all(buffer is not None and buffer.resizable.has_memory for buffer in buffers)
 
 
 def test_another_graph_may_use_the_same_memory() -> None:

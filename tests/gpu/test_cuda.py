@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,41 @@ def test_memory_between_steps_is_the_shards(world_of_one: None) -> None:
         model.zero_grad()
     assert all(group.phase.value == "sharded" for group in groups_of(model))
     assert all(allocated_bytes(group) == 0 for group in groups_of(model))
+
+
+def test_a_group_in_which_nothing_is_packed(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its one matrix is large: the kernel that copies packed ones out gets nothing, and must not be called."""
+    monkeypatch.setenv("FSDP2_COMM", "native")
+    layer = nn.Linear(1024, 1024, bias=False)
+    plain = copy.deepcopy(layer).cuda()
+    fully_shard(layer)
+    x = torch.randn(4, 1024, device="cuda")
+    for each in (layer, plain):
+        each(x).square().mean().backward()
+    assert torch.equal(layer.weight.grad.to_local(), plain.weight.grad)  # type: ignore[union-attr, operator]
+
+
+def test_unwrapped_state_that_was_offloaded_is_on_the_device(world_of_one: None) -> None:
+    model = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(parameters=False, optimizer_state=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = fsdp2.unwrap(model, optimizers=[optimizer])
+    model(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    assert all(each.is_cuda for state in optimizer.state.values() for each in state.values() if each.dim())
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 3.0])
+def test_sums_in_bf16_are_divided(factor: float, world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP2_COMM", "native")
+    layer = fully_shard(nn.Linear(8, 8, dtype=torch.bfloat16))
+    layer.set_gradient_divide_factor(factor)
+    layer(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    expected = torch.full((8, 8), 2.0 / factor, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(layer.weight.grad.to_local(), expected)  # type: ignore[union-attr, operator]
 
 
 def test_inputs_are_moved_to_the_device(world_of_one: None) -> None:

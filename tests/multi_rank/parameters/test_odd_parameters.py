@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from fsdp2 import (
     FSDPNotImplementedError,
     MixedPrecisionPolicy,
     Owned,
+    _torch,
     fully_shard,
 )
 from tests.harness import Accumulation, Reference, adamw, multi_rank
@@ -376,10 +378,20 @@ def test_toggled_after_a_forward_without_a_backward(of: str, thaws: bool, reside
 @multi_rank(2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("comm", ["", "native"])
 def test_complex_parameters_stay_complex(
+    comm: str, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int
+) -> None:
+    """Whatever the policy says of the others. torch's own reduce-scatter gets real numbers: NCCL knows no others."""
+    as_real = mock.patch.object(_torch, "_as_real", wraps=_torch._as_real)
+    with mock.patch.dict("os.environ", FSDP2_COMM=comm), as_real as reals:
+        _complex_parameters_stay_complex(param_dtype, reduce_dtype, world_size)
+    assert reals.call_count == (2 if comm else 0)
+
+
+def _complex_parameters_stay_complex(
     param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int
 ) -> None:
-    """Whatever the policy says of the others."""
 
     class Rotating(nn.Module):
         def __init__(self) -> None:
