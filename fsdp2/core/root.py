@@ -139,6 +139,9 @@ class Managed(Protocol):
     def end_round(self) -> None:
         """The root's forward is over."""
 
+    def forget_calls(self) -> None:
+        """An exception has left the forward: no call goes on that it has not told of."""
+
     def rest_unseen(self) -> None:
         """The same, where nothing of it is computed again."""
 
@@ -712,6 +715,8 @@ class FSDPRoot:
             if group in ahead or group.was_interrupted:
                 group.reshard()
         self._end_rounds()
+        for state in self.states:
+            state.forget_calls()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         ended, self.iteration = self.iteration, Iteration()

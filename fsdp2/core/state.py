@@ -495,7 +495,7 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        hooks = hooks and self._calls_inside == 1 and (len(self.modules) == 1 or self._begins_round(module))
+        hooks = hooks and self._calls_inside <= 1 and (len(self.modules) == 1 or self._begins_round(module))
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
@@ -592,6 +592,10 @@ class FSDPState:
             self._to_run.clear()
             self.leave_as_set()
 
+    def forget_calls(self) -> None:
+        """An exception has left the root's forward: no call goes on."""
+        self._calls_inside = 0
+
     def leave_as_set(self) -> None:
         """The end of a forward, or of a gather in vain in its place, frees the unsharded parameters, or does not."""
         if self._reshards_now(hides=self._hides_outputs):
@@ -606,7 +610,7 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.post_forward(output)
-        self._calls_inside -= 1
+        self._calls_inside = max(self._calls_inside - 1, 0)
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1
