@@ -17,6 +17,7 @@ from torch.optim import optimizer as hooks_of_all
 
 import fsdp2
 from fsdp2 import FSDPValueError, MixedPrecisionPolicy, ShardingConfig
+from fsdp2.tools import metrics as metrics_module
 from fsdp2.tools.commands import explain as explain_command
 from fsdp2.tools.commands.estimate import sharding_arguments
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
@@ -236,17 +237,18 @@ def test_policies_of_all_parameters_leave_the_module_s_own_casts() -> None:
 def test_metrics_pause_after_what_the_device_has_yet_to_do() -> None:
     """What waits for the device is no part of the pause before it, and all of it after."""
     model = sharded()
-    with fsdp2.metrics(model, write=None) as metrics:
-        seen: list[float] = []
+    now = [0.0]
 
-        def settles(self: Any) -> float:
-            time.sleep(0.05)
-            seen.append(time.perf_counter())
-            return 0.0
+    def settles(self: Any) -> float:
+        now[0] += 1.0
+        return 0.0
 
-        with mock.patch.object(type(metrics._meter), "exposed_seconds", settles):
-            since = metrics._since
-            with metrics.paused():
-                pass
-        assert metrics._since - since < 0.09, "the first wait is training's"
-        assert metrics._since - since > 0.04, "the second one is the pause's"
+    with (
+        mock.patch.object(metrics_module.time, "perf_counter", lambda: now[0]),
+        fsdp2.metrics(model, write=None) as metrics,
+        mock.patch.object(type(metrics._meter), "exposed_seconds", settles),
+    ):
+        since = metrics._since
+        with metrics.paused():
+            now[0] += 10.0
+        assert metrics._since - since == 11.0, "the first wait is training's, the second one the pause's"
