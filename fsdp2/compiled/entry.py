@@ -128,10 +128,10 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
             group.prepare(group.comm)
         ready.append(_prepared(group, again, budget))
     before = state.graph_hooks
-    if isinstance(before, TracedState) and before.groups == tuple(ready):
+    policy = dataclasses.replace(state.policy, inputs=None) if state.in_full_precision else state.policy
+    if isinstance(before, TracedState) and before.groups == tuple(ready) and before.policy == policy:
         before.escapes = 0
     else:
-        policy = dataclasses.replace(state.policy, inputs=None) if state.in_full_precision else state.policy
         state.graph_hooks = TracedState(tuple(ready), policy, state.modules[0])
 
 

@@ -291,6 +291,11 @@ class DtypeBuffers:
         if not self.keeps_memory:
             self.unsharded.free()
 
+    def outdate(self) -> None:
+        """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
+        torch.autograd.graph.increment_version(self._locals)
+        self._versions = [version + 1 for version in self._versions]
+
     def changed(self) -> FSDPParam | None:
         """A parameter whose unsharded form was written, or moved off its slot by setting ``.data``, if there is one.
 

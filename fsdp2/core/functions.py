@@ -31,6 +31,7 @@ def gather_around(module: nn.Module, name: str) -> None:
         state = state_of(self)
         assert state is not None, "of a sharded module"
         try:
+            state.calls += 1
             inputs = state.pre_forward(self, args, kwargs, method)
             args, kwargs = inputs or (args, kwargs)
             output = method(*args, **kwargs) if function is None else function(self, *args, **kwargs)
@@ -41,6 +42,8 @@ def gather_around(module: nn.Module, name: str) -> None:
             if explained is not None:
                 raise explained from error
             raise
+        finally:
+            state.calls -= 1
         return output if cast is None else cast
 
     state.module_hooks.methods.setdefault((module, name), module.__dict__.get(name))

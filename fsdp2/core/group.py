@@ -467,12 +467,15 @@ class FSDPParamGroup:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
         self._phase = phase
 
-    def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> None:
+    def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> bool:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
         Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
         ``user_initiated``: the user waits for it, so a custom all-gather may be asynchronous. ``is_prefetch``: of a
         backward that is only expected: nothing is done if the values of its forward are gone.
+
+        Returns:
+            Whether an all-gather is in flight.
 
         Raises:
             FSDPRuntimeError: ``for_backward``, and the values of the forward are gone; or a `Loan` refuses.
@@ -481,18 +484,18 @@ class FSDPParamGroup:
         """
         if self.loan is not None:
             self.loan.refuse_pass(self.name, for_backward=for_backward)
-            return
+            return self._unsharding is not None
         if self._unsharding is not None:
             self._unsharding.user_initiated = user_initiated
         if for_backward and is_prefetch and self.is_stale():
-            return
+            return self._unsharding is not None
         if self._rests_in_place:
             # A forward gathers anew, whatever it finds: on another rank the user's code may have looked at the shards.
             if for_backward and self._registrations.hold_sharded() and not self.is_stale():
                 self._rests_in_place = False
                 self._registrations.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
-                return
+                return self._unsharding is not None
             self._free_unsharded()
         if self._left_to_do is not None and not for_backward and not self.users:
             self.reshard_after_forward(self._left_to_do)
@@ -500,12 +503,13 @@ class FSDPParamGroup:
             is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
             if for_backward or not (is_toggled or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
-                    if for_backward and self.storage.lies_in_place and not is_prefetch and self.is_stale():
+                    is_there = for_backward and not is_prefetch and self._phase is ParamPhase.UNSHARDED
+                    if is_there and self.storage.lies_in_place and self.is_stale():
                         self.refuse_backward()  # what was written is what the forward saved
-                    return
+                    return self._unsharding is not None
                 if self._rests_as_left():
                     self._start(for_backward, user_initiated)
-                    return
+                    return self._unsharding is not None
             self.reshard()
         if for_backward and not is_prefetch and self.is_stale():
             self.refuse_backward()
@@ -516,6 +520,7 @@ class FSDPParamGroup:
         if not self.is_prepared and self.comm is not None:
             self._prepare_anew(self.comm)
         self._start(for_backward, user_initiated)
+        return True
 
     def _rests_as_left(self) -> bool:
         """Whether what is registered after forward is what was, neither written nor frozen."""
@@ -537,8 +542,10 @@ class FSDPParamGroup:
         # First of all, so that `reshard` cleans up if an exception (out of memory) interrupts the rest.
         self._unsharding = Unsharding(gather, resumes=resumes, user_initiated=user_initiated)
         self._enter(ParamPhase.UNSHARDING)
-        if not (resumes or for_backward):
-            self._gathered = self.written()
+        if not (resumes or for_backward) and (written := self.written()) != self._gathered:
+            self._gathered = written
+            for buffers in self.storage.buffers:
+                buffers.outdate()
         if self.storage.gathers_nothing:
             return
         if _torch.profiler._is_profiler_enabled:

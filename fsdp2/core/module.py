@@ -19,6 +19,7 @@ from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, Rule, checked, is_number, shown
 from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.hooks import STATE
 from fsdp2.core.options import (
     DEFAULT,
     FREE,
@@ -911,17 +912,21 @@ class FSDPModule:
         """
         if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+        state: FSDPState = self.__dict__[STATE]
         try:
+            state.calls += 1
             if _torch_compiler.frame_callback() and PREPARES_GRAPHS.filling()(self):
-                with self._get_fsdp_state().graph_hooks.called():
+                with state.graph_hooks.called():
                     return self._captured_call(*args, **kwargs)
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            self._get_fsdp_state().forward_failed(self)  # type: ignore[arg-type]
+            state.forward_failed(self)  # type: ignore[arg-type]
             explained = MISUSE.filling.explanation_of(error)
             if explained is not None:
                 raise explained from error
             raise
+        finally:
+            state.calls -= 1
 
     def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]

@@ -78,9 +78,10 @@ class Place:
         restarts: how often that was raised: on all ranks, so that they start anew together.
         tells: other ranks are to be told if an exception leaves this one's step.
         left: which pass one has left so; "" if none.
+        thread: the number of the thread that trains; None before it does.
     """
 
-    __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "tells", "waiting")
+    __slots__ = ("failure", "left", "phase", "restarts", "step", "stopped", "tells", "thread", "waiting")
 
     def __init__(self) -> None:
         self.step = 0
@@ -91,6 +92,7 @@ class Place:
         self.stopped = ""
         self.tells = False
         self.left = ""
+        self.thread: int | None = None
 
     def restart(self) -> None:
         """All ranks leave the step that they are in."""

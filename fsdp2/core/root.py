@@ -6,6 +6,7 @@ Decides when groups are gathered ahead and when a pass begins, ends or has faile
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
+from fsdp2.core.buffers import ALLOCATOR
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.options import RootSettings
@@ -138,9 +140,6 @@ class Managed(Protocol):
 
     def end_round(self) -> None:
         """The root's forward is over."""
-
-    def forget_calls(self) -> None:
-        """An exception has left the forward: no call goes on that it has not told of."""
 
     def rest_unseen(self) -> None:
         """The same, where nothing of it is computed again."""
@@ -276,7 +275,7 @@ class FSDPRoot:
         self.holds_graph = False
         self.hidden: tuple[FSDPParamGroup, ...] = ()
         self._resting: tuple[FSDPParamGroup, ...] = ()
-        self._watched: list[RemovableHandle] = []
+        self._watched: dict[torch.Tensor, RemovableHandle] = {}
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -299,7 +298,7 @@ class FSDPRoot:
         if self.settings.divergence == "join" or self.walk is not None:
             self._take_walk()
         self.iteration.in_forward = True
-        PLACE.step += 1
+        PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
         if self.comm.device.has_streams:
@@ -323,7 +322,7 @@ class FSDPRoot:
 
     def begin_compiled_call(self) -> None:
         """A forward begins that is one graph; neither its end nor its backward will be told."""
-        PLACE.step += 1
+        PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase = self._phases[4]
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None and self.comm.device.has_streams:
@@ -409,10 +408,10 @@ class FSDPRoot:
                     if _torch.profiler._is_profiler_enabled:
                         way = "backward" if for_backward else "forward"
                         with _torch.in_range(f"FSDP::{way}_prefetch for {group.name}"):
-                            group.unshard(for_backward=for_backward, is_prefetch=True)
+                            gathers = group.unshard(for_backward=for_backward, is_prefetch=True)
                     else:
-                        group.unshard(for_backward=for_backward, is_prefetch=True)
-                    if group.phase is ParamPhase.UNSHARDING:  # else it was there, or is not needed
+                        gathers = group.unshard(for_backward=for_backward, is_prefetch=True)
+                    if gathers:  # else it was there, or is not needed
                         self.iteration.ahead.add(group)
 
     def end_forward(self) -> None:
@@ -597,7 +596,8 @@ class FSDPRoot:
         if self.iteration.reduced:
             self._forward_order.commit()
             self._backward_order.commit()
-            self.comm.end_step()
+            if self.comm.device.has_streams or self.comm.gather_arena is not ALLOCATOR:
+                self.comm.end_step()
         self.comm.let_host_write_shards()
         PLACE.phase, PLACE.failure = self._phases[3], ""
         self._hold_graph(self.holds_graph)
@@ -620,7 +620,7 @@ class FSDPRoot:
         if holds and not self.iteration.in_forward:
             for group in kept:
                 group.rest_in_place()
-        for handle in self._watched:
+        for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
         if kept:
@@ -628,12 +628,11 @@ class FSDPRoot:
 
     def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""
-        self._watched += [
-            param.unsharded.register_post_accumulate_grad_hook(self._notice_backward)
-            for group in groups
-            for param in group.params
-            if param.unsharded is not None and param.unsharded.requires_grad
-        ]
+        for group in groups:
+            for param in group.params:
+                unsharded = param.unsharded
+                if unsharded is not None and unsharded.requires_grad and unsharded not in self._watched:
+                    self._watched[unsharded] = unsharded.register_post_accumulate_grad_hook(self._notice_backward)
 
     def _notice_backward(self, parameter: torch.Tensor) -> None:
         self.begin_backward()
@@ -700,6 +699,7 @@ class FSDPRoot:
             PLACE.failure = f"an exception had left its step {PLACE.step}, {PLACE.phase}"
             self._leave_failed_forward()
         if has_failed and not keeps:
+            self.comm.drop_reduces({group.reducer for group in self.groups})  # else they would be delivered later
             for group in self.groups:
                 group.drop_gradients()
 
@@ -715,8 +715,6 @@ class FSDPRoot:
             if group in ahead or group.was_interrupted:
                 group.reshard()
         self._end_rounds()
-        for state in self.states:
-            state.forget_calls()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         ended, self.iteration = self.iteration, Iteration()

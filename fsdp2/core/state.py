@@ -220,6 +220,7 @@ class FSDPState:
         graph_hooks: takes the place of the hooks in a graph.
         is_captured: whether graphs may hold what the hooks do.
         own: those of the unit that no other state shares.
+        calls: of its modules, or their methods, that have begun and not ended: one may be inside of another.
     """
 
     def __init__(
@@ -286,7 +287,7 @@ class FSDPState:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
         self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
-        self._calls_inside = 0  # that have begun, and not ended: a method may call the module, or a module itself
+        self.calls = 0
         self._structure = Structure(())
 
     @property
@@ -470,7 +471,6 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
-        self._calls_inside += 1
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
@@ -495,7 +495,7 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        hooks = hooks and self._calls_inside <= 1 and (len(self.modules) == 1 or self._begins_round(module))
+        hooks = hooks and self.calls <= 1 and (len(self.modules) == 1 or self._begins_round(module))
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
@@ -592,10 +592,6 @@ class FSDPState:
             self._to_run.clear()
             self.leave_as_set()
 
-    def forget_calls(self) -> None:
-        """An exception has left the root's forward: no call goes on."""
-        self._calls_inside = 0
-
     def leave_as_set(self) -> None:
         """The end of a forward, or of a gather in vain in its place, frees the unsharded parameters, or does not."""
         if self._reshards_now(hides=self._hides_outputs):
@@ -610,7 +606,6 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.post_forward(output)
-        self._calls_inside = max(self._calls_inside - 1, 0)
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1
@@ -630,7 +625,7 @@ class FSDPState:
             if (not is_seen or _torch.forward_ad._current_level >= 0) and self._expects_backward():
                 self._stay_for_backward(root)
         self._to_run.discard(module)
-        computes = self._calls_inside > 0  # a call around this one, as of a method that calls the module
+        computes = self.calls > 1  # a call around this one, as of a method that calls the module
         for group in self._shared if not computes else ():
             group.users.discard(self)
         if root.walk is not None and self.unit and (self._hides_outputs or self._shows_parameters(outputs)):
@@ -696,7 +691,6 @@ class FSDPState:
             self._replaced = Replaced()
         elif self._replaced_in_calls:
             self._restore_inputs()
-        self._calls_inside = max(self._calls_inside - 1, 0)
         root = self.root
         if root is None or _torch.backward_is_running():
             return  # not initialized; or a recompute, whose early stop is an exception too
@@ -706,6 +700,8 @@ class FSDPState:
                 PLACE.left = PLACE.phase
             root.comm.let_host_write_shards()
         self._to_run.discard(module)
+        if self.calls > 1:
+            return  # a call around this one, which goes on or fails as well
         for group in self._shared:
             group.users.discard(self)
         if not self._to_run:
@@ -808,7 +804,8 @@ class FSDPState:
         root, reshards = self.root, self.reshard_after_backward
         assert root is not None, "a backward follows a forward"
         iteration = root.iteration
-        if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
+        stays = self.calls or root.holds_graph or iteration.creates_graph or iteration.is_second
+        if not (stays or self._hides_outputs):  # of a backward inside of its forward it is still computed with
             for group in self.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()
@@ -880,7 +877,6 @@ class FSDPState:
         self._in_backward = self._awaits_finalization = self._hides_outputs = self._hides_all = False
         self._was_hidden = False
         self._to_run.clear()
-        self._calls_inside = 0
 
 
 def offer(name: str, read: Callable[[FSDPState], Any]) -> None:

@@ -68,9 +68,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
             )
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
-    refused = _settled(states)
-    for group in groups:
-        _refuse_group(group, refused)
+    _refuse_groups(groups, _settled(states))
     for root in roots:
         root.dissolve()
     waiting = _made_plain(states, set())
@@ -140,31 +138,40 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
             )
 
 
-def _refuse_group(group: FSDPParamGroup, refused: FSDPError | None) -> None:
+def _refuse_groups(groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
     """Refuse what this rank, or another, cannot make whole. Collective. ``refused``: why this one cannot anyway.
 
     Raises:
         FSDPError: on all ranks.
     """
-    error = refused
-    try:
-        if error is None:
-            _refuse_own(group)
-    except FSDPError as raised:
-        error = raised  # other ranks are told first
+    error, difference = refused, ""
+    for group in groups:
+        try:
+            if error is None:
+                _refuse_own(group)
+        except FSDPError as raised:
+            error = raised  # other ranks are told first
+        difference = _compared(group, error, difference)
+    for mesh in {group.mesh.key: group.mesh for group in groups}.values():  # ranks of others may have found it since
+        for ranks in (mesh.shard_group, mesh.replicate_group):
+            difference = agreement.disagreement(difference, ranks, mesh.device) or difference
+    if error is not None:
+        raise error
+    if difference:
+        raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
+
+
+def _compared(group: FSDPParamGroup, error: FSDPError | None, difference: str) -> str:
+    """How ranks differ in ``group``, or in those before it, as some of them have found. Collective."""
     lines = [
         f"{param.fqn} {list(param.shape)} {param.dtype}"
         + ("" if param.sharded.grad is None else f", gradient {param.sharded.grad.dtype}")
         for param in group.params
     ]
-    difference = ""
     for ranks in (group.mesh.shard_group, group.mesh.replicate_group):  # the second learn what the first have found
         text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines, str(error or ""), difference])
         difference = agreement.disagreement(text, ranks, group.mesh.device) or difference
-    if error is not None:
-        raise error
-    if difference:
-        raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
+    return difference
 
 
 def _refuse_own(group: FSDPParamGroup) -> None:

@@ -76,7 +76,7 @@ class Watchdog:
         self._ends = threading.Event()
         self._lock = threading.Lock()  # the thread that trains may tell others that it has left a step
         self._abandoned = (-1, -1)
-        self._trains = threading.main_thread().ident
+        self._main = threading.main_thread().ident
         self._waiting: Any = None
         self._since = self._alarmed = self._asked = 0.0
         self._round = 0  # of this rank's own question
@@ -157,9 +157,13 @@ class Watchdog:
 
     # -- what is told
 
+    def _trains(self) -> int | None:
+        """The thread that runs forwards: the main one, until one has run in another."""
+        return self._main if PLACE.thread is None else PLACE.thread
+
     def state(self, round: int) -> State:
         """Where this rank is."""
-        frame = sys._current_frames().get(self._trains or 0)
+        frame = sys._current_frames().get(self._trains() or 0)
         at, (call, group) = _line_of(frame), _call_of(frame)
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         waiting = PLACE.waiting
@@ -266,7 +270,7 @@ class Watchdog:
         if not phase.startswith("backward of "):
             return False
         # The thread goes on while its frames are read, and that of a generator that yields then loses its caller.
-        if any(_runs_backward(sys._current_frames().get(self._trains or 0)) for _ in range(_LOOKS)):
+        if any(_runs_backward(sys._current_frames().get(self._trains() or 0)) for _ in range(_LOOKS)):
             return False
         return (step, phase) == (PLACE.step, PLACE.phase)  # it has not ended meanwhile, nor another begun
 
@@ -300,7 +304,7 @@ class Watchdog:
         self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now, ends=ends)
         PLACE.stopped = verdict["text"]
         self._releases.go_on(now)
-        group = _call_of(sys._current_frames().get(self._trains or 0))[1]
+        group = _call_of(sys._current_frames().get(self._trains() or 0))[1]
         if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
             LOG.error("%s\nThis rank is in a collective of the program's own, which is ended.", verdict["text"])
             self._releases.close(group)

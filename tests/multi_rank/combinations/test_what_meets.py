@@ -422,3 +422,122 @@ def test_replicas_compare_narrow_buffers_that_lie_at_odd_places(world_size: int)
     model.mask[0, 0] = bool(dist.get_rank())
     with pytest.raises(fsdp2.FSDPRuntimeError, match="mask"):
         fsdp2.compare_parameters(model)
+
+
+# ---- what stands between a forward and its backward ----------------------------------------------------
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "replicate"])
+def test_a_backward_is_refused_though_another_forward_has_gathered_what_was_written(
+    strategy: str, world_size: int
+) -> None:
+    model = sharded(stack(), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs()).square().sum().backward()
+    early = model(inputs(1)).square().sum()
+    optimizer.step()
+    late = model(inputs(2)).square().sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|between a forward and its backward"):
+        early.backward()
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    del late
+    plain = stack()
+    for one, other in zip(plain.parameters(), whole(model), strict=True):
+        one.data.copy_(other)
+    for each in (plain, model):
+        each(inputs(3)).square().sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+@multi_rank(2)
+def test_calls_are_counted_though_steps_fail(world_size: int) -> None:
+    """The first call after a failed one is a method that calls the module, and others, by turns failing and not."""
+    plain, model = Generating(), Generating()
+    fsdp2.fully_shard(model.block)
+    fsdp2.fully_shard(model)
+    fsdp2.register_fsdp_forward_method(model, "generate")
+    for where in (model.block, model.head):
+        handle = where.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs()).sum().backward()
+        handle.remove()
+        with torch.no_grad():
+            torch.testing.assert_close(model.generate(inputs(), 2), plain.generate(inputs(), 2))
+    state = model._get_fsdp_state()
+    assert state.calls == model.block._get_fsdp_state().calls == 0
+    assert all(group.phase.value == "sharded" for group in state.root.groups)
+
+
+class Force(nn.Module):
+    """Differentiates in its forward, and computes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.energy, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x)
+        return self.head(x - force)
+
+
+@multi_rank(2)
+def test_a_backward_inside_of_a_forward_leaves_what_computes(world_size: int) -> None:
+    plain, model = Force(), Force()
+    fsdp2.fully_shard(model.energy)
+    fsdp2.fully_shard(model)
+    for step in range(2):
+        torch.testing.assert_close(model(inputs(step)), plain(inputs(step)))
+
+
+@multi_rank(2)
+def test_a_root_that_runs_without_gradients_keeps_no_hooks(world_size: int) -> None:
+    class Teacher(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    model = fsdp2.fully_shard(Teacher(8, 8))
+    watched = []
+    for step in range(3):
+        model(inputs(step))
+        watched.append(len(model._get_fsdp_state().root._watched))
+    assert watched[0] == watched[-1] <= 2
+
+
+@multi_rank(2)
+def test_a_dropped_step_brings_back_no_gradient_that_was_on_its_way(world_size: int) -> None:
+    plain, model = stack(), sharded(stack())
+    model.set_recovery("drop_step")
+    model(inputs()).sum().backward()
+    model.zero_grad()
+    model.set_is_last_backward(False)
+    model(inputs(1)).sum().backward()
+    handle = model[2].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs(2))
+    handle.remove()
+    model.set_is_last_backward(True)
+    for each in (plain, model):
+        each(inputs(3)).sum().backward()
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+@multi_rank(4, timeout=40)
+def test_unwrap_is_refused_on_ranks_of_other_experts_too(world_size: int) -> None:
+    """Whose own groups are all right."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    model = stack(layers=2)
+    fsdp2.fully_shard(model[0], mesh=mesh["dp"])
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model(inputs()).sum().backward()
+    if dist.get_rank() == 0:
+        model[0][0].weight.grad = torch.zeros(8, 8)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"gradient .*set to|Difference"):
+        fsdp2.unwrap(model)
+    assert isinstance(model[0], fsdp2.FSDPModule) and isinstance(model, fsdp2.FSDPModule)
