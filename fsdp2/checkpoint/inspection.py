@@ -107,7 +107,7 @@ class Opened:
             CheckpointDamaged: it is not what was written.
         """
         meta = cast(TensorStorageMetadata, self.source.metadata.state_dict_metadata[name])
-        found = torch.empty(meta.size, dtype=meta.properties.dtype)
+        found = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
         read_tensors(self._reader, self.source, {name: found})
         self._reader.compare_all()
         return found

@@ -593,7 +593,7 @@ def _hyperparameter(reader: Reader, name: str) -> Any:
     if not is_tensor(source, name):
         return reader.value(name)
     meta = cast(TensorStorageMetadata, source.metadata.state_dict_metadata[name])
-    value = torch.empty(meta.size, dtype=meta.properties.dtype)
+    value = torch.empty(meta.size, dtype=meta.properties.dtype, device="cpu")
     read_tensors(reader, source, {name: value})
     reader.compare_all()
     return value
@@ -616,8 +616,10 @@ def read_tensors(reader: Reader, source: Source, into: dict[str, torch.Tensor]) 
     chosen = Metadata({name: source.metadata.state_dict_metadata[name] for name in into})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with torch.no_grad():
-        planner.set_up_planner(dict(into), chosen, False)
-        reader.read(planner.create_local_plan().items, planner)
+        with torch.device("cpu"):  # torch computes offsets with tensors, on the program's default device otherwise
+            planner.set_up_planner(dict(into), chosen, False)
+            items = planner.create_local_plan().items
+        reader.read(items, planner)
 
 
 def _described(tensor: Any) -> str:

@@ -154,7 +154,7 @@ class NamedOptimizers:
 
 def class_of(optimizer: Optimizer) -> str:
     """The name of the class whose state it has: the one that `fsdp2.optim.local` was given, for example."""
-    kinds = type(optimizer).__mro__
+    kinds = getattr(type(optimizer), "_plain", type(optimizer)).__mro__
     of_torch = next((kind for kind in kinds if kind.__module__.startswith("torch.optim.")), kinds[0])
     return kinds[0].__name__ if of_torch is Optimizer else of_torch.__name__
 

@@ -74,8 +74,8 @@ class Watched(Ranks):
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         try:
             with _torch.unobserved(), torch.inference_mode(False), torch.no_grad():
-                sizes = self._exchange(torch.tensor([len(data)]), f"{what}: sizes").tolist()
-                mine = torch.zeros(max(sizes), dtype=torch.uint8)
+                sizes = self._exchange(torch.tensor([len(data)], device="cpu"), f"{what}: sizes").tolist()
+                mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
                 mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 everyone = self._exchange(mine, what).view(self.size, -1)
         except RuntimeError:

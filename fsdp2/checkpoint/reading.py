@@ -159,10 +159,11 @@ class Reader:
             return
         rows_at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
         # A dtype that the target does not have is cast by `copy_`; columns are cut out of rows in memory.
-        block = torch.empty(min(count, rows_at_once), *row_shape, dtype=layout.dtype) if layout.shape else None
+        at_once = (min(count, rows_at_once), *row_shape)
+        block = torch.empty(at_once, dtype=layout.dtype, device="cpu") if layout.shape else None
         for at in range(0, count, rows_at_once):
             size = min(rows_at_once, count - at)
-            rows = torch.empty((), dtype=layout.dtype) if block is None else block[:size]
+            rows = torch.empty((), dtype=layout.dtype, device="cpu") if block is None else block[:size]
             self._read_bytes(key, opened, start + at * row_bytes, _memory(rows))
             if block is None:
                 target.copy_(rows)
@@ -211,7 +212,7 @@ class Reader:
     def rest(self, key: Key, start: int, nbytes: int) -> int:
         """CRC-32 of bytes that nobody needs, of the content of an item."""
         opened = self._open(key, MetadataIndex(*key))
-        buffer = torch.empty(min(nbytes, BLOCK_BYTES), dtype=torch.uint8)
+        buffer = torch.empty(min(nbytes, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
         crc = 0
         for at in range(start, start + nbytes, BLOCK_BYTES):
             part = _memory(buffer)[: min(BLOCK_BYTES, start + nbytes - at)]
@@ -266,7 +267,7 @@ class Reader:
             CheckpointDamaged: something differs.
         """
         opened = self._open(key, MetadataIndex(*key))
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
         for name, record in opened.records.items():
             try:
                 start, crc = content_start(opened.item, record), 0

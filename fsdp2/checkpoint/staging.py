@@ -69,7 +69,7 @@ class Staging:
             or (kept.like is not spec and kept.like != spec)
         ):
             pinned = local.device.type not in ("cpu", "meta")
-            memory = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+            memory = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=pinned)
             shown = memory if spec is None else dtensor_over(memory, spec)
             kept = self._kept[key] = _Kept(spec, memory, shown)
         return kept

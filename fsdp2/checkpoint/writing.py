@@ -64,7 +64,8 @@ class Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Of what this rank has, that which it may have to write."""
-        found = super().create_local_plan()
+        with torch.device("cpu"):  # torch computes offsets with tensors, on the program's default device otherwise
+            found = super().create_local_plan()
         items = [
             item
             for item in found.items

@@ -69,9 +69,12 @@ class Slice(io.RawIOBase):
         """As of any file; all that was asked for, if it is there."""
         wanted = self._nbytes - self._at if size is None or size < 0 else min(size, self._nbytes - self._at)
         self._file.seek(self._start + self._at)
-        found = self._file.read(max(0, wanted)) or b""
-        self._at += len(found)
-        return found
+        parts: list[bytes] = []
+        while wanted > 0 and (found := self._file.read(wanted)):  # one read of Linux returns 2 GiB at most
+            parts.append(found)
+            self._at += len(found)
+            wanted -= len(found)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Record(NamedTuple):

@@ -1,0 +1,112 @@
+"""Checkpoints in programs with a default device, optimizers of their own, and files that come in parts."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+import fsdp2
+from fsdp2.checkpoint import Checkpoints, load, save
+from fsdp2.checkpoint.inspection import Opened
+from fsdp2.checkpoint.optimizers import class_of
+from fsdp2.checkpoint.zips import Slice
+from tests.harness import multi_rank
+
+
+def build(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return fsdp2.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+
+@multi_rank(1, 2)
+def test_a_default_device_changes_nothing(world_size: int, tmp_path: Path) -> None:
+    """Memory for files is on the host, whatever device a program makes its tensors on."""
+    model, other = build(), build(1).double()
+    made = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, other)]
+    model(torch.ones(2, 8)).square().sum().backward()
+    made[0].step()
+    expected = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    torch.set_default_device("meta")
+    try:
+        with Checkpoints(tmp_path / "run", model, made[0], shared={"x": 1}) as checkpoints:
+            checkpoints.save(1)
+            checkpoints.save(2, asynchronous=True)
+        steps = []
+        for verify in ("reading", "first"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            steps.append(Checkpoints(tmp_path / "run", model, made[0]).restore(verify=verify))  # type: ignore[arg-type]
+        load(tmp_path / "run" / "step-00000001", other, made[1], cast=True)  # through memory in between
+        with Opened(tmp_path / "run" / "step-00000002") as opened:
+            weight = opened.read("model.0.weight")
+            damages = list(opened.damages())
+    finally:
+        torch.set_default_device(None)
+    assert steps == [2, 2] and damages == []
+    assert torch.equal(weight, expected[0])
+    for one, two, before in zip(model.parameters(), other.parameters(), expected, strict=True):
+        assert torch.equal(one.full_tensor(), before)
+        assert torch.equal(two.full_tensor(), before.double())
+
+
+class Short(io.BytesIO):
+    """A file whose reads return less than was asked for, as those of more than 2 GiB do."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """At most 7 bytes."""
+        return super().read(7 if size is None or size < 0 else min(size, 7))
+
+
+def test_what_is_read_in_parts_is_whole() -> None:
+    data = bytes(range(256))
+    part = Slice(Short(data), 10, 100)
+    assert part.read() == data[10:110] and part.tell() == 100 and part.read() == b""
+    part.seek(90)
+    assert part.read(5) == data[100:105] and part.read(50) == data[105:110]
+    assert Slice(Short(data), 250, 20).read() == data[250:], "the file ends before"
+    assert zlib.crc32(Slice(Short(data), 0, 256).read()) == zlib.crc32(data)
+
+
+class Lion(Optimizer):
+    """Elementwise, and not of torch."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Sign of a mean of gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.5)
+                    parameter.add_(mean.sign(), alpha=-group["lr"])
+
+
+def local_lion(parameters: Any) -> Optimizer:
+    return fsdp2.optim.local(Lion, parameters, elementwise=True)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("makes", [(Lion, local_lion), (local_lion, Lion)])
+def test_an_optimizer_of_ones_own_loads_into_a_local_one(makes: Any, tmp_path: Path) -> None:
+    models = [build(), build(1)]
+    made = [make(model.parameters()) for make, model in zip(makes, models, strict=True)]
+    assert [class_of(each) for each in made] == ["Lion", "Lion"]
+    models[0](torch.ones(2, 8)).square().sum().backward()
+    made[0].step()
+    save(tmp_path / "c", models[0], made[0])
+    load(tmp_path / "c", models[1], made[1])
+    for one, two in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+        means = [each.state[p]["mean"].full_tensor() for each, p in zip(made, (one, two), strict=True)]
+        assert torch.equal(*means)
