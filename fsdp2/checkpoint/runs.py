@@ -241,16 +241,16 @@ class _Background:
         self._pending = self._thread.submit(_logged, job(self._ranks))
 
     def wait(self) -> None:
-        """Until it is written."""
-        pending, self._pending = self._pending, None
+        """Until it is written. What interrupts the wait, as a signal's handler may, leaves it to be waited for again."""
+        pending = self._pending
         if pending is None:
             return
-        try:
-            pending.result()
-        except SaveFailed:
-            raise
-        except Exception as error:
+        error = pending.exception()
+        self._pending = None
+        if isinstance(error, Exception) and not isinstance(error, SaveFailed):
             raise SaveFailed(f"an asynchronous save failed: {type(error).__name__}: {error}") from error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """The end of it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 import fsdp2
-from fsdp2.checkpoint import Checkpoints, load, save
+from fsdp2.checkpoint import Checkpoints, SaveFailed, load, save
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.optimizers import class_of
+from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.zips import Slice
 from tests.harness import multi_rank
 
@@ -110,3 +112,54 @@ def test_an_optimizer_of_ones_own_loads_into_a_local_one(makes: Any, tmp_path: P
         assert torch.equal(one.full_tensor(), two.full_tensor())
         means = [each.state[p]["mean"].full_tensor() for each, p in zip(made, (one, two), strict=True)]
         assert torch.equal(*means)
+
+
+class Interrupted(Exception):
+    """As a handler of a signal raises it."""
+
+
+@multi_rank(1)
+@pytest.mark.parametrize("kind", [Interrupted, KeyboardInterrupt])
+def test_a_save_whose_wait_is_interrupted_is_waited_for_again(kind: type[BaseException], tmp_path: Path) -> None:
+    """What raises there is of the program, and the memory that is written from stays as it is until it is written."""
+    model, may_write, write = build(), threading.Event(), Save.write
+
+    def slowly(save: Save, failure: str) -> None:
+        assert may_write.wait(60)
+        write(save, failure)
+
+    def interrupted(*_: Any) -> None:
+        raise kind("a signal")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "write", slowly)
+        checkpoints = Checkpoints(tmp_path / "run", model)
+        checkpoints.save(1, asynchronous=True)
+        expected = model[0].weight.full_tensor().clone()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        for _ in range(2):
+            with pytest.MonkeyPatch.context() as signals:
+                signals.setattr(threading.Condition, "wait", interrupted)
+                with pytest.raises(kind, match="a signal"):
+                    checkpoints.save(2, asynchronous=True)
+        may_write.set()
+        checkpoints.save(2, asynchronous=True)
+        checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+    Checkpoints(tmp_path / "run", model).restore(1)
+    assert torch.equal(model[0].weight.full_tensor(), expected)
+
+
+@multi_rank(1)
+def test_an_error_of_the_thread_comes_once(tmp_path: Path) -> None:
+    def write(save: Save, failure: str) -> None:
+        raise ValueError("odd")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "write", write)
+        checkpoints = Checkpoints(tmp_path / "run", build())
+        checkpoints.save(1, asynchronous=True)
+        with pytest.raises(SaveFailed, match="an asynchronous save failed: ValueError: odd"):
+            checkpoints.wait()
+        checkpoints.close()
