@@ -59,18 +59,41 @@ def leftovers(run: Path) -> list[str]:
 
 
 def clean(run: Path) -> None:
-    """Remove what killed processes have left, and say so in the log. By one rank, while none saves."""
+    """Remove what killed processes have left, and say so in the log, as what cannot be removed.
+
+    By one rank, while none saves.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
     for each in sorted(run.iterdir()) if run.is_dir() else ():
         match = _LEFT.fullmatch(each.name)
         if not match:
             continue
         whole = run / match[1]
-        if match[2] == "old" and not whole.exists():  # it made way, and nothing came
-            each.rename(whole)
-            LOG.warning("%s is back: a save that was to replace it did not come to its end", whole)
+        try:
+            if match[2] == "old" and not whole.exists():  # it made way, and nothing came
+                each.rename(whole)
+                LOG.warning("%s is back: a save that was to replace it did not come to its end", whole)
+            else:
+                _remove(each)
+                LOG.warning("removed %s, which a process left that did not come to its end", each)
+        except FileNotFoundError:  # another process removes it, too
             continue
-        shutil.rmtree(each)
-        LOG.warning("removed %s, which a process left that did not come to its end", each)
+        except OSError as error:  # as files that a node of NFS has open yet: the next save tries again
+            LOG.warning("%s is left, and could not be removed: %s", each, error)
+
+
+def _remove(folder: Path) -> None:
+    """A folder; where it is a symbolic link, that, and what it points to stays.
+
+    Raises:
+        OSError: it cannot be removed, or is not there.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def too_old(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
@@ -91,9 +114,13 @@ def remove(run: Path, steps: Iterable[int]) -> list[str]:
         folder = run / name_of(step)
         gone = folder.with_name(f".{folder.name}.removing")
         try:
+            if gone.is_symlink():
+                gone.unlink()
             shutil.rmtree(gone, ignore_errors=True)
             folder.rename(gone)
-            shutil.rmtree(gone)
+            _remove(gone)
+        except FileNotFoundError:  # another process removes it, too
+            continue
         except OSError as error:
             failed.append(f"{folder}: {error}")
     return failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -101,22 +102,58 @@ def test_state_in_lists_and_dicts_comes_back_as_it_was(tmp_path: Path) -> None:
 
 @multi_rank(2)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_run_that_cannot_be_cleaned_fails_on_all_ranks(asynchronous: bool, tmp_path: Path) -> None:
-    model = build()
-    with Checkpoints(tmp_path / "run", model) as checkpoints:
+def test_what_cannot_be_removed_does_not_keep_a_run_from_saving(asynchronous: bool, tmp_path: Path) -> None:
+    """The log says so. What is in the way of the folder that is written fails the save, on all ranks."""
+    model, run = build(), tmp_path / "run"
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp2").addHandler(handler)
+    odd = run / ".step-00000009.removing"
+    with Checkpoints(run, model) as checkpoints:
         checkpoints.save(1)
-        odd = tmp_path / "run" / ".step-00000009.removing"
         if dist.get_rank() == 0:
             odd.touch()  # no folder, as it would be
         dist.barrier()
+        checkpoints.save(2, asynchronous=asynchronous)
+        checkpoints.wait()
+        assert odd.exists() and checkpoints.steps() == [1, 2]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (run / ".step-00000003.writing").touch()
+        dist.barrier()
         with pytest.raises(SaveFailed, match="rank 0"):
-            checkpoints.save(2, asynchronous=asynchronous)
+            checkpoints.save(3, asynchronous=asynchronous)
             checkpoints.wait()
         dist.barrier()
-        odd.unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            (run / ".step-00000003.writing").unlink()
         dist.barrier()
         checkpoints.save(3, asynchronous=asynchronous)
-    assert Checkpoints(tmp_path / "run", model).restore() == 3
+    logging.getLogger("fsdp2").removeHandler(handler)
+    told = [line for line in lines if f"{odd} is left, and could not be removed" in line]
+    assert len(told) == (3 if dist.get_rank() == 0 else 0)
+    assert Checkpoints(run, model).restore() == 3
+
+
+@multi_rank(2)
+def test_steps_that_are_symbolic_links_are_removed_as_links(tmp_path: Path) -> None:
+    """What they point to, as a program has moved it to other disks, stays."""
+    model, run, kept = build(), tmp_path / "run", tmp_path / "other disk"
+    with Checkpoints(run, model, keep_last=1) as checkpoints:
+        checkpoints.save(1)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (run / "step-00000001").rename(kept)
+            (run / "step-00000001").symlink_to(kept)
+            for name in (".step-00000007.removing", ".step-00000008.writing", ".step-00000002.writing"):
+                (run / name).symlink_to(kept)
+        dist.barrier()
+        for step in (2, 3):
+            checkpoints.save(step)
+    dist.barrier()
+    assert [each.name for each in run.iterdir()] == ["step-00000003"]
+    load(kept, model)
 
 
 def flip(folder: Path, tensor: torch.Tensor) -> None:
