@@ -233,7 +233,9 @@ class _Background:
             whole = dist.group.WORLD if group is None else group
             assert whole is not None, "there are several ranks"
             self._ranks = in_background(whole)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2-checkpoint")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="fsdp2-checkpoint", initializer=_set_device, initargs=(_current_device(),)
+        )
         self._pending: Future[None] | None = None
 
     def start(self, job: Callable[[Ranks], Callable[[], None]]) -> None:
@@ -260,6 +262,21 @@ class _Background:
             self._thread.shutdown()
             if isinstance(self._ranks, InBackground):
                 self._ranks.close()
+
+
+def _current_device() -> int | None:
+    """The rank's accelerator, by its index; None where there is none, or none in use."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    is_in_use = getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)
+    return torch.accelerator.current_device_index() if is_in_use() else None
+
+
+def _set_device(index: int | None) -> None:
+    """Make the rank's accelerator this thread's, whose own is the first, as every new thread's; None: it stays."""
+    if index is not None:
+        torch.accelerator.set_device_index(index)
 
 
 def _logged(job: Callable[[], None]) -> None:

@@ -17,6 +17,8 @@ import fsdp2
 from fsdp2.checkpoint import Checkpoints, SaveFailed, load, save
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.optimizers import class_of
+from fsdp2.checkpoint.ranks import Alone
+from fsdp2.checkpoint.runs import _Background
 from fsdp2.checkpoint.saving import Save
 from fsdp2.checkpoint.zips import Slice
 from tests.harness import multi_rank
@@ -163,3 +165,26 @@ def test_an_error_of_the_thread_comes_once(tmp_path: Path) -> None:
         with pytest.raises(SaveFailed, match="an asynchronous save failed: ValueError: odd"):
             checkpoints.wait()
         checkpoints.close()
+
+
+@multi_rank(1)
+def test_the_thread_of_saves_has_the_device_of_the_rank(tmp_path: Path) -> None:
+    """A thread begins on the first device, where every rank would make a context."""
+    seen: list[tuple[int, str]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(
+            torch.accelerator,
+            "set_device_index",
+            lambda index: seen.append((index, threading.current_thread().name)),
+        )
+        background = _Background(Alone(), None)
+        background.start(lambda ranks: lambda: None)
+        background.close()
+        patch.setattr(torch.cuda, "is_initialized", lambda: False)
+        background = _Background(Alone(), None)
+        background.start(lambda ranks: lambda: None)
+        background.close()
+    assert seen == [(3, "fsdp2-checkpoint_0")]
