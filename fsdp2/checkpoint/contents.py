@@ -221,6 +221,52 @@ def places_of(inside: Any, live: Any) -> dict[str, Any]:
     return found
 
 
+def with_live_tensors(state: Any, live: Any) -> Any:
+    """``state``, which nobody else has, with tensors of ``live``, where it has such of one shape in the same place.
+
+    Those get the values of the ones whose place they take, as the program may hold them elsewhere, too. Containers are
+    those of ``state``.
+    """
+    return _with_live(state, live, {})
+
+
+def _with_live(state: Any, live: Any, seen: dict[int, Any]) -> Any:
+    if isinstance(state, torch.Tensor):
+        # What stands at two places of ``live`` can take one value.
+        takes = isinstance(live, torch.Tensor) and seen.setdefault(id(live), state) is state
+        return _written(live, state) if takes else state
+    if id(state) in seen:  # it holds itself
+        return state
+    if isinstance(state, dict) and isinstance(live, Mapping):
+        seen[id(state)] = state
+        for key in [key for key in state if key in live]:
+            state[key] = _with_live(state[key], live[key], seen)
+    elif isinstance(state, list) and isinstance(live, (list, tuple)):
+        seen[id(state)] = state
+        for index, (each, here) in enumerate(zip(state, live, strict=False)):
+            state[index] = _with_live(each, here, seen)
+    elif isinstance(state, tuple) and isinstance(live, (list, tuple)):
+        seen[id(state)] = state
+        made = [_with_live(each, here, seen) for each, here in zip(state, live, strict=False)]
+        made += state[len(made) :]
+        if type(state) is tuple:
+            return tuple(made)
+        return state._make(made) if hasattr(state, "_make") else state
+    return state
+
+
+def _written(live: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """``live`` with the values of ``state``; ``state`` where that cannot be."""
+    if live is state or live.shape != state.shape or live.is_meta:
+        return state
+    try:
+        with torch.inference_mode(live.is_inference()), torch.no_grad():  # as others cannot be written to
+            live.copy_(state)
+    except RuntimeError:  # several elements at one place, or only one of the two is sharded
+        return state
+    return live
+
+
 def is_of_rank_0(key: str, value: Any, names: Names) -> bool:
     """Whether ``value``, which all ranks have under the flat ``key``, is saved by the first of them.
 

@@ -41,6 +41,7 @@ from fsdp2.checkpoint.contents import (
     Values,
     filled,
     places_of,
+    with_live_tensors,
 )
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointMismatch
 from fsdp2.checkpoint.held import held_by, materialize, note_written
@@ -535,7 +536,7 @@ class Load:
                 with torch.no_grad():  # it may be a buffer of a module
                     here.copy_(state)
             else:
-                values[name] = state
+                values[name] = with_live_tensors(state, here)
 
     def _report(self) -> LoadReport:
         wanted, contents = self._wanted, self._contents

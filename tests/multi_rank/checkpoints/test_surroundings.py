@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import zlib
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 import fsdp2
 from fsdp2.checkpoint import Checkpoints, SaveFailed, load, save
+from fsdp2.checkpoint.contents import with_live_tensors
 from fsdp2.checkpoint.inspection import Opened
 from fsdp2.checkpoint.optimizers import class_of
 from fsdp2.checkpoint.ranks import Alone
@@ -188,3 +190,54 @@ def test_the_thread_of_saves_has_the_device_of_the_rank(tmp_path: Path) -> None:
         background.start(lambda ranks: lambda: None)
         background.close()
     assert seen == [(3, "fsdp2-checkpoint_0")]
+
+
+Pair = namedtuple("Pair", "mean count")
+
+
+@multi_rank(2)
+def test_plain_tensors_beside_sharded_ones_are_written_where_they_are(tmp_path: Path) -> None:
+    """A program that holds the tensors of its own list sees the values of the checkpoint in all of them."""
+    model = build()
+    plain = [torch.full((3,), 1.0), torch.full((2, 2), 2.0), torch.ones(1)]
+    sharded = [parameter.detach().clone() for parameter in model.parameters()]
+    expected = [each.full_tensor() for each in sharded]
+    odd = torch.zeros(1).expand(4)
+    shared: dict[str, Any] = {
+        "ema": [sharded[0], plain[0], *sharded[1:]],
+        "plain": {"deep": OrderedDict(a=(plain[1], 7)), "pair": Pair(plain[2], 3), "odd": odd, "new": torch.ones(2)},
+    }
+    run = Checkpoints(tmp_path / "run", model, shared=shared)
+    run.save(1)
+    ema, before = shared["ema"], shared["plain"]
+    with torch.no_grad():
+        for each in (*sharded, *plain):
+            each.zero_()
+    before["new"] = torch.zeros(3)
+    before["deep"]["a"] = (plain[1], 8)
+    assert run.restore() == 1
+    assert plain[0].tolist() == [1.0] * 3 and plain[1].tolist() == [[2.0] * 2] * 2 and plain[2].item() == 1
+    assert ema[1] is plain[0]
+    assert all(torch.equal(each.full_tensor(), values) for each, values in zip(sharded, expected, strict=True))
+    after = shared["plain"]
+    assert [id(each) for each in shared["ema"]] == [id(each) for each in ema]
+    assert type(after["deep"]) is OrderedDict and after["deep"]["a"][0] is plain[1] and after["deep"]["a"][1] == 7
+    assert type(after["pair"]) is Pair and after["pair"].mean is plain[2] and after["pair"].count == 3
+    assert after["new"].tolist() == [1.0] * 2 and after["odd"].tolist() == [0.0] * 4
+
+
+def test_live_tensors_take_the_places_of_what_was_read() -> None:
+    state: list[Any] = [torch.ones(2), torch.ones(2), {"a": 1}]
+    state.append(state)
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    live: list[Any] = [torch.zeros(2), frozen]
+    made = with_live_tensors(state, [*live, {"a": torch.ones(1), "b": 2}, live, "more"])
+    assert made is state and made[0] is live[0] and live[0].tolist() == [1.0, 1.0]
+    assert made[1] is frozen and frozen.tolist() == [1.0, 1.0]
+    assert made[2] == {"a": 1} and made[3] is state
+    assert with_live_tensors(torch.ones(2), torch.empty(2, device="meta")).tolist() == [1.0, 1.0]
+    assert with_live_tensors((1, torch.ones(1), 2), [0]) == (1, torch.ones(1), 2)
+    twice = torch.zeros(1)
+    made = with_live_tensors([torch.ones(1), torch.zeros(1)], [twice, twice])
+    assert [each.item() for each in made] == [1, 0] and made[0] is twice
