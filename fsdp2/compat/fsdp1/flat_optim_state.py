@@ -27,6 +27,7 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
 from fsdp2.compat.fsdp1.layout import FlatEntry, FlatLayout, FlatUnit
 from fsdp2.compat.fsdp1.names import named_parameters
 from fsdp2.compat.fsdp1.wrapped_layout import flat_layout, wrappers_of
+from fsdp2.optim.guard import rekey
 
 
 def flat_optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def flat_optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         FSDPValueError: with ``use_orig_params=False``, the parameters of one unit are in several groups, or their
             scalars differ.
     """
+    rekey(optim)
     layout, wrappers, root = _wrapped(model)
     names = _names(model)
     kept = {names[parameter]: entry for parameter in _parameters(optim) if (entry := optim.state.get(parameter))}
@@ -107,6 +109,7 @@ def flat_optim_state_dict_to_load(model: nn.Module, optim: Optimizer, optim_stat
     Raises:
         FSDPValueError: the state does not fit the wrapping; the message names the parameter and the key.
     """
+    rekey(optim)
     layout, wrappers, root = _wrapped(model)
     names = _names(model)
     order = OptimizerOrder.of_model(model, layout)
@@ -200,7 +203,7 @@ def _outline_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wrapped(model: nn.Module) -> tuple[FlatLayout, dict[str, Any], Any]:
-    """The layout, the wrappers by name, and the first of them.
+    """The layout, the wrappers by name, and the first of them. Their parameters are at rest afterwards.
 
     Raises:
         FSDPValueError: there is none.
@@ -217,6 +220,8 @@ def _wrapped(model: nn.Module) -> tuple[FlatLayout, dict[str, Any], Any]:
                 f"'{name}' is sharded over other ranks than the model, and then the state of flat parameters cannot be "
                 "read or written here: python -m fsdp2.compat.fsdp1.convert does it from files."
             )
+    for each in wrappers.values():
+        each._unit.reshard()
     return flat_layout(model), wrappers, root
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from fsdp2.core.param import fsdp_param_of, replacement_of
+
 WRAPPED = "_fsdp_wrapped_module"
 """Under which a wrapper holds its module, as torch's does: programs look for it in names."""
 
@@ -27,9 +29,21 @@ def saved(name: str) -> str:
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All names of all parameters at and below ``module``, those of ties included, without prefixes."""
+    """All names of all parameters at and below ``module``, those of ties included, without prefixes.
+
+    The sharded ones, as an optimizer holds them, in the place of unsharded ones that are registered at the moment.
+    """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield clean(name), parameter
+        yield clean(name), at_rest(parameter)
+
+
+def at_rest(parameter: nn.Parameter) -> nn.Parameter:
+    """The sharded parameter of ``parameter``: of one from before wrapping, or of an unsharded one; else itself."""
+    owner = fsdp_param_of(parameter)
+    if owner is not None:
+        return owner.sharded
+    successor = replacement_of(parameter)
+    return parameter if successor is None else successor
 
 
 class Inside:

@@ -21,13 +21,14 @@ from fsdp2.compat.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp2.compat.fsdp1.names import named_parameters
+from fsdp2.compat.fsdp1.names import at_rest, named_parameters
+from fsdp2.optim.guard import rekey
 
 StateDict = dict[str, Any]
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The first clean name of every parameter."""
+    """The first clean name of every parameter, as optimizers hold it."""
     names: dict[nn.Parameter, str] = {}
     for name, parameter in named_parameters(model):
         names.setdefault(parameter, name)
@@ -41,6 +42,7 @@ def state_of(
 
     ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
     """
+    rekey(optimizer)
     given = optimizer.state_dict() if given is None else given
     names, indices = names_of(model), _indices(optimizer)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -110,6 +112,8 @@ def state_to_load(
     Raises:
         FSDPRuntimeError: a name that the model does not have.
     """
+    if isinstance(optimizer, Optimizer):
+        rekey(optimizer)
     names = names_of(model)
     by_name: dict[str, nn.Parameter] = {name: parameter for name, parameter in named_parameters(model)}
     is_full, config = settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
@@ -207,9 +211,9 @@ def sharded_settings() -> Any:
 def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
     """In the order of the optimizer, of what it is built on, or of the model."""
     if optimizer is not None:
-        return _indices(optimizer)
+        return [at_rest(each) for each in _indices(optimizer)]
     given = list(model.parameters() if optim_input is None else optim_input)
-    return [each for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+    return [at_rest(each) for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
 
 
 class _Like(NamedTuple):
@@ -224,8 +228,8 @@ def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | No
         return optimizer
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and isinstance(given[0], dict):
-        return _Like([{**each, "params": list(each["params"])} for each in given])
-    return _Like([{"params": given}])
+        return _Like([{**each, "params": [at_rest(p) for p in each["params"]]} for each in given])
+    return _Like([{"params": [at_rest(each) for each in given]}])
 
 
 class _Form:
