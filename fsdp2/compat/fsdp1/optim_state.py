@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 import fsdp2
 from fsdp2.compat.fsdp1 import whole
@@ -21,7 +22,7 @@ from fsdp2.compat.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp2.compat.fsdp1.names import at_rest, named_parameters
+from fsdp2.compat.fsdp1.names import at_rest, clean, named_parameters
 from fsdp2.optim.guard import rekey
 
 StateDict = dict[str, Any]
@@ -49,17 +50,22 @@ def state_of(
     config = settings.optim_state_dict_config
     drops = is_full and config.rank0_only and not ranks.is_first
     keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
+    state: StateDict = {keys.get(key, key): _copied(entry) for key, entry in given["state"].items()}
     places = [
-        (keys.get(key, key), what, value) for key, entry in given["state"].items() for what, value in entry.items()
+        (inside, what)
+        for inside in (state, *(entry for entry in state.values() if isinstance(entry, dict)))
+        for what, value in inside.items()
+        if isinstance(value, torch.Tensor)
     ]
-    state: StateDict = {keys.get(key, key): {} for key in given["state"]}
-    tensors = [value for _, _, value in places if isinstance(value, torch.Tensor)]
-    offload = config.offload_to_cpu
-    made = iter(whole.wholes(tensors, offload=offload) if is_full else [_sharded(each, offload) for each in tensors])
-    for name, what, value in places:
-        state[name][what] = next(made) if isinstance(value, torch.Tensor) else value
+    tensors, offload = [inside[what] for inside, what in places], config.offload_to_cpu
+    if is_full:
+        made = whole.wholes(tensors, offload=offload, keep=not drops)
+    else:
+        made = [_sharded(each, offload) for each in tensors]
     if drops:
         return {}
+    for (inside, what), value in zip(places, made, strict=True):
+        inside[what] = value
     groups = [
         {
             **{what: copy.deepcopy(value) for what, value in group.items() if what not in ("params", "param_names")},
@@ -68,6 +74,13 @@ def state_of(
         for group in given["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _copied(entry: Any) -> Any:
+    """A dict of its own; what is no mapping, as only a state that is of no parameter can be, is copied too."""
+    if isinstance(entry, Mapping):
+        return dict(entry)
+    return entry if isinstance(entry, torch.Tensor) else copy.copy(entry)
 
 
 def _indices(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -80,7 +93,12 @@ def _keys(given: StateDict, indices: list[nn.Parameter], names: dict[nn.Paramete
     if all(isinstance(key, int) for key in keys):
         return dict(zip(keys, indices, strict=True))
     by_name = {name: parameter for parameter, name in names.items()}
-    return {key: by_name[key] for key in keys if key in by_name}
+    return {key: by_name[_plain(key)] for key in keys if _plain(key) in by_name}
+
+
+def _plain(key: Any) -> Any:
+    """A name without prefixes: those of torch's `set_state_dict` have `_orig_mod.` in them. Else the key."""
+    return clean(key) if isinstance(key, str) else key
 
 
 def _name(names: dict[nn.Parameter, str], parameter: nn.Parameter) -> str:
@@ -109,8 +127,10 @@ def state_to_load(
 ) -> StateDict:
     """What ``optimizer.load_state_dict`` takes: the state placed as the parameters are. Collective, if on rank 0 only.
 
+    A state that is of no parameter, which the program has put there, is left as it is.
+
     Raises:
-        FSDPRuntimeError: a name that the model does not have.
+        FSDPRuntimeError: a parameter's name that the model does not have.
     """
     if isinstance(optimizer, Optimizer):
         rekey(optimizer)
@@ -120,30 +140,41 @@ def state_to_load(
     if is_full and config.rank0_only:
         given = _from_first_rank(given, by_name, ranks)
     mine = {names[parameter] for parameter in _indices(optimizer) if parameter in names}
+    saved_groups = list(given.get("param_groups", ()))
     state: StateDict = {}
+    others: StateDict = {}
     for name, entry in given["state"].items():
-        parameter = by_name.get(name)
+        parameter = by_name.get(_plain(name))
         if parameter is None:
-            raise fsdp2.FSDPRuntimeError(f"the optimizer's state has '{name}', which the model does not have.")
+            if _is_of_a_parameter(name, entry, saved_groups):
+                raise fsdp2.FSDPRuntimeError(f"the optimizer's state has '{name}', which the model does not have.")
+            others[name] = _copied(entry)
+            continue
         if names[parameter] not in mine:
             continue  # of a part of the model that this optimizer does not step on
         state[names[parameter]] = {what: _loaded(value, parameter, name) for what, value in entry.items()}
     saved = {
         names[by_name[name]]: index
-        for index, group in enumerate(given["param_groups"])
-        for name in group["params"]
+        for index, group in enumerate(saved_groups)
+        for name in map(_plain, group["params"])
         if name in by_name
     }
     groups = [
-        _group(group, given["param_groups"], saved, names, position)
-        for position, group in enumerate(optimizer.param_groups)
+        _group(group, saved_groups, saved, names, position) for position, group in enumerate(optimizer.param_groups)
     ]
     if is_named_optimizer:
-        return {"state": state, "param_groups": groups}
+        return {"state": state | others, "param_groups": groups}
     numbers = {names[parameter]: index for index, parameter in enumerate(_indices(optimizer))}
     for group in groups:
         group["params"] = [numbers[name] for name in group["params"]]
-    return {"state": {numbers[name]: entry for name, entry in state.items()}, "param_groups": groups}
+    return {"state": {numbers[name]: entry for name, entry in state.items()} | others, "param_groups": groups}
+
+
+def _is_of_a_parameter(key: Any, entry: Any, groups: list[dict[str, Any]]) -> bool:
+    """Whether ``key`` is among the parameters of ``groups``; without any, whether there are tensors under it."""
+    if groups:
+        return any(key in group["params"] for group in groups)
+    return isinstance(entry, Mapping) and any(isinstance(value, torch.Tensor) for value in entry.values())
 
 
 def _group(
@@ -174,26 +205,35 @@ def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter], ranks: 
     """What the first rank has, on all: tensors one by one. Collective."""
     outline: Any = None
     if ranks.is_first:
+        is_known = {name: _plain(name) in by_name for name in given["state"]}
         outline = {
             "state": {
-                name: {what: _outline(value) for what, value in entry.items()} for name, entry in given["state"].items()
+                name: {what: _outline(value) for what, value in entry.items()}
+                for name, entry in given["state"].items()
+                if is_known[name]
             },
-            "param_groups": given["param_groups"],
+            # Of no parameter, and small; or to be refused.
+            "others": {name: _on_cpu(entry) for name, entry in given["state"].items() if not is_known[name]},
+            "param_groups": list(given.get("param_groups", ())),
         }
     outline = ranks.objects(outline)
-    state: StateDict = {}
+    state: StateDict = outline["others"]
     for name, entry in outline["state"].items():
         state[name] = {}
         for what, form in entry.items():
             if not isinstance(form, _Form):
                 state[name][what] = form
                 continue
-            parameter = by_name.get(name)
-            device = parameter.device if parameter is not None else torch.device("cpu")
+            parameter = by_name[_plain(name)]
             sent = given["state"][name][what] if ranks.is_first else None
-            received = ranks.tensor(sent, torch.empty(form.shape, dtype=form.dtype, device=device))
-            state[name][what] = received if parameter is None else whole.like(received, parameter)
+            received = ranks.tensor(sent, torch.empty(form.shape, dtype=form.dtype, device=parameter.device))
+            state[name][what] = whole.like(received, parameter)
     return {"state": state, "param_groups": outline["param_groups"]}
+
+
+def _on_cpu(value: Any) -> Any:
+    """Where every rank can read it, whatever device is its own."""
+    return tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, value)
 
 
 def full_settings(rank0_only: bool) -> Any:
@@ -252,9 +292,10 @@ def rekeyed(given: StateDict, key_type: Any, model: nn.Module, parameters: Itera
         to = {name: number for number, name in to.items()}
         aliases = {name: names[parameter] for name, parameter in named_parameters(model)}
         to |= {alias: to[name] for alias, name in aliases.items() if name in to}
-    return {
-        "state": {to.get(key, key): entry for key, entry in given["state"].items()},
-        "param_groups": [
-            {**group, "params": [to.get(key, key) for key in group["params"]]} for group in given["param_groups"]
-        ],
-    }
+    found: StateDict = {"state": {to.get(_plain(key), key): entry for key, entry in given["state"].items()}}
+    if "param_groups" in given:
+        found["param_groups"] = [
+            {**group, "params": [to.get(_plain(key), key) for key in group["params"]]}
+            for group in given["param_groups"]
+        ]
+    return found

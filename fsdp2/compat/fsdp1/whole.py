@@ -29,13 +29,22 @@ _TOGETHER_BYTES = 64 * 2**10
 """Of whole tensors that are gathered by one collective, and are in memory twice for a moment."""
 
 
-def wholes(tensors: Sequence[torch.Tensor], *, offload: bool) -> list[torch.Tensor]:
-    """`whole` of each. Small tensors that are cut alike along dim 0 travel together, large ones alone. Collective."""
+def wholes(tensors: Sequence[torch.Tensor], *, offload: bool, keep: bool = True) -> list[torch.Tensor]:
+    """`whole` of each. Small tensors that are cut alike along dim 0 travel together, large ones alone. Collective.
+
+    Not ``keep``: this rank takes part in the collectives, and drops what arrives at once; nothing is returned.
+    """
     found: dict[int, torch.Tensor] = {}
     together: dict[int, DTensor] = {}
-    nbytes = 0
+    nbytes, offload = 0, offload and keep
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, DTensor) or not _is_cut_in_rows(tensor):
+        if not keep:
+            found.clear()
+        if not isinstance(tensor, DTensor):
+            if keep:
+                found[index] = whole(tensor, offload=offload)
+            continue
+        if not _is_cut_in_rows(tensor):
             found[index] = whole(tensor, offload=offload)
             continue
         size = tensor.numel() * tensor.element_size()
@@ -49,7 +58,7 @@ def wholes(tensors: Sequence[torch.Tensor], *, offload: bool) -> list[torch.Tens
         together[index] = tensor
         nbytes += size
     found |= _gathered_together(together, offload)
-    return [found[index] for index in range(len(tensors))]
+    return [found[index] for index in range(len(tensors))] if keep else []
 
 
 def _is_cut_in_rows(tensor: DTensor) -> bool:
