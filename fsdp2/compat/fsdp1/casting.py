@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,12 +12,17 @@ from torch import nn
 
 
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with its floating-point tensors in ``dtype``, in tuples, lists and dicts too.
+    """``value`` with its floating-point tensors in ``dtype``, in tuples, lists, sets, dicts and dataclasses too.
 
-    A list or a dict is replaced only if a tensor in it is cast: else what a module writes into it is not lost.
+    What holds tensors is replaced only if a tensor in it is cast: else what a module writes into it is not lost.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _cast_fields(value, dtype)
+    if isinstance(value, (set, frozenset)):
+        members = [(each, cast_inputs(each, dtype)) for each in value]
+        return value if all(new is old for old, new in members) else type(value)(new for _, new in members)
     if isinstance(value, (tuple, list)):
         items = [cast_inputs(each, dtype) for each in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -26,17 +33,36 @@ def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
         if all(made[key] is value[key] for key in value):
             return value
         copied = value.copy()
-        copied.update(made)
+        for key, each in made.items():
+            copied[key] = each  # some that are derived from dict, as transformers' outputs, refuse `update`
         return copied
     return value
+
+
+def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of a dataclass with the fields cast; itself, if nothing is. Fields may be no arguments, or frozen."""
+    held = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if hasattr(value, each.name)}
+    made = {name: cast_inputs(each, dtype) for name, each in held.items()}
+    if all(made[name] is held[name] for name in held):
+        return value
+    copied = copy.copy(value)
+    if isinstance(copied, dict):  # its items are its fields
+        for name in copied.keys() & made.keys():
+            copied[name] = made[name]
+    for name, each in made.items():
+        if each is not held[name]:
+            object.__setattr__(copied, name, each)
+    return copied
 
 
 def _first_dtype(value: Any) -> torch.dtype | None:
     if isinstance(value, torch.Tensor):
         return value.dtype if value.is_floating_point() else None
-    if isinstance(value, dict):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, each.name, None) for each in dataclasses.fields(value)]
+    elif isinstance(value, dict):
         value = value.values()
-    elif not isinstance(value, (tuple, list)):
+    elif not isinstance(value, (tuple, list, set, frozenset)):
         return None
     return next((dtype for dtype in map(_first_dtype, value) if dtype is not None), None)
 
