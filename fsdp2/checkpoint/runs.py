@@ -243,7 +243,7 @@ class _Background:
         self._pending = self._thread.submit(_logged, job(self._ranks))
 
     def wait(self) -> None:
-        """Until it is written. What interrupts the wait, as a signal's handler may, leaves it to be waited for again."""
+        """Until it is written. What interrupts the wait, as a signal may, leaves it to be waited for again."""
         pending = self._pending
         if pending is None:
             return
