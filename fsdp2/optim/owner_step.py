@@ -47,21 +47,23 @@ def step_on_owners(optimizer: Optimizer) -> None:
             "offload_policy of its parameters), which it cannot bring to the device; leave the state there."
         )
     stand_ins: dict[nn.Parameter, FSDPParam] = {}
-    for group in optimizer.param_groups:
-        for index, parameter in enumerate(group["params"]):
-            owner = fsdp_param_of(parameter)
-            if owner is not None and owner.sharding.partition.owner is not None:
-                stand_in = _stand_in(owner)
-                group["params"][index] = stand_in
-                stand_ins[stand_in] = owner
-                if parameter in optimizer.state:
-                    optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
+    swapped: dict[torch.Tensor, nn.Parameter] = {}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        owner = fsdp_param_of(parameter)
+        if owner is not None and owner.sharding.partition.owner is not None:
+            stand_in = swapped[parameter] = _stand_in(owner)  # which may refuse: nothing is swapped yet
+            stand_ins[stand_in] = owner
     if not stand_ins:
         raise FSDPValueError(
             "step_on_owners got an optimizer without owned parameters: call its step(), or give matrices an owner with "
             "fully_shard(..., shard_placement_fn=fsdp2.balanced_owners(...))."
         )
     try:
+        for group in optimizer.param_groups:
+            group["params"][:] = [swapped.get(parameter, parameter) for parameter in group["params"]]
+        for parameter, stand_in in swapped.items():
+            if parameter in optimizer.state:
+                optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
         optimizer.step()
     finally:
         for group in optimizer.param_groups:
