@@ -101,7 +101,7 @@ def clip_grad_norm_(
         every = _sharded_parameters(_as_list(parameters, warn_if_empty=True))
     slots = _Slots.of_parameters(every)
     total = _total_norm(slots, norm_type, error_if_nonfinite, foreach, mesh)
-    _scale(slots.groups(), max_norm, total, foreach)
+    _scale(slots.groups_to_scale(total), max_norm, total, foreach)
     if slots.written_unseen:
         torch.autograd.graph.increment_version(slots.written_unseen)
     return total
@@ -342,6 +342,16 @@ class _Slots:
         if len(self.slots) == 1:
             return self.slots[0].groups
         return _by_device_and_dtype([each for slot in self.slots for each in slot.gradients])
+
+    def groups_to_scale(self, total: torch.Tensor) -> _Groups:
+        """The same without what lies between gradients, which a norm of NaN would make NaN for good.
+
+        Between them are zeros, which finite numbers leave alone; on a CPU it costs nothing to see that ``total`` is one.
+        """
+        is_seen = total.is_cpu and not _torch.is_fake(total)
+        if not self.written_unseen or (is_seen and math.isfinite(total.item())):
+            return self.groups()
+        return _by_device_and_dtype(list(filter(torch.Tensor.numel, self.written_unseen)))
 
     def _slot_of(self, tensor: torch.Tensor, parameter: torch.Tensor, index: int) -> _Slot:
         spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
