@@ -203,6 +203,10 @@ class LocalOptimizer(Optimizer):
             _torch.foreach_zero(tensors)
 
     def _step_inside(self, step: Callable[..., Any]) -> None:
+        if torch.is_inference_mode_enabled():  # its tensors could not be written to by later steps
+            with torch.inference_mode(False), torch.no_grad():
+                self._step_inside(step)
+            return
         if self._flat and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise FSDPRuntimeError(
                 "a step with flat=True cannot be captured in a CUDA graph, for its replay would not be noticed; make "
@@ -233,6 +237,7 @@ class LocalOptimizer(Optimizer):
     def _step_on_lent_state(self, step: Callable[..., Any]) -> None:
         """With a ``state`` that is brought when it is asked for, see `offload_optimizer_state`: look at each value."""
         lending: Any = vars(self)["state"]
+        vars(self).pop("_inside", None)  # it holds the state as it was, on the device
         every = [StepTargets(group["params"], {}, flat=[], earlier=[]) for group in self.param_groups]
         try:
             lent = [targets.swap_in() for targets in every]

@@ -122,6 +122,10 @@ class Ordinary:
 
     def step(self, optimizer: Optimizer) -> None:
         """That of ``optimizer``'s class, without a closure."""
+        if torch.is_inference_mode_enabled():  # its tensors could not be written to by later steps
+            with torch.inference_mode(False), torch.no_grad():
+                self.step(optimizer)
+            return
         step = _torch.without_hooks(type(optimizer).step)
         outside: Any = optimizer.state
         # Another mapping: it is offloaded since it was looked through.
