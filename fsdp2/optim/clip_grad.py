@@ -346,7 +346,7 @@ class _Slots:
     def groups_to_scale(self, total: torch.Tensor) -> _Groups:
         """The same without what lies between gradients, which a norm of NaN would make NaN for good.
 
-        Between them are zeros, which finite numbers leave alone; on a CPU it costs nothing to see that ``total`` is one.
+        Between them are zeros, which finite numbers leave alone. On a CPU it costs nothing to see ``total`` is one.
         """
         is_seen = total.is_cpu and not _torch.is_fake(total)
         if not self.written_unseen or (is_seen and math.isfinite(total.item())):
