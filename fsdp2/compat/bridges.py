@@ -52,6 +52,23 @@ def of_fully_shard(lightnings: Callable[[object], bool], ours_class: type) -> Ca
     return has_dtensor_modules
 
 
+TRANSFORMERS = ("transformers.trainer_pt_utils",)
+"""Its Trainer asks there which parameters decay, and compares with ``named_parameters()``."""
+
+PARAMETER_NAMES = "get_parameter_names"
+"""The function, which goes down by ``named_children()``, where the wrapper is not hidden."""
+
+
+def plain_names(theirs: Callable[..., list[str]], clean: Callable[[str], str]) -> Callable[..., list[str]]:
+    """``get_parameter_names``: of FSDP1's wrappers of ours, as ``named_parameters()`` has them."""
+
+    @functools.wraps(theirs)
+    def get_parameter_names(*args: Any, **kwargs: Any) -> list[str]:
+        return [clean(name) for name in theirs(*args, **kwargs)]
+
+    return get_parameter_names
+
+
 def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:
     """``ours``, with a ``state`` of modules of both implementations: pipelining up to 2.14 ends backwards by it."""
 

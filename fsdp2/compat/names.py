@@ -130,7 +130,7 @@ def modules_of_torch() -> Iterator[ModuleType]:
 
 def modules_with_bridges() -> Iterator[ModuleType]:
     """The loaded modules of others in which `bridges` replaces a name of their own."""
-    return (module for name, module in _loaded() if name in bridges.LIGHTNING)
+    return (module for name, module in _loaded() if name in (*bridges.LIGHTNING, *bridges.TRANSFORMERS))
 
 
 def modules_of_others() -> Iterator[ModuleType]:

@@ -58,7 +58,13 @@ class Swap:
         wrapper = next((pair for pair in pairs if pair.name == "FullyShardedDataParallel"), None)
         self._undo = None if wrapper is None else bridges.serve_both(wrapper.torchs, wrapper.ours)
         self._later = AfterImport(
-            (*bridges.PIPELINING, *bridges.STATE_DICTS, *bridges.LIGHTNING, memory_tracking.DEFINED_IN),
+            (
+                *bridges.PIPELINING,
+                *bridges.STATE_DICTS,
+                *bridges.LIGHTNING,
+                *bridges.TRANSFORMERS,
+                memory_tracking.DEFINED_IN,
+            ),
             self._replace_in,
         )
         self.lacking = without_counterpart()
@@ -143,7 +149,7 @@ def install(*, fsdp1: bool = True) -> Swap:
 
     Args:
         fsdp1: ``FullyShardedDataParallel`` and what belongs to it too ('Programs written for FSDP1' in the
-            documentation), and a question that Lightning asks; else FSDP1 stays torch's.
+            documentation), and what Lightning and transformers ask of it; else FSDP1 stays torch's.
 
     Returns:
         What was replaced, and how to undo it. Called again meanwhile: a swap of nothing, so that nesting is harmless.

@@ -60,10 +60,15 @@ def parameters_below(module: nn.Module) -> Sequence[torch.Tensor]:
     return known.params
 
 
+def at_rest(parameter: nn.Parameter) -> nn.Parameter:
+    """The sharded parameter of ``parameter``: of one from before wrapping, or of an unsharded one; else itself."""
+    owner = fsdp_param_of(parameter)
+    if owner is not None:
+        return owner.sharded
+    successor = replacement_of(parameter)
+    return parameter if successor is None else successor
+
+
 def _walk(module: nn.Module) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    for parameter in module.parameters():
-        owner, successor = fsdp_param_of(parameter), replacement_of(parameter)
-        chosen = successor if owner is None and successor is not None else parameter if owner is None else owner.sharded
-        found[id(chosen)] = chosen
+    found = {id(chosen): chosen for chosen in map(at_rest, module.parameters())}
     return list(found.values())

@@ -164,6 +164,38 @@ def test_where_warnings_are_errors_nothing_stays_replaced(monkeypatch: pytest.Mo
     assert torch.nn.utils.clip_grad_norm_.__module__.startswith("torch.")
 
 
+NAMES_OF_PARAMETERS = """
+def get_parameter_names(model, forbidden):
+    found = []
+    for name, child in model.named_children():
+        below = get_parameter_names(child, forbidden)
+        found += [f"{name}.{each}" for each in below if not isinstance(child, tuple(forbidden))]
+    return found + list(model._parameters)
+"""
+
+
+def test_transformers_finds_the_parameters_that_decay(monkeypatch: pytest.MonkeyPatch, simulate: FakeWorlds) -> None:
+    """It goes down by ``named_children()``, and looks for what it finds in ``named_parameters()``."""
+    client = ModuleType(bridges.TRANSFORMERS[0])
+    exec(NAMES_OF_PARAMETERS, vars(client))
+    theirs = client.get_parameter_names
+    monkeypatch.setitem(sys.modules, bridges.TRANSFORMERS[0], client)
+    simulate(2)
+    with install():
+        wrap = torch.distributed.fsdp.FullyShardedDataParallel
+        model = wrap(nn.Sequential(wrap(nn.Linear(2, 2)), nn.LayerNorm(2)))
+        decays = client.get_parameter_names(model, [nn.LayerNorm])
+        assert decays == ["0.weight", "0.bias"]
+        assert set(decays) < {name for name, _ in model.named_parameters()}
+    assert client.get_parameter_names is theirs
+
+
+def test_wrappers_take_false_for_no_offloading(simulate: FakeWorlds) -> None:
+    simulate(2)
+    model = fsdp1.FullyShardedDataParallel(nn.Linear(2, 2), cpu_offload=False)  # type: ignore[arg-type]
+    assert not model.cpu_offload.offload_params
+
+
 # Pipelining and torch._dynamo, which deal with modules of both implementations
 
 

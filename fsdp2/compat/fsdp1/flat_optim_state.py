@@ -27,7 +27,6 @@ from fsdp2.compat.fsdp1.flat_checkpoints import (
 from fsdp2.compat.fsdp1.layout import FlatEntry, FlatLayout, FlatUnit
 from fsdp2.compat.fsdp1.names import named_parameters
 from fsdp2.compat.fsdp1.wrapped_layout import flat_layout, wrappers_of
-from fsdp2.optim.guard import rekey
 
 
 def flat_optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def flat_optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
         FSDPValueError: with ``use_orig_params=False``, the parameters of one unit are in several groups, or their
             scalars differ.
     """
-    rekey(optim)
+    fsdp2.optim.guard.rekey(optim)
     layout, wrappers, root = _wrapped(model)
     names = _names(model)
     kept = {names[parameter]: entry for parameter in _parameters(optim) if (entry := optim.state.get(parameter))}
@@ -109,7 +108,7 @@ def flat_optim_state_dict_to_load(model: nn.Module, optim: Optimizer, optim_stat
     Raises:
         FSDPValueError: the state does not fit the wrapping; the message names the parameter and the key.
     """
-    rekey(optim)
+    fsdp2.optim.guard.rekey(optim)
     layout, wrappers, root = _wrapped(model)
     names = _names(model)
     order = OptimizerOrder.of_model(model, layout)

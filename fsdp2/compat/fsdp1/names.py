@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
-from fsdp2.core.param import fsdp_param_of, replacement_of
+import fsdp2
 
 WRAPPED = "_fsdp_wrapped_module"
 """Under which a wrapper holds its module, as torch's does: programs look for it in names."""
@@ -19,6 +19,11 @@ def clean(name: str) -> str:
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
+
+
+def without_wrappers(name: str) -> str:
+    """``name`` as ``named_parameters()`` of a wrapper has it: other libraries' prefixes stay."""
+    return name.replace(PREFIXES[0], "")
 
 
 def saved(name: str) -> str:
@@ -34,16 +39,7 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     The sharded ones, as an optimizer holds them, in the place of unsharded ones that are registered at the moment.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield clean(name), at_rest(parameter)
-
-
-def at_rest(parameter: nn.Parameter) -> nn.Parameter:
-    """The sharded parameter of ``parameter``: of one from before wrapping, or of an unsharded one; else itself."""
-    owner = fsdp_param_of(parameter)
-    if owner is not None:
-        return owner.sharded
-    successor = replacement_of(parameter)
-    return parameter if successor is None else successor
+        yield clean(name), fsdp2.optim.model_parameters.at_rest(parameter)
 
 
 class Inside:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 import fsdp2
 from fsdp2.compat.fsdp1 import whole
@@ -22,8 +21,7 @@ from fsdp2.compat.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp2.compat.fsdp1.names import at_rest, clean, named_parameters
-from fsdp2.optim.guard import rekey
+from fsdp2.compat.fsdp1.names import clean, named_parameters
 
 StateDict = dict[str, Any]
 
@@ -43,7 +41,7 @@ def state_of(
 
     ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
     """
-    rekey(optimizer)
+    fsdp2.optim.guard.rekey(optimizer)
     given = optimizer.state_dict() if given is None else given
     names, indices = names_of(model), _indices(optimizer)
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
@@ -133,7 +131,7 @@ def state_to_load(
         FSDPRuntimeError: a parameter's name that the model does not have.
     """
     if isinstance(optimizer, Optimizer):
-        rekey(optimizer)
+        fsdp2.optim.guard.rekey(optimizer)
     names = names_of(model)
     by_name: dict[str, nn.Parameter] = {name: parameter for name, parameter in named_parameters(model)}
     is_full, config = settings.state_dict_type is StateDictType.FULL_STATE_DICT, settings.optim_state_dict_config
@@ -233,7 +231,11 @@ def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter], ranks: 
 
 def _on_cpu(value: Any) -> Any:
     """Where every rank can read it, whatever device is its own."""
-    return tree_map(lambda each: each.cpu() if isinstance(each, torch.Tensor) else each, value)
+    if isinstance(value, dict):
+        return type(value)((key, _on_cpu(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(_on_cpu, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def full_settings(rank0_only: bool) -> Any:
@@ -251,9 +253,13 @@ def sharded_settings() -> Any:
 def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
     """In the order of the optimizer, of what it is built on, or of the model."""
     if optimizer is not None:
-        return [at_rest(each) for each in _indices(optimizer)]
+        return [_at_rest(each) for each in _indices(optimizer)]
     given = list(model.parameters() if optim_input is None else optim_input)
-    return [at_rest(each) for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+    return [_at_rest(each) for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+
+
+def _at_rest(parameter: nn.Parameter) -> nn.Parameter:
+    return fsdp2.optim.model_parameters.at_rest(parameter)
 
 
 class _Like(NamedTuple):
@@ -268,8 +274,8 @@ def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | No
         return optimizer
     given = list(model.parameters() if optim_input is None else optim_input)
     if given and isinstance(given[0], dict):
-        return _Like([{**each, "params": [at_rest(p) for p in each["params"]]} for each in given])
-    return _Like([{"params": [at_rest(each) for each in given]}])
+        return _Like([{**each, "params": [_at_rest(p) for p in each["params"]]} for each in given])
+    return _Like([{"params": [_at_rest(each) for each in given]}])
 
 
 class _Form:

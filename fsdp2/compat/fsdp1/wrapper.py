@@ -88,7 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         check("module", module, nn.Module)
         check("sharding_strategy", sharding_strategy, ShardingStrategy)
-        check("cpu_offload", cpu_offload, CPUOffload)
+        check("cpu_offload", cpu_offload or None, CPUOffload)  # False says the same
         check("backward_prefetch", backward_prefetch, BackwardPrefetch)
         check("mixed_precision", mixed_precision, MixedPrecision)
         check("device_mesh", device_mesh, DeviceMesh)
