@@ -34,7 +34,7 @@ def test_generators_that_yield_meanwhile_are_no_exception(torn: int, monkeypatch
     reduction = reductions()
     reads: Iterator[FrameType | None] = iter([next(reduction)] * torn)
     monkeypatch.setattr(thread.sys, "_current_frames", lambda: {1: next(reads, None) or sys._getframe()})
-    trains = SimpleNamespace(_trains=1)
+    trains = SimpleNamespace(_trains=lambda: 1)
     assert next(reduction).f_back is None
     assert not within_backward(lambda: Watchdog._has_left(trains))  # type: ignore[arg-type]
 
@@ -43,4 +43,4 @@ def test_a_backward_that_nothing_runs_any_more_has_been_left(monkeypatch: pytest
     monkeypatch.setattr(PLACE, "phase", "backward of Net")
     monkeypatch.setattr(PLACE, "left", "")
     monkeypatch.setattr(thread.sys, "_current_frames", lambda: {1: sys._getframe()})
-    assert Watchdog._has_left(SimpleNamespace(_trains=1))  # type: ignore[arg-type]
+    assert Watchdog._has_left(SimpleNamespace(_trains=lambda: 1))  # type: ignore[arg-type]
