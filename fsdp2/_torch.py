@@ -6,6 +6,7 @@ Each entry says why it is needed, and where versions of torch differ. All were s
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import operator
@@ -406,6 +407,12 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 """The number of the backward pass that the calling thread is inside of, -1 if of none."""
+
+
+def on_host(number: torch.Tensor) -> float:
+    """The value of ``number`` (), float32 or float64 in host memory, without an operator, which would seem to wait."""
+    kind = ctypes.c_double if number.dtype is torch.float64 else ctypes.c_float
+    return kind.from_address(number.data_ptr()).value
 
 
 def backward_is_running() -> bool:

@@ -349,7 +349,7 @@ class _Slots:
         Between them are zeros, which finite numbers leave alone. On a CPU it costs nothing to see ``total`` is one.
         """
         is_seen = total.is_cpu and not _torch.is_fake(total)
-        if not self.written_unseen or (is_seen and math.isfinite(total.item())):
+        if not self.written_unseen or (is_seen and math.isfinite(_torch.on_host(total))):
             return self.groups()
         return _by_device_and_dtype(list(filter(torch.Tensor.numel, self.written_unseen)))
 
