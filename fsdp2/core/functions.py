@@ -80,6 +80,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let the method ``method_name`` of ``module`` gather and reshard like ``forward``. Nothing to do if not sharded.
 
+    The method may call the module itself: its parameters stay until the outermost call ends.
+
     Raises:
         FSDPTypeError: not a module, or not a name.
         FSDPValueError: there is no such method.

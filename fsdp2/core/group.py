@@ -484,7 +484,7 @@ class FSDPParamGroup:
         """
         if self.loan is not None:
             self.loan.refuse_pass(self.name, for_backward=for_backward)
-            return self._unsharding is not None
+            return False
         if self._unsharding is not None:
             self._unsharding.user_initiated = user_initiated
         if for_backward and is_prefetch and self.is_stale():
@@ -495,7 +495,7 @@ class FSDPParamGroup:
                 self._rests_in_place = False
                 self._registrations.register_unsharded()
                 self._enter(ParamPhase.UNSHARDED)
-                return self._unsharding is not None
+                return False
             self._free_unsharded()
         if self._left_to_do is not None and not for_backward and not self.users:
             self.reshard_after_forward(self._left_to_do)
@@ -509,7 +509,7 @@ class FSDPParamGroup:
                     return self._unsharding is not None
                 if self._rests_as_left():
                     self._start(for_backward, user_initiated)
-                    return self._unsharding is not None
+                    return True
             self.reshard()
         if for_backward and not is_prefetch and self.is_stale():
             self.refuse_backward()

@@ -804,8 +804,7 @@ class FSDPState:
         root, reshards = self.root, self.reshard_after_backward
         assert root is not None, "a backward follows a forward"
         iteration = root.iteration
-        stays = self.calls or root.holds_graph or iteration.creates_graph or iteration.is_second
-        if not (stays or self._hides_outputs):  # of a backward inside of its forward it is still computed with
+        if not (root.holds_graph or iteration.creates_graph or iteration.is_second or self._hides_outputs):
             for group in self.unit:
                 if not group.users and (group.settings.requires_gradient_sync if reshards is None else reshards):
                     group.reshard()

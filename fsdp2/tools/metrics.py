@@ -173,8 +173,8 @@ class Metrics:
         self._since, self._counted, self._tokens = time.perf_counter(), 0, 0
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._write = options.write if is_first else None
-        self._board = _board(options.tensorboard) if options.tensorboard is not None and is_first else None
         self._file = options.file.open("a", encoding="utf-8") if options.file is not None and is_first else None
+        self._board = _board(options.tensorboard) if options.tensorboard is not None and is_first else None
         self._paused_exposed = 0.0
 
     def __enter__(self) -> Metrics:
@@ -399,6 +399,10 @@ def metrics(
         meter = _Meter()
         observation = meter.observation = Observation([model], meter, "metrics()", only_exchanges=True)
     found = Metrics(model, options, meter, observation)
-    if observation is not None:
-        observation.begin()
+    try:
+        if observation is not None:
+            observation.begin()
+    except BaseException:
+        found.close()
+        raise
     return found

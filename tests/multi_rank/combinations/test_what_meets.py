@@ -471,27 +471,43 @@ def test_calls_are_counted_though_steps_fail(world_size: int) -> None:
     assert all(group.phase.value == "sharded" for group in state.root.groups)
 
 
-class Force(nn.Module):
-    """Differentiates in its forward, and computes on."""
+class ByHand(nn.Module):
+    """A method that trains by itself, as with manual optimization of other libraries: it clips, too."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.energy, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        (force,) = torch.autograd.grad(self.energy(x).sum(), x)
-        return self.head(x - force)
+        return self.head(self.body(x))
+
+    def training_step(self, x: torch.Tensor, optimizer: torch.optim.Optimizer, calls: bool) -> torch.Tensor:
+        optimizer.zero_grad()
+        (self(x) if calls else self.head(self.body(x))).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        optimizer.step()
+        return norm
 
 
 @multi_rank(2)
-def test_a_backward_inside_of_a_forward_leaves_what_computes(world_size: int) -> None:
-    plain, model = Force(), Force()
-    fsdp2.fully_shard(model.energy)
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_method_may_run_backward_clip_and_step(calls: bool, world_size: int) -> None:
+    plain, model = ByHand(), ByHand()
+    fsdp2.fully_shard(model.body)
     fsdp2.fully_shard(model)
+    fsdp2.register_fsdp_forward_method(model, "training_step")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(2):
-        torch.testing.assert_close(model(inputs(step)), plain(inputs(step)))
+        norms = [
+            each.training_step(inputs(step), optimizer, calls)
+            for each, optimizer in zip((plain, model), optimizers, strict=True)
+        ]
+        found = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
+        torch.testing.assert_close(found, norms[0])
+    model.reset_iter_state()
+    for one, other in zip(whole(model), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach())
 
 
 @multi_rank(2)
