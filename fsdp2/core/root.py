@@ -190,6 +190,7 @@ class Iteration:
         postponed: what is to be gathered ahead as soon as there is room.
         following: a unit, and what is to be gathered ahead when its backward has ended.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
+        trained: a backward that reduced has ended inside of the root's forward: of a method that trains by itself.
     """
 
     __slots__ = (
@@ -205,12 +206,13 @@ class Iteration:
         "reaches_watched",
         "recomputed",
         "reduced",
+        "trained",
         "unfinalized",
     )
 
     def __init__(self) -> None:
         self.order: ExecutionOrder[Unit] | None = None
-        self.reduced = False
+        self.reduced = self.trained = False
         self.in_forward = False
         self.in_backward = False
         self.creates_graph = False
@@ -423,7 +425,7 @@ class FSDPRoot:
         if self.walk is not None:
             self.walk.end_forward()
         self._end_rounds()
-        self.iteration.in_forward = False
+        self.iteration.in_forward = self.iteration.trained = False
         PLACE.phase = self._phases[1]
         self._forward_order.end()
         self._evaluation_order.end()
@@ -604,6 +606,7 @@ class FSDPRoot:
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
+        self.iteration.trained = ended.in_forward and (ended.reduced or ended.trained)
 
     def _hold_graph(self, holds: bool) -> None:
         """Whether a recorded backward may yet be differentiated, or one of `hidden` modules run again.

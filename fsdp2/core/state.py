@@ -622,7 +622,9 @@ class FSDPState:
         awaits_backward = torch.is_grad_enabled()
         if awaits_backward:
             is_seen = before_backward_of_outputs(self._pre_backward, outputs)
-            if (not is_seen or _torch.forward_ad._current_level >= 0) and self._expects_backward():
+            has_trained = self.is_root and root.iteration.trained  # and no other backward is to come
+            hides_some = not is_seen or _torch.forward_ad._current_level >= 0
+            if hides_some and not has_trained and self._expects_backward():
                 self._stay_for_backward(root)
         self._to_run.discard(module)
         computes = self.calls > 1  # a call around this one, as of a method that calls the module
