@@ -138,11 +138,12 @@ class TwoWays(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))  # so that the root is gathered, and something ahead of the first
 
     def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
         if both:
             x = self.first(x)
-        return self.second(x)
+        return self.second(x) * self.scale
 
 
 @multi_rank(2)
