@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import gc
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -39,6 +39,48 @@ def disagreement(
     and then on all ranks.
     """
     return _compared(description, 0, group, device, what)[0]
+
+
+def compared_over(
+    meshes: Iterable[DataParallelMesh], described_on: Callable[[DataParallelMesh], str], what: str, number: int = 0
+) -> tuple[str, int, bool]:
+    """Whether the ranks say the same of each of ``meshes``. Collective over each of them, and twice over the first.
+
+    What differs on the first ends it there, on all of its ranks: they have other meshes, perhaps. What differs on
+    others is told to all ranks of the first.
+
+    Args:
+        meshes: that this rank has, in the order of all; some of them may be the same.
+        described_on: what is to be the same on the ranks of one of them.
+        what: they compare, for messages.
+        number: which may differ.
+
+    Returns:
+        How they differ, empty if they do not; the highest number; and whether the numbers differ.
+    """
+    first, *others = {mesh.key: mesh for mesh in meshes}.values()
+    difference, highest, differ, has_others = "", number, False, bool(others)
+
+    def compare(mesh: DataParallelMesh, text: str) -> None:
+        nonlocal difference, highest, differ, has_others
+        for group in (mesh.shard_group, mesh.replicate_group):
+            # Of a rank's shard group, the ranks of its replicas learn all that it has found.
+            seen = 4 * highest + 2 * differ + has_others
+            now, found = _compared(f"{text}\n{difference}", seen, group, mesh.device, what)
+            difference = now or difference
+            if found:
+                highest = max(found) // 4
+                differ = len({each // 4 for each in found}) > 1 or any(each & 2 for each in found)
+                has_others = any(each & 1 for each in found)
+
+    kinds = sorted({str(mesh) for mesh in others})
+    compare(first, "\n".join([described_on(first), *(f"a mesh of {kind}" for kind in kinds)]))
+    if difference or not has_others:
+        return difference, highest, differ
+    for mesh in others:
+        compare(mesh, described_on(mesh))
+    compare(first, "")
+    return difference, highest, differ
 
 
 def _compared(
@@ -228,21 +270,14 @@ def refuse_disagreement(
     Raises:
         FSDPRuntimeError: on every rank, with the difference.
     """
-    meshes = {mesh.key: mesh}
-    for group in groups:
-        meshes.setdefault(group.mesh.key, group.mesh)
-    highest, differ = (0 if number is None else number.value), False
-    difference = ""
-    for key, each in meshes.items():
-        plans = [f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == key]
-        description = "\n".join([*plans, *settings])
-        for process_group in (each.shard_group, each.replicate_group):
-            seen = 2 * highest + differ  # of a rank's shard group, the ranks of its replicas learn both
-            text = f"{description}\n{difference}"  # of which the ranks of other shard groups learn
-            now, found = _compared(text, seen, process_group, each.device, f"the plans of {root_name}")
-            difference = now or difference
-            if found:
-                highest, differ = max(found) // 2, len(set(found)) > 1 or any(each % 2 for each in found)
+
+    def described_on(each: DataParallelMesh) -> str:
+        return "\n".join([*(f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == each.key), *settings])
+
+    meshes = [mesh, *(group.mesh for group in groups)]
+    difference, highest, differ = compared_over(
+        meshes, described_on, f"the plans of {root_name}", 0 if number is None else number.value
+    )
     if difference:
         raise FSDPRuntimeError(
             "the ranks have different plans, so their collectives would not match; every rank must build the same "

@@ -241,6 +241,7 @@ class DtypeBuffers:
         self.keeps_memory = self.lies_in_place = False
         self._unsharded_params: list[FSDPParam] = []
         self._locals: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []  # what autograd saves of them: of DTensors, the wrappers too
         self._offsets: list[int] = []
         self._versions: list[int] = []
         self._shard_slices: dict[tuple[int, int], torch.Tensor] = {}
@@ -265,7 +266,7 @@ class DtypeBuffers:
             self.unsharded = Resizable(whole)
         unsharded = self.unsharded.flat
         start = unsharded.data_ptr()
-        self._unsharded_params, self._locals = [], []
+        self._unsharded_params, self._locals, self._saved = [], [], []
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             offset = slot.shard_offset if in_place else slot.unsharded_offset
             alias = storage_alias(unsharded, offset, param.shape, slot.partition.stride(param.shape))
@@ -273,6 +274,9 @@ class DtypeBuffers:
             if param.unsharded is not None and alias.numel():
                 self._unsharded_params.append(param)
                 self._locals.append(param.unsharded if param.sharding.unsharded_spec is None else alias)
+                self._saved.append(param.unsharded)
+                if param.sharding.unsharded_spec is not None:
+                    self._saved.append(alias)
         self._offsets = [local.data_ptr() - start for local in self._locals]
         self._versions = list(map(_torch.version_of, self._locals))
 
@@ -293,7 +297,7 @@ class DtypeBuffers:
 
     def outdate(self) -> None:
         """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
-        torch.autograd.graph.increment_version(self._locals)
+        torch.autograd.graph.increment_version(self._saved)
         self._versions = [version + 1 for version in self._versions]
 
     def changed(self) -> FSDPParam | None:

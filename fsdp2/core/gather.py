@@ -464,6 +464,9 @@ class ExtensionGather(Protocol):
     def finish_from_rests(self) -> None:
         """The same, of what came from there."""
 
+    def outdate(self) -> None:
+        """Other values come where earlier ones were."""
+
     def free(self) -> None:
         """The unsharded tensors are used no more."""
 
@@ -670,6 +673,13 @@ class GroupStorage:
                 self.extensions.finish_from_rests()
             else:
                 self.extensions.finish(None if self.post_forward is None else self.post_forward.mesh)
+
+    def outdate(self) -> None:
+        """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
+        for buffers in self._buffers:
+            buffers.outdate()
+        if self.extensions is not None:
+            self.extensions.outdate()
 
     def free(self) -> None:
         """Free everything but the shards; every unsharded parameter loses its values with it."""

@@ -544,8 +544,7 @@ class FSDPParamGroup:
         self._enter(ParamPhase.UNSHARDING)
         if not (resumes or for_backward) and (written := self.written()) != self._gathered:
             self._gathered = written
-            for buffers in self.storage.buffers:
-                buffers.outdate()
+            self.storage.outdate()
         if self.storage.gathers_nothing:
             return
         if _torch.profiler._is_profiler_enabled:
@@ -818,6 +817,7 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
             for _, cleared in together:
                 for buffer in cleared:
                     buffer.stays = True
+                    comm.held_for_graphs.append(buffer)
             continue
         if comm.device.has_streams:
             last = [group.reducer.last_stream(comm) for group, _ in together]

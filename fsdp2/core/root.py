@@ -126,6 +126,7 @@ class Managed(Protocol):
         roots: all that it is below of.
         own_root: the root that its own module is.
         is_root: whether ``root`` is ``own_root``.
+        calls: of its modules, or their methods, that have begun and not ended.
     """
 
     class_name: str
@@ -133,6 +134,7 @@ class Managed(Protocol):
     roots: list[FSDPRoot]
     own_root: FSDPRoot | None
     is_root: bool
+    calls: int
 
     @property
     def name(self) -> str:
@@ -190,7 +192,8 @@ class Iteration:
         postponed: what is to be gathered ahead as soon as there is room.
         following: a unit, and what is to be gathered ahead when its backward has ended.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
-        trained: a backward that reduced has ended inside of the root's forward: of a method that trains by itself.
+        trained: a backward that reduced has ended inside of the root's forward, or of a method that calls it, which
+            trains by itself.
     """
 
     __slots__ = (
@@ -299,7 +302,7 @@ class FSDPRoot:
             self.begin_training()
         if self.settings.divergence == "join" or self.walk is not None:
             self._take_walk()
-        self.iteration.in_forward = True
+        self.iteration.in_forward, self.iteration.trained = True, False
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
@@ -606,7 +609,8 @@ class FSDPRoot:
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
-        self.iteration.trained = ended.in_forward and (ended.reduced or ended.trained)
+        is_inside = ended.in_forward or self.owner.calls > 0
+        self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
     def _hold_graph(self, holds: bool) -> None:
         """Whether a recorded backward may yet be differentiated, or one of `hidden` modules run again.

@@ -287,6 +287,7 @@ class FSDPCommContext:
         reduce_arena: of what belongs to the reduce-scatter stream. Without streams there is one for both.
         was_interrupted: an exception came while a reduction was being launched.
         was_captured: a forward was captured in a graph.
+        held_for_graphs: what lies on memory that a captured graph writes, whoever else lets go of it.
         has_failed: a reduction has failed while it was waited for.
     """
 
@@ -298,6 +299,7 @@ class FSDPCommContext:
         self.all_reduce_stream = device.new_stream()
         self.max_pending_reduces = 1
         self.gather_arena = self.reduce_arena = ALLOCATOR
+        self.held_for_graphs: list[object] = []
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
         self.was_interrupted = self.was_captured = self.has_failed = self._holds_pools = False

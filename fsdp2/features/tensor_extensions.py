@@ -445,6 +445,11 @@ class ExtensionGather:
             for output in each.outputs:
                 output.free()
 
+    def outdate(self) -> None:
+        """Other values come where earlier ones were: autograd refuses backwards that have saved those."""
+        made = [each.param.unsharded for each in self._extended if each.param.unsharded is not None]
+        torch.autograd.graph.increment_version(made)
+
     def storages(self) -> set[int]:
         """The identities of the storages that unsharded tensors lie on."""
         return {_torch.storage_of(buffer.flat) for each in self._extended for buffer in (*each.outputs, *each.inner)}

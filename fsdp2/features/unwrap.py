@@ -14,6 +14,7 @@ from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.module import mix_out
 from fsdp2.core.param import FSDPParam, carry_over, fsdp_param_of, is_subclass, mark_replaced
 from fsdp2.core.root import roots_of
@@ -68,7 +69,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
             )
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
-    _refuse_groups(groups, _settled(states))
+    _refuse_groups(states[0].mesh, groups, _settled(states))
     for root in roots:
         root.dissolve()
     waiting = _made_plain(states, set())
@@ -138,40 +139,44 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
             )
 
 
-def _refuse_groups(groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
-    """Refuse what this rank, or another, cannot make whole. Collective. ``refused``: why this one cannot anyway.
+def _refuse_groups(mesh: DataParallelMesh, groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
+    """Refuse what this rank, or another, cannot make whole. Collective.
+
+    Args:
+        mesh: of all ranks.
+        groups: to be made whole.
+        refused: why this rank cannot anyway.
 
     Raises:
         FSDPError: on all ranks.
     """
-    error, difference = refused, ""
-    for group in groups:
-        try:
-            if error is None:
-                _refuse_own(group)
-        except FSDPError as raised:
-            error = raised  # other ranks are told first
-        difference = _compared(group, error, difference)
-    for mesh in {group.mesh.key: group.mesh for group in groups}.values():  # ranks of others may have found it since
-        for ranks in (mesh.shard_group, mesh.replicate_group):
-            difference = agreement.disagreement(difference, ranks, mesh.device) or difference
+    error = refused
+    try:
+        for group in groups if error is None else ():
+            _refuse_own(group)
+    except FSDPError as raised:
+        error = raised  # other ranks are told first
+
+    def described_on(each: DataParallelMesh) -> str:
+        return "\n".join(
+            [*map(_described, (group for group in groups if group.mesh.key == each.key)), str(error or "")]
+        )
+
+    meshes = [mesh, *(group.mesh for group in groups)]
+    difference, *_ = agreement.compared_over(meshes, described_on, "what is to be unwrapped")
     if error is not None:
         raise error
     if difference:
         raise FSDPRuntimeError(f"the ranks would unwrap different parameters. Difference:\n{difference}")
 
 
-def _compared(group: FSDPParamGroup, error: FSDPError | None, difference: str) -> str:
-    """How ranks differ in ``group``, or in those before it, as some of them have found. Collective."""
+def _described(group: FSDPParamGroup) -> str:
     lines = [
         f"{param.fqn} {list(param.shape)} {param.dtype}"
         + ("" if param.sharded.grad is None else f", gradient {param.sharded.grad.dtype}")
         for param in group.params
     ]
-    for ranks in (group.mesh.shard_group, group.mesh.replicate_group):  # the second learn what the first have found
-        text = "\n".join([f"group '{group.name}' over {group.mesh}", *lines, str(error or ""), difference])
-        difference = agreement.disagreement(text, ranks, group.mesh.device) or difference
-    return difference
+    return "\n".join([f"group '{group.name}' over {group.mesh}", *lines])
 
 
 def _refuse_own(group: FSDPParamGroup) -> None:

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import ANYTHING, at_least, checked
-from fsdp2.core.agreement import disagreement
+from fsdp2.core.agreement import compared_over
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.module import FSDPModule
 from fsdp2.core.state import FSDPState, states_below_all
@@ -231,12 +231,8 @@ class GraphedStep:
             ) from failure
 
     def _of_others(self, said: str | None) -> str | None:
-        """How ranks differ. All of them compare over every group: the later ones learn what the first have found."""
-        difference = ""
-        for mesh in self._meshes:
-            for ranks in (mesh.shard_group, mesh.replicate_group):
-                found = disagreement(f"{said}\n{difference}", ranks, mesh.device, "whether a step was recorded")
-                difference = found or difference
+        """How ranks differ. All of them compare over every mesh."""
+        difference, *_ = compared_over(self._meshes, lambda _: str(said), "whether a step was recorded")
         return f"The ranks differ:\n{difference}" if difference else None
 
     def _settle(self) -> None:

@@ -269,8 +269,9 @@ class Watchdog:
         step, phase = PLACE.step, PLACE.phase
         if not phase.startswith("backward of "):
             return False
-        # The thread goes on while its frames are read, and that of a generator that yields then loses its caller.
-        if any(_runs_backward(sys._current_frames().get(self._trains() or 0)) for _ in range(_LOOKS)):
+        # In any thread, for a forward may run in another one than its backward. Threads go on while their frames are
+        # read, and that of a generator that yields then loses its caller.
+        if any(_runs_backward(frame) for _ in range(_LOOKS) for frame in sys._current_frames().values()):
             return False
         return (step, phase) == (PLACE.step, PLACE.phase)  # it has not ended meanwhile, nor another begun
 

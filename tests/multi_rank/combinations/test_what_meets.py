@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2.core.group import FSDPParamGroup
@@ -128,6 +128,40 @@ def test_a_step_between_forward_and_backward_is_refused_where_parameters_lie_in_
     optimizer.step()
 
 
+class Scaled(nn.Module):
+    """Autograd saves the parameter itself for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh())
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_backward_of_overwritten_values_is_refused_under_tensor_parallelism(reshard: bool, world_size: int) -> None:
+    """A second forward has gathered the new values, so nothing else shows that the first had others."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = Scaled()
+    parallelize_module(model, meshes["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fsdp2.fully_shard(model, mesh=meshes["dp"], reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs()).square().sum().backward()
+    first = model(inputs(1)).square().sum()
+    optimizer.step()
+    second = model(inputs(2)).square().sum()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|between a forward and its backward"):
+        first.backward()
+    del first, second
+    model.reset_iter_state()
+    optimizer.zero_grad()
+    model(inputs(2)).square().sum().backward()
+    optimizer.step()
+
+
 # ---- gathered ahead, or there already ------------------------------------------------------------------
 
 
@@ -218,6 +252,46 @@ def test_plans_that_differ_on_one_rank_are_shown_on_all(world_size: int) -> None
     sharded(model, mesh=hybrid())
     with pytest.raises(fsdp2.FSDPRuntimeError, match=r"(?s)the ranks have different plans.*bias"):
         model(inputs())
+
+
+@multi_rank(2, timeout=40)
+def test_ranks_of_which_one_has_a_mesh_more_are_told(world_size: int) -> None:
+    """The others do not take part in what that mesh would compare."""
+    model = sharded(stack(), replicate_below=200 if dist.get_rank() == 0 else 0)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"the ranks have different plans"):
+        model(inputs())
+    dist.barrier()
+
+
+@multi_rank(4, timeout=40)
+@pytest.mark.parametrize("action", ["forward", "unwrap"])
+def test_what_one_mesh_of_experts_refuses_all_ranks_hear_of(action: str, world_size: int) -> None:
+    """Two of four ranks have that mesh; the other two have another."""
+    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    model = stack()
+    expert = model[1]
+    own = fsdp2.ShardPlacementResult(None, fsdp2.FSDPMeshInfo(meshes["edp"], 0))
+    fsdp2.fully_shard(expert, mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=lambda parameter: own)
+    sharded(nn.Sequential(model[0], model[2]), mesh=init_device_mesh("cpu", (4,)))
+    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    if action == "unwrap":
+        model(inputs()).sum().backward()
+    if dist.get_rank() == 0:
+        if action == "forward":
+            expert[0].weight.requires_grad_(False)
+        else:
+            expert[0].weight.grad = torch.zeros(8, 8)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"(?s)sharded like|weight"):
+        fsdp2.unwrap(model) if action == "unwrap" else model(inputs())
+    dist.barrier()
+
+
+@multi_rank(2, timeout=40)
+def test_ranks_that_unwrap_different_numbers_of_groups_are_told(world_size: int) -> None:
+    model = sharded(stack())
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=r"would unwrap different parameters"):
+        fsdp2.unwrap(model if dist.get_rank() == 0 else model[2])
+    dist.barrier()
 
 
 @multi_rank(2, timeout=40)
@@ -506,6 +580,8 @@ def test_a_method_may_run_backward_clip_and_step(calls: bool, world_size: int) -
         ]
         found = norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1]
         torch.testing.assert_close(found, norms[0])
+        (root,) = (group for group in model._get_fsdp_state().unit)
+        assert all(buffers.unsharded.has_memory is False for buffers in root.storage.buffers), "it rests"
     model.reset_iter_state()
     for one, other in zip(whole(model), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach())

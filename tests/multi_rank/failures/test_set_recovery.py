@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -162,6 +163,21 @@ def test_a_rank_that_does_something_else_meanwhile_is_told_of_all_the_same() -> 
     dist.barrier()  # it comes here first
     model.zero_grad()
     loss_of(model, 3).backward()
+    assert_gradients(model, (3,))
+
+
+@multi_rank(2)
+def test_a_backward_in_another_thread_than_its_forward_is_no_step_that_was_left() -> None:
+    model = sharded(abort_together=True)
+    loss_of(model).backward()
+    model.zero_grad()
+
+    def takes_long(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: time.sleep(1.5))  # the watchdog looks every half a second
+
+    model.blocks[0].register_forward_hook(takes_long)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loss_of, model, 3).result().backward()
     assert_gradients(model, (3,))
 
 
