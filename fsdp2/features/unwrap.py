@@ -69,7 +69,8 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
             )
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
-    _refuse_groups(states[0].mesh, groups, _settled(states))
+    if states:
+        _refuse_groups(states[0].mesh, groups, _settled(states))
     for root in roots:
         root.dissolve()
     waiting = _made_plain(states, set())
