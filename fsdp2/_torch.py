@@ -443,6 +443,11 @@ def is_released(node: Any) -> bool:
     return False
 
 
+def order_of(node: Any) -> int:
+    """Higher for nodes of autograd's graph that were created later, in one thread."""
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """The identity of the storage that ``tensor`` (a DTensor's local tensor) lies on, 0 if it has none (sparse)."""
     tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -110,6 +110,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._C:_current_graph_task_id",
         "torch._C:_will_engine_execute_node",
         "torch._C:_are_functorch_transforms_active",
+        "torch.autograd.graph:Node._sequence_nr",
         "torch:Tensor._version",
         "torch:Tensor._backward_hooks",
         "torch._C:TensorBase._post_accumulate_grad_hooks",

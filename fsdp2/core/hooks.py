@@ -53,6 +53,12 @@ class ForwardCall:
         """Its backward is over when ``node`` runs."""
         self._node = weakref.ref(node)
 
+    @property
+    def began(self) -> int:
+        """What it computes comes no earlier in `_torch.order_of`; -1: not known, for no input requires a gradient."""
+        node = self._node() if self._node is not None else None
+        return -1 if node is None else _torch.order_of(node)
+
     def end_backward(self) -> bool:
         """Its backward is over. Returns whether that is recorded."""
         self._task = _torch.current_backward()
@@ -202,8 +208,12 @@ def after_backward_of_inputs(
     return map_inputs(lambda tensor: next(outputs) if tensor.requires_grad else tensor, args, kwargs, replaced)
 
 
-def before_backward_of_outputs(callback: Callable[[torch.Tensor], None], outputs: Iterable[torch.Tensor]) -> bool:
+def before_backward_of_outputs(
+    callback: Callable[[torch.Tensor], None], outputs: Iterable[torch.Tensor], began: int = -1
+) -> bool:
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives.
+
+    ``began``: what was computed before, by `_torch.order_of`, is passed over: modules hand on what others have made.
 
     Returns:
         Whether there may be one: whether one of them requires a gradient.
@@ -211,11 +221,25 @@ def before_backward_of_outputs(callback: Callable[[torch.Tensor], None], outputs
     found = False
     for tensor in outputs:
         if tensor.requires_grad:
+            if began >= 0 and tensor.grad_fn is not None and _torch.order_of(tensor.grad_fn) < began:
+                continue
             found = True
             if tensor.grad_fn is None and callback in (_torch.tensor_hooks(tensor) or {}).values():
                 continue  # a parameter, or another leaf, which has kept the hook of an earlier call
             tensor.register_hook(callback)
     return found
+
+
+def before_backward_of_kept(callback: Callable[[torch.Tensor], None], module: nn.Module, began: int) -> None:
+    """The same of tensors that ``module`` keeps as attributes, from the call that ``began`` on.
+
+    One that was computed after the outputs is differentiated before them.
+    """
+    for value in tuple(vars(module).values()):
+        if type(value) is not torch.Tensor or value.grad_fn is None or _torch.order_of(value.grad_fn) < began:
+            continue
+        if callback not in (_torch.tensor_hooks(value) or {}).values():
+            value.register_hook(callback)
 
 
 STATE = "_fsdp_state"

@@ -192,6 +192,7 @@ class Iteration:
         postponed: what is to be gathered ahead as soon as there is room.
         following: a unit, and what is to be gathered ahead when its backward has ended.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
+        gathered: the root's forward has gathered something.
         trained: a backward that reduced has ended inside of the root's forward, or of a method that calls it, which
             trains by itself.
     """
@@ -201,6 +202,7 @@ class Iteration:
         "creates_graph",
         "failed",
         "following",
+        "gathered",
         "in_backward",
         "in_forward",
         "is_second",
@@ -215,7 +217,7 @@ class Iteration:
 
     def __init__(self) -> None:
         self.order: ExecutionOrder[Unit] | None = None
-        self.reduced = self.trained = False
+        self.reduced = self.trained = self.gathered = False
         self.in_forward = False
         self.in_backward = False
         self.creates_graph = False
@@ -302,7 +304,7 @@ class FSDPRoot:
             self.begin_training()
         if self.settings.divergence == "join" or self.walk is not None:
             self._take_walk()
-        self.iteration.in_forward, self.iteration.trained = True, False
+        self.iteration.in_forward, self.iteration.trained, self.iteration.gathered = True, False, False
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
@@ -398,7 +400,8 @@ class FSDPRoot:
     def _gather(self, unit: Unit, *, for_backward: bool = False) -> None:
         ahead = self.iteration.ahead
         for group in unit:
-            group.unshard(for_backward=for_backward)
+            if group.unshard(for_backward=for_backward):
+                self.iteration.gathered = True
             if ahead:
                 ahead.discard(group)
         for group in unit:  # their staging buffers are gone before the next one is allocated
@@ -431,8 +434,11 @@ class FSDPRoot:
         self.iteration.in_forward = self.iteration.trained = False
         PLACE.phase = self._phases[1]
         self._forward_order.end()
-        self._evaluation_order.end()
-        self._evaluation_order.commit()
+        if self.iteration.gathered:
+            self._evaluation_order.end()
+            self._evaluation_order.commit()
+        else:  # ranks may run what is there already in ways of their own
+            self._evaluation_order.abandon()
         self._drop_ahead()
         if not torch.is_grad_enabled():  # else the end of backward does, or whatever writes before that
             self.comm.let_host_write_shards()

@@ -29,6 +29,7 @@ from fsdp2.core.hooks import (
     ForwardCall,
     ModuleHooks,
     after_backward_of_inputs,
+    before_backward_of_kept,
     before_backward_of_outputs,
     on_real_parameters,
 )
@@ -568,6 +569,11 @@ class FSDPState:
         self._calls.append(weakref.ref(call))
         return call
 
+    def _began(self) -> int:
+        """See `ForwardCall.began`, of the last call."""
+        call = self._calls[-1]() if self._calls else None
+        return -1 if call is None else call.began
+
     def _begins_round(self, module: nn.Module) -> bool:
         """Whether this call is the first of a round over the modules of the list."""
         begins = module not in self._to_run
@@ -621,7 +627,10 @@ class FSDPState:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
         if awaits_backward:
-            is_seen = before_backward_of_outputs(self._pre_backward, outputs)
+            began = self._began() if len(outputs) > 1 else -1
+            is_seen = before_backward_of_outputs(self._pre_backward, outputs, began)
+            if torch.Tensor in map(type, module.__dict__.values()):
+                before_backward_of_kept(self._pre_backward, module, self._began())
             has_trained = self.is_root and root.iteration.trained  # and no other backward is to come
             hides_some = not is_seen or _torch.forward_ad._current_level >= 0
             if hides_some and not has_trained and self._expects_backward():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from fsdp2.core.state import MISUSE, Misuse
 from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
 
+_DATA_PARALLEL = nn.parallel.DistributedDataParallel.__init__.__code__.co_filename
 _CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
 
@@ -83,7 +84,7 @@ def explanation_of(error: BaseException) -> FSDPError | None:
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     outside = frames[-1].f_back if frames else None
-    running = [*_methods_of(frames), *_methods(outside)]
+    running = [*_methods_of(frames), *_methods_of(_frames(outside))]
     calls = [(self, frame) for self, frame in running if isinstance(self, nn.Module)]
     params = _parameters_at(frames[0] if frames else None, calls)
     if not params or (is_ragged and not calls):  # whose own message is about tensors
@@ -170,8 +171,10 @@ def refuse_data_parallel() -> None:
     Raises:
         FSDPTypeError: it is.
     """
-    for self, _ in _methods(sys._getframe()):
-        if isinstance(self, nn.parallel.DistributedDataParallel):
+    for frame in _frames(sys._getframe()):
+        if frame.f_code.co_filename == _DATA_PARALLEL and any(
+            isinstance(self, nn.parallel.DistributedDataParallel) for self, _ in _methods_of([frame])
+        ):
             raise FSDPTypeError(
                 "DistributedDataParallel got a model that fully_shard was called on, which averages its gradients "
                 "over all ranks itself: leave DistributedDataParallel out. For replicas of shards pass a mesh of "
@@ -204,9 +207,10 @@ def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", 
     if iteration.in_backward and _torch.backward_is_running():
         return "backward"
     in_forward = iteration.in_forward or any(
-        frame.f_code.co_name in _CALLS and self in modules
-        for self, frame in _methods(sys._getframe())
-        if isinstance(self, nn.Module)
+        self in modules
+        for frame in _frames(sys._getframe())
+        if frame.f_code.co_name in _CALLS
+        for self, _ in _methods_of([frame])
     )
     return "forward" if in_forward else None
 
@@ -214,14 +218,19 @@ def running_pass(root: Any, modules: Sequence[nn.Module]) -> Literal["forward", 
 # ---- the call stack ------------------------------------------------------------------------------
 
 
-def _methods(frame: FrameType | None) -> Iterator[tuple[Any, FrameType]]:
-    """The methods that run, from ``frame`` outwards."""
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those that run, from ``frame`` outwards."""
     while frame is not None:
-        yield from _methods_of([frame])
+        yield frame
         frame = frame.f_back
 
 
-def _methods_of(frames: Sequence[FrameType]) -> Iterator[tuple[Any, FrameType]]:
+def _methods_of(frames: Iterable[FrameType]) -> Iterator[tuple[Any, FrameType]]:
+    """Those of ``frames`` that are methods of modules, which are read from their local variables.
+
+    Before Python 3.13 a frame whose variables are read keeps all that they hold, until they are read again or it ends:
+    where nothing has failed, only frames of torch and of this package are to be given.
+    """
     for frame in frames:
         code = frame.f_code
         self = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

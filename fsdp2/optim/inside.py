@@ -113,6 +113,10 @@ class Inside:
         attributes["state"] = inside
         try:
             step_with([tensors for tensors, _ in lent], optimizer, step)
+        except BaseException:
+            for targets in self._targets:
+                targets.note_writes()  # some may have been written, and no hook that follows a step is called
+            raise
         finally:
             del attributes["state"]
             if before:

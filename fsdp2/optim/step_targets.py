@@ -330,6 +330,12 @@ class StepTargets:
         """Whether they are the parameters that these units are made of."""
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
 
+    def note_writes(self) -> None:
+        """The parameters may have been written."""
+        for group in {owner.group for owner in map(fsdp_param_of, self._params) if owner is not None}:
+            if group is not None:
+                group.note_write()
+
     def show_counters(self) -> None:
         """`show`, where the step has made nothing new."""
         for flat_run in self.flats:

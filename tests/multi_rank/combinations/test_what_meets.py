@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -585,6 +586,148 @@ def test_a_method_may_run_backward_clip_and_step(calls: bool, world_size: int) -
     model.reset_iter_state()
     for one, other in zip(whole(model), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other.detach())
+
+
+class Routed(nn.Module):
+    """Keeps a loss that it computes after its output, and that is added to others before the backward."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.mlp, self.router = nn.Linear(width, width), nn.Linear(width, 4)
+        self.loss: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.mlp(x).tanh()
+        self.loss = self.router(x).logsumexp(-1).square().mean()
+        return y
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("width", [8, 512])  # packed; and the matrices on their own, so that memory is there early
+def test_a_loss_that_a_module_computes_after_its_output(width: int, world_size: int) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(Routed(width), Routed(width), Routed(width), nn.Linear(width, 2))
+
+    plain, model = build(), build()
+    for block in model:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    x = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
+    for step in range(3):  # the order is learned in the first
+        for each in (plain, model):
+            each.zero_grad()
+            loss = each(x + step).square().sum()
+            (loss + sum(block.loss for block in each[:3])).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+class Kept:
+    """No list, dict or dataclass, and so not looked through for what is replaced."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+
+class Keeps(nn.Module):
+    """Hands on an object that has what earlier ones have computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, given: tuple[torch.Tensor, Kept]) -> tuple[torch.Tensor, Kept]:
+        x, kept = given
+        x = x + self.linear(x).tanh()
+        kept.tensors.append(x)
+        return x, kept
+
+
+@multi_rank(2)
+def test_what_earlier_modules_have_computed_gathers_no_later_ones(world_size: int) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Keeps() for _ in range(4)))
+
+    plain, model = build(), sharded(build())
+    patch, gathered = counted_gathers()
+    for step in range(2):
+        gathered.clear()
+        for each in (plain, model):
+            each.zero_grad()
+            kept = Kept()
+            with patch:
+                x, _ = each((inputs(step), kept))
+                (x.sum() + sum(each.square().mean() for each in kept.tensors)).backward()
+        assert len(gathered) <= 8, "once in forward, and once in backward"
+        assert all(group.phase.value == "sharded" for group in model._get_fsdp_state().root.groups)
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.full_tensor(), one.grad)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", ["inference", "full_parameters"])
+def test_ways_of_ranks_that_gather_nothing_are_not_learned(way: str, world_size: int) -> None:
+    model = TwoWays()
+    fsdp2.fully_shard(model.first)
+    fsdp2.fully_shard(model.second)
+    fsdp2.fully_shard(model)
+    x = inputs()
+    with torch.no_grad():
+        expected = model(x, True)
+    with fsdp2.inference(model) if way == "inference" else fsdp2.full_parameters(model), torch.no_grad():
+        model(x, True)
+        model(x, dist.get_rank() == 0)
+    with torch.no_grad():
+        assert torch.equal(model(x, True), expected)
+    for _ in range(2):
+        model(x, True).sum().backward()
+
+
+@multi_rank(2)
+def test_a_step_that_raises_counts_as_a_write(world_size: int) -> None:
+    """Some of it may have been written, and parameters that stay unsharded have the values of before."""
+    model = sharded(stack())
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+    model(inputs()).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs(1)).square().sum().backward()
+    update, failing = torch._foreach_addcdiv_, mock.Mock(side_effect=KeyboardInterrupt)
+
+    def updates_and_fails(*arguments: Any, **named: Any) -> None:
+        update(*arguments, **named)
+        failing()
+
+    with mock.patch.object(torch, "_foreach_addcdiv_", updates_and_fails), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert failing.called
+    optimizer.zero_grad()
+    with torch.no_grad():
+        found = model(inputs(2))
+    model.reshard()
+    plain = stack()
+    with torch.no_grad():
+        for one, other in zip(plain.parameters(), whole(model), strict=True):
+            one.copy_(other)
+        torch.testing.assert_close(found, plain(inputs(2)))
+
+
+@multi_rank(2)
+def test_state_dicts_keep_no_variables_of_the_program_alive(world_size: int) -> None:
+    model = sharded(stack())
+
+    def train(x: torch.Tensor) -> None:
+        logits = model(x)
+        logits.sum().backward()
+        alive = weakref.ref(logits)
+        model.state_dict()
+        del logits
+        assert alive() is None
+
+    train(inputs())
 
 
 @multi_rank(2)
