@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
-from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in
+from fsdp2.core.trees import Replaced, map_inputs, map_tensors, tensors_anywhere_in, tensors_in
 
 # Hooks into autograd.
 #
@@ -209,11 +209,16 @@ def after_backward_of_inputs(
 
 
 def before_backward_of_outputs(
-    callback: Callable[[torch.Tensor], None], outputs: Iterable[torch.Tensor], began: int = -1
+    callback: Callable[[torch.Tensor], None], outputs: Iterable[torch.Tensor], output: object, began: int
 ) -> bool:
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives.
 
-    ``began``: what was computed before, by `_torch.order_of`, is passed over: modules hand on what others have made.
+    Args:
+        callback: with that gradient.
+        outputs: all tensors that ``output`` leads to.
+        output: what the module has returned. An object of some class in it may hold what other modules have made: that
+            is passed over.
+        began: which is what comes before this in `_torch.order_of`.
 
     Returns:
         Whether there may be one: whether one of them requires a gradient.
@@ -221,7 +226,8 @@ def before_backward_of_outputs(
     found = False
     for tensor in outputs:
         if tensor.requires_grad:
-            if began >= 0 and tensor.grad_fn is not None and _torch.order_of(tensor.grad_fn) < began:
+            is_older = began >= 0 and tensor.grad_fn is not None and _torch.order_of(tensor.grad_fn) < began
+            if is_older and all(each is not tensor for each in tensors_in(output)):
                 continue
             found = True
             if tensor.grad_fn is None and callback in (_torch.tensor_hooks(tensor) or {}).values():

@@ -318,7 +318,9 @@ class FSDPRoot:
         event, self.post_optim_event = self.post_optim_event, None
         if not self.comm.device.has_streams:
             return
-        if event is not None and any([group.storage.lies_in_place for group in self.groups]):
+        # Blocks that are compiled by themselves gather on the stream of compute.
+        on_compute = [group.storage.lies_in_place or group.graph_inputs is not None for group in self.groups]
+        if event is not None and any(on_compute):
             self.comm.compute_follows(event)
         if all([group.storage.gathers_nothing for group in self.groups]):
             return
