@@ -222,7 +222,9 @@ def places_of(inside: Any, live: Any) -> dict[str, Any]:
 
 
 def with_live_tensors(state: Any, live: Any) -> Any:
-    """``state``, which nobody else has, with tensors of ``live``, where it has such of one shape in the same place.
+    """``state``, which nobody else has, with tensors of ``live``, where it has such ones in the same place.
+
+    Such ones are of the same shape and dtype.
 
     Those get the values of the ones whose place they take, as the program may hold them elsewhere, too. Containers are
     those of ``state``.
@@ -257,8 +259,8 @@ def _with_live(state: Any, live: Any, seen: dict[int, Any]) -> Any:
 
 def _written(live: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """``live`` with the values of ``state``; ``state`` where that cannot be."""
-    if live is state or live.shape != state.shape or live.is_meta:
-        return state
+    if live is state or live.shape != state.shape or live.dtype != state.dtype or live.is_meta:
+        return state  # of another dtype, too: a write would cast what was saved
     try:
         with torch.inference_mode(live.is_inference()), torch.no_grad():  # as others cannot be written to
             live.copy_(state)

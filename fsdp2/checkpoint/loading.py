@@ -532,7 +532,7 @@ class Load:
             here = values[name]
             if isinstance(here, Stateful):
                 here.load_state_dict(state)
-            elif isinstance(here, torch.Tensor) and isinstance(state, torch.Tensor) and here.shape == state.shape:
+            elif _takes(here, state):
                 with torch.no_grad():  # it may be a buffer of a module
                     here.copy_(state)
             else:
@@ -555,6 +555,12 @@ class Load:
             values=tuple(name for _, name, _ in wanted.values),
             bytes_read=self._bytes_read,
         )
+
+
+def _takes(here: Any, state: Any) -> bool:
+    """Whether ``state`` can be written to the tensor ``here`` as what it is: no floats to integers."""
+    both = isinstance(here, torch.Tensor) and isinstance(state, torch.Tensor)
+    return both and here.shape == state.shape and torch.can_cast(state.dtype, here.dtype)
 
 
 class _Nested(NamedTuple):

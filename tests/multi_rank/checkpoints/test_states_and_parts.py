@@ -265,3 +265,24 @@ def test_state_that_is_asked_for_in_inference_mode_goes_on() -> None:
     model[0].bias.requires_grad_(False)
     train(model, optimizer, 1)
     assert optimizer.state[model[1].weight]["step"] == 4
+
+
+@multi_rank(1, 2)
+def test_values_of_another_dtype_take_the_place_of_those_that_are_there(tmp_path: Path) -> None:
+    """A write would cut what was saved to the dtype that the program begins with."""
+    model = build()
+    best, counts = torch.tensor(0.93), torch.arange(3.0) / 2
+    values = {"meters": {"best": best, "list": [counts], "same": torch.ones(2)}, "alone": torch.tensor(0.5)}
+    mine = {"meters": {"best": torch.tensor(0.25)}}
+    save(tmp_path / "c", model, shared=values, per_rank=mine)
+    same = torch.zeros(2)
+    found: dict[str, Any] = {
+        "meters": {"best": torch.tensor(0), "list": [torch.zeros(3).long()], "same": same},
+        "alone": torch.tensor(0),
+    }
+    own: dict[str, Any] = {"meters": {"best": torch.tensor(0)}}
+    load(tmp_path / "c", model, shared=found, per_rank=own)
+    meters = found["meters"]
+    assert torch.equal(meters["best"], best) and torch.equal(meters["list"][0], counts)
+    assert meters["same"] is same and same.tolist() == [1.0, 1.0]
+    assert found["alone"].item() == 0.5 and own["meters"]["best"].item() == 0.25
