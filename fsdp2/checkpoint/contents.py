@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names, is_wrapped, names_of
-from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers
+from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers, refuse_state_of_a_shard
 from fsdp2.core.trees import tensors_anywhere_in
 
 MODEL, OPTIMIZER, SHARED, PER_RANK, STEP = "model", "optimizer", "shared", "per_rank", "step"
@@ -112,8 +112,17 @@ class Contents:
         """Everything, by its path in the nested dict that programs with plain torch get."""
         found: dict[Path, Any] = {(MODEL, name): value for name, value in self.state.items()}
         for name, states in self.optimizers.state().items():
+            of_one: dict[Path, Any] = {}
             for key, value in states.items():
-                _spread((OPTIMIZER, "state", name, key), value, found)
+                if not isinstance(key, str):
+                    raise CheckpointError(
+                        f"the optimizer keeps the state {key!r} of '{name}', and names in a checkpoint are strings: "
+                        "call it by one."
+                    )
+                _spread((OPTIMIZER, "state", name, key), value, of_one)
+            for path, value in of_one.items():
+                refuse_state_of_a_shard(path[3:], value, name, self.optimizers.parameters[name])
+            found |= of_one
         for index, group in enumerate(self.optimizers.groups):
             found |= {(OPTIMIZER, "param_groups", index, key): value for key, value in group.items()}
         for name, value in self.shared.items():
@@ -131,10 +140,13 @@ def _lies_on(value: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def _spread(path: Path, value: Any, found: dict[Path, Any]) -> None:
-    """Add ``value`` to ``found``; of mappings, and of lists that hold tensors or mappings, what they hold."""
-    if isinstance(value, Mapping) and value:
+    """Add ``value`` to ``found``; of mappings, and of lists that hold tensors or mappings, what they hold.
+
+    (Not of mappings with other keys than strings, which would come back as such: they are a value.)
+    """
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
         for key, each in value.items():
-            _spread((*path, str(key)), each, found)
+            _spread((*path, key), each, found)
     elif isinstance(value, list) and any(isinstance(each, (torch.Tensor, Mapping, list)) for each in value):
         for index, each in enumerate(value):
             _spread((*path, index), each, found)

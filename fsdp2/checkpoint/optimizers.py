@@ -17,6 +17,7 @@ from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
 from fsdp2.core.param import fsdp_param_of, replacement_of
 from fsdp2.core.sharding import dtensor_like
+from fsdp2.core.trees import tensors_anywhere_in
 from fsdp2.optim.guard import rekey
 from fsdp2.optim.step_targets import COUNTERS
 
@@ -36,6 +37,45 @@ _OF_THE_PROGRAM = ("params", "param_names")
 _OF_THE_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """How an optimizer computes, not what: as the program has built it, whatever was saved."""
 _KEPT = (*_OF_THE_PROGRAM, *_OF_THE_IMPLEMENTATION)
+
+
+def refuse_state_of_a_shard(keys: Tail, value: Any, name: str, parameter: torch.Tensor) -> None:
+    """Refuse what ranks have for themselves in the state of the parameter ``name``: one rank's would be saved.
+
+    Args:
+        keys: where it lies in the state of the parameter.
+        value: a tensor that is saved, or what is pickled.
+        name: of the parameter.
+        parameter: itself.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    where = f"the optimizer's state '{'.'.join(map(str, keys))}' of '{name}'"
+    if isinstance(value, DTensor):
+        return
+    inside = tensors_anywhere_in(value)
+    if any(isinstance(each, DTensor) for each in inside):
+        raise CheckpointError(
+            f"{where} holds a sharded tensor inside of a {type(value).__name__}, which would be pickled with the rows "
+            "of one rank: use lists, and dicts whose keys are strings."
+        )
+    for each in inside if _is_sharded(parameter) else ():
+        if each.dim() and each.numel() > 1 and each.shape != parameter.shape:
+            raise CheckpointError(
+                f"{where} is a plain tensor of shape {tuple(each.shape)}, and the parameter, of shape "
+                f"{tuple(parameter.shape)}, is sharded: each rank may have other values in it, of which one rank's "
+                "would be saved. Keep it as a DTensor that lies as the parameter does (torch.zeros_like(parameter)), "
+                "or outside of the optimizer's state, and pass it in per_rank={...}."
+            )
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether ranks have different parts of it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    sizes = parameter.device_mesh.shape
+    return any(not each.is_replicate() and size > 1 for each, size in zip(parameter.placements, sizes, strict=True))
 
 
 class NamedOptimizers:

@@ -286,3 +286,59 @@ def test_values_of_another_dtype_take_the_place_of_those_that_are_there(tmp_path
     assert torch.equal(meters["best"], best) and torch.equal(meters["list"][0], counts)
     assert meters["same"] is same and same.tolist() == [1.0, 1.0]
     assert found["alone"].item() == 0.5 and own["meters"]["best"].item() == 0.25
+
+
+Pair = namedtuple("Pair", "one two")
+
+
+@multi_rank(2)
+def test_state_that_each_rank_has_for_itself_is_refused(tmp_path: Path) -> None:
+    """One rank's would be saved, and be everybody's."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = model[0].weight
+    own = first.detach().to_local().clone()
+    refused = [
+        (
+            {"m": own},
+            r"state 'm' of '0\.weight' is a plain tensor of shape \(4, 8\), and the parameter, of shape \(8, 8\)",
+        ),
+        ({"m": {"a": [own]}}, r"state 'm\.a\.0' of '0\.weight' is a plain tensor"),
+        ({"m": (own, 1)}, r"state 'm' of '0\.weight' is a plain tensor of shape \(4, 8\).*pass it in per_rank"),
+        ({"m": (first.detach(), 1)}, r"state 'm' of '0\.weight' holds a sharded tensor inside of a tuple"),
+        ({"m": Pair(first.detach(), 1)}, r"holds a sharded tensor inside of a Pair"),
+        ({"m": {0: first.detach()}}, r"inside of a dict.*use lists, and dicts whose keys are strings"),
+        ({0: first.detach()}, r"the optimizer keeps the state 0 of '0\.weight'"),
+    ]
+    for state, says in refused:
+        optimizer.state[first] = state
+        mine = state if dist.get_rank() else {}
+        for each in (state, mine):  # found on all ranks, or on one
+            optimizer.state[first] = each
+            with pytest.raises(SaveFailed, match=says):
+                save(tmp_path / "c", model, optimizer)
+    state = {
+        "step": torch.tensor(3.0),
+        "one": torch.ones(1),
+        "like": torch.zeros_like(first),
+        "whole": torch.ones(8, 8),
+    }
+    optimizer.state[first] = {**state, "by place": {0: 1.5, 2: (2, 3)}, "nested": {"a": [torch.zeros_like(first)]}}
+    save(tmp_path / "c", model, optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    load(tmp_path / "c", model, other)
+    assert other.state[first]["by place"] == {0: 1.5, 2: (2, 3)}
+    assert other.state[first]["whole"].sum() == 64 and other.state[first]["one"].tolist() == [1.0]
+
+
+@multi_rank(1, 2)
+def test_state_by_numbers_comes_back_by_numbers(tmp_path: Path) -> None:
+    """Of a parameter that nothing shards, whatever it is."""
+    model = nn.Linear(4, 4)
+    made = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    made[0].state[model.weight] = {"by place": {0: torch.ones(2), 3: torch.zeros(3).long()}, "own": torch.arange(3)}
+    save(tmp_path / "c", model, made[0])
+    load(tmp_path / "c", model, made[1])
+    found = made[1].state[model.weight]
+    assert found["by place"][0].tolist() == [1.0, 1.0] and found["by place"][3].dtype is torch.int64
+    assert list(found["by place"]) == [0, 3] and found["own"].tolist() == [0, 1, 2]
