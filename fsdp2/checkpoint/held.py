@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -156,21 +156,24 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
     return group, ranks_of(group)
 
 
-def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str) -> None:
+def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str, own: Any = None) -> list[Any]:
     """Go on only if no rank has an ``error``, and all would do the same, which ``lines`` describe. Collective.
+
+    Returns:
+        What each rank has of its ``own``.
 
     Raises:
         FSDPError: the first rank's error, of the same class and text on all; or the ranks differ.
     """
     failure = None if error is None else (type(error), str(error))
-    found = ranks.all_gather((failure, fingerprint("\n".join(lines))), f"what {caller} is to do")
-    if any(each is not None for each, _ in found):
-        failures = [each for each, _ in found]
+    found = ranks.all_gather((failure, fingerprint("\n".join(lines)), own), f"what {caller} is to do")
+    if any(each is not None for each, _, _ in found):
+        failures = [each for each, _, _ in found]
         first = next(each for each in failures if each is not None)
         who = who_has(first, failures, ranks.numbers)
         raise _made(first[0], f"{who}: {first[1]}" if who else first[1]) from error
-    if len({each for _, each in found}) == 1:
-        return
+    if len({each for _, each, _ in found}) == 1:
+        return [each for _, _, each in found]
     everyone = ranks.all_gather(list(lines), f"how the ranks differ in what {caller} is to do")
     other = next(place for place, each in enumerate(everyone) if each != everyone[0])
     ours, theirs = (f"rank {ranks.numbers[place]}" for place in (0, other))

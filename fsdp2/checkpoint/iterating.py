@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.arguments import Rule, checked
-from fsdp2.checkpoint.held import Held, agree, company_of, held_by, refuse_unreadable, settle
+from fsdp2.checkpoint.copies import agree_on_copies
+from fsdp2.checkpoint.held import Held, company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.ranks import Ranks
 from fsdp2.checkpoint.rules import BYTES_RULE, is_int
 from fsdp2.core.gather import Transfer
@@ -92,7 +93,8 @@ def iter_full_parameters(
     if error is None:
         error = _refusal(held, rank, ranks)
     lines = [f"{_ITERATES} with budget_bytes={budget_bytes}, dtype={dtype}, rank={rank}"]
-    agree(ranks, error, [*lines, *(f"{each.name} {each.described}" for each in held)], _ITERATES)
+    lines += [f"{each.name} {each.described}" for each in held]
+    agree_on_copies(held, ranks, error, lines, _ITERATES)
     return travelling([(each.name, each) for each in held], budget_bytes, dtype=dtype, rank=rank)
 
 

@@ -21,9 +21,10 @@ from torch import nn
 
 from fsdp2.arguments import checked
 from fsdp2.checkpoint.boxes import at_box, pieces_of
+from fsdp2.checkpoint.copies import agree_on_copies
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointIncomplete, SaveFailed
 from fsdp2.checkpoint.folders import flush
-from fsdp2.checkpoint.held import Held, agree, company_of, held_by, refuse_unreadable, settle
+from fsdp2.checkpoint.held import Held, company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.iterating import refuse_dtype, travelling
 from fsdp2.checkpoint.ranks import Ranks, who_has
 from fsdp2.checkpoint.report import LoadReport
@@ -307,7 +308,7 @@ def save_module(
             error = raised
     lines = [f"{_SAVES} to {target.name} with dtype={dtype}, max_file_bytes={max_file_bytes}"]
     lines += [f"{each.name} {each.shape} {each.dtype}" for each in contents]
-    agree(ranks, error, lines, _SAVES)
+    agree_on_copies(held, ranks, error, lines, _SAVES)
     by_name = {content.name: each for content, each in zip(contents, held, strict=True)}
     budget = max((each.nbytes for each in contents), default=1)
 

@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2.arguments import checked
 from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.contents import MODEL, Contents, Values, is_per_rank
+from fsdp2.checkpoint.copies import Samples, refusal_of_copies, samples_of
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
 from fsdp2.checkpoint.folders import flush
+from fsdp2.checkpoint.held import held_by
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
 from fsdp2.checkpoint.ranks import Ranks, ranks_of, who_has
@@ -97,6 +99,7 @@ class Save:
         self.folder = path.with_name(f".{path.name}.writing")
         self._head: dict[str, Any] = {}
         self._planner: Planner
+        self._samples: Samples = {}
         self._aliases: dict[str, str] = {}
 
     def run(self, collect: Callable[[], Contents], step: int | None) -> None:
@@ -113,6 +116,7 @@ class Save:
         self._aliases = {f"{MODEL}.{name}": f"{MODEL}.{first}" for name, first in contents.aliases.items()}
         self._planner = Planner(contents.names, self._aliases, ranks.rank)
         self._planner.take(contents.to_save(step, ranks.rank), copy)
+        self._samples = samples_of(held_by(contents.model), ranks)
         classes = contents.optimizers.classes
         self._head = {
             "step": step,
@@ -139,11 +143,12 @@ class Save:
             described.append((self._planner.description(), self._head["step"]))
 
         failure = failure or self.attempt(prepare)
-        found = self._exchange((failure, described, plans), "plans")
-        self._refuse([failure for failure, _, _ in found])
-        self._refuse_difference([of_rank[0] for _, of_rank, _ in found])
+        found = self._exchange((failure, described, plans, self._samples), "plans")
+        self._refuse([failure for failure, *_ in found])
+        self._refuse_difference([of_rank[0] for _, of_rank, _, _ in found])
+        self._refuse([refusal_of_copies([samples for *_, samples in found], self._ranks.numbers)] * self._ranks.size)
         parts: list[Part] = []
-        metadata = self._write_parts([of_rank[0] for _, _, of_rank in found], parts)
+        metadata = self._write_parts([of_rank[0] for _, _, of_rank, _ in found], parts)
         outcome = self.attempt(lambda: self._commit(metadata, parts)) if self._ranks.rank == 0 else ""
         self._refuse(self._exchange(outcome, "the commit"))
 

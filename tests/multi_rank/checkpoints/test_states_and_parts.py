@@ -342,3 +342,70 @@ def test_state_by_numbers_comes_back_by_numbers(tmp_path: Path) -> None:
     found = made[1].state[model.weight]
     assert found["by place"][0].tolist() == [1.0, 1.0] and found["by place"][3].dtype is torch.int64
     assert list(found["by place"]) == [0, 3] and found["own"].tolist() == [0, 1, 2]
+
+
+class Mixture(nn.Module):
+    """Experts of which each rank of expert parallelism has its own, and what all have."""
+
+    def __init__(self, seed: int, ep: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.router, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        torch.manual_seed(seed + 1 + ep)
+        self.experts = nn.Linear(4, 6)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("whole", [False, True])
+def test_experts_of_one_name_are_refused_where_one_would_be_kept(whole: bool, tmp_path: Path) -> None:
+    """`whole`: the router is sharded over all ranks; else over those of its experts, as beside tensor parallelism."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
+    ep = mesh.get_local_rank("ep")
+    everyone = torch.distributed.device_mesh.init_device_mesh("cpu", (4,))
+    info = fsdp2.FSDPMeshInfo(mesh["edp"], 0)
+
+    def shard(model: Mixture) -> Any:
+        own = set(model.experts.parameters())
+        place = (lambda p: fsdp2.ShardPlacementResult(None, info) if p in own else None) if whole else None
+        return fsdp2.fully_shard(model, mesh=everyone if whole else mesh["edp"], shard_placement_fn=place)
+
+    model = shard(Mixture(0, ep))
+    says = r"'experts\.(weight|bias)' is on a mesh of some of the ranks, and rank 2 has other values in it than rank 0"
+    with pytest.raises(SaveFailed, match=says):
+        save(tmp_path / "c", model)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(SaveFailed, match=says), Checkpoints(tmp_path / "run", model) as checkpoints:
+        checkpoints.save(1, asynchronous=True)
+    part = mesh["edp"].get_group()
+    save(tmp_path / f"of{ep}", model.experts, process_group=part)
+    experts = dict(fsdp2.checkpoint.iter_full_parameters(model.experts))
+    assert set(experts) == {"weight", "bias"}
+    if whole:
+        with pytest.raises(fsdp2.FSDPRuntimeError, match=says):
+            fsdp2.checkpoint.iter_full_parameters(model)
+        with pytest.raises(fsdp2.FSDPRuntimeError, match=says):
+            save_safetensors(model, tmp_path / "st")
+    before = [parameter.full_tensor().clone() for parameter in model.experts.parameters()]
+    with torch.no_grad():
+        for parameter in model.experts.parameters():
+            parameter.zero_()
+    save(tmp_path / "same", model)  # copies
+    load(tmp_path / f"of{ep}", model.experts, process_group=part)
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.experts.parameters(), before, strict=True))
+
+
+@multi_rank(4)
+def test_copies_beside_tensor_parallelism_may_have_been_rounded_otherwise(tmp_path: Path) -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = build()
+    other = nn.Sequential(nn.Linear(8, 8))
+    fsdp2.fully_shard(other, mesh=mesh["dp"])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 1e-4 * mesh.get_local_rank("tp"))
+    save(tmp_path / "c", other)
+    save(tmp_path / "d", model)
+    with torch.no_grad():
+        other[0].weight.mul_(1 + mesh.get_local_rank("tp"))
+    with pytest.raises(SaveFailed, match=r"'0\.weight' is on a mesh of some of the ranks"):
+        save(tmp_path / "e", other)

@@ -1,0 +1,133 @@
+"""What ranks hold under one name on different meshes: copies of one tensor, or tensors that only have a name in common.
+
+Beside tensor parallelism, a parameter that it does not cut is on several meshes of data parallelism, and is the same on
+all. Experts that each rank of expert parallelism has for itself lie no other way, and are different tensors.
+
+[Note: which of both]
+Where the gradient of a parameter is reduced over fewer ranks than those of the model's other parameters, its values are
+the same only if nobody has ever changed them: any difference counts. Else all ranks should have computed the same, but
+kernels may have rounded otherwise on some; so only what is far apart counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2.checkpoint.boxes import boxes_here
+from fsdp2.checkpoint.held import Held, agree
+from fsdp2.checkpoint.ranks import Ranks
+from fsdp2.core.param import is_subclass
+from fsdp2.errors import FSDPRuntimeError
+from fsdp2.ragged.placement import Box
+
+_LOOKED_AT = 64
+"""Elements of each, at equal distances."""
+
+_APART = 0.05
+"""Of the length of what is compared."""
+
+
+class Sample(NamedTuple):
+    """Some elements of a rank's part of a parameter.
+
+    Attributes:
+        values: of them.
+        is_exact: whether any difference counts. See [Note: which of both].
+    """
+
+    values: tuple[float, ...]
+    is_exact: bool
+
+
+Samples = Mapping[tuple[str, tuple[Box, ...]], Sample]
+"""By the name of the parameter, and which entries they are of."""
+
+
+def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
+    """Of the parameters on meshes that not all of ``ranks`` are on: mostly of none.
+
+    Stream: the current one, which the host waits for if there is one.
+    """
+    held = [each for each in held if isinstance(each.tensor, DTensor) and not each.is_buffer]
+    everyone = frozenset(ranks.numbers)
+    over = {each.param: each.param.sharding.mesh.device_mesh.size() for each in held if each.param is not None}
+    most = max(over.values(), default=0)
+    chosen: dict[tuple[str, tuple[Box, ...]], bool] = {}
+    parts: list[torch.Tensor] = []
+    covering: dict[object, bool] = {}
+    for each in held if len(everyone) > 1 else ():
+        mesh, local = _torch.spec_of(each.tensor).mesh, each.local
+        if mesh not in covering:
+            covering[mesh] = everyone.issubset(mesh.mesh.flatten().tolist())
+        plain = local.is_floating_point() and not (local.is_meta or is_subclass(local))
+        boxes = None if covering[mesh] or not plain else boxes_here(each.tensor)
+        if boxes is None or not local.numel():
+            continue
+        chosen[each.name, boxes] = each.param is not None and over[each.param] < most
+        step = -(-local.numel() // _LOOKED_AT)
+        parts.append(local.detach().reshape(-1)[::step].float().nan_to_num())
+    if not parts:
+        return {}
+    sizes = [part.numel() for part in parts]
+    values = torch.cat([part.to(parts[0].device) for part in parts]).cpu().split(sizes)
+    return {
+        key: Sample(tuple(of_one.tolist()), is_exact)
+        for (key, is_exact), of_one in zip(chosen.items(), values, strict=True)
+    }
+
+
+def refusal_of_copies(found: Sequence[Samples], numbers: Sequence[int]) -> str:
+    """Why what ranks have ``found`` is no one tensor for each name; "" if it is.
+
+    Args:
+        found: by each rank.
+        numbers: of the ranks, for the message.
+    """
+    first: dict[object, tuple[int, Sample]] = {}
+    for number, samples in zip(numbers, found, strict=True):
+        for key, sample in samples.items():
+            other, known = first.setdefault(key, (number, sample))
+            if not _are_copies(known, sample):
+                return (
+                    f"'{key[0]}' is on a mesh of some of the ranks, and rank {number} has other values in it than rank "
+                    f"{other}: they are different tensors of one name, of which one would be kept. Make it a DTensor "
+                    "on a mesh of all of these ranks, as experts on (edp, ep) that are sharded over both; or take the "
+                    "ranks of each mesh by themselves: save(..., process_group=) to a folder for each, "
+                    "iter_full_parameters() of the module that holds the experts."
+                )
+    return ""
+
+
+def agree_on_copies(
+    held: Sequence[Held], ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: str
+) -> None:
+    """`agree`, and go on only if each name is of one tensor. Collective.
+
+    Raises:
+        FSDPRuntimeError: it is not.
+        FSDPError: as of `agree`.
+    """
+    samples: Samples = {}
+    if error is None:
+        try:
+            samples = samples_of(held, ranks)
+        except Exception as raised:  # the other ranks wait
+            error = raised
+    found = agree(ranks, error, lines, caller, samples)
+    refusal = refusal_of_copies(found, ranks.numbers)
+    if refusal:
+        raise FSDPRuntimeError(f"{caller}: {refusal}")
+
+
+def _are_copies(one: Sample, other: Sample) -> bool:
+    if one.values == other.values:
+        return True
+    if one.is_exact or other.is_exact:
+        return False
+    return math.dist(one.values, other.values) <= _APART * max(math.hypot(*one.values), math.hypot(*other.values))
