@@ -14,7 +14,7 @@ import torch
 from fsdp2.checkpoint.contents import STATE
 from fsdp2.checkpoint.errors import CheckpointError, CheckpointIncomplete
 from fsdp2.checkpoint.exporting import MAX_FILE_BYTES, export
-from fsdp2.checkpoint.folders import leftovers, name_of, remove, steps_in, too_old
+from fsdp2.checkpoint.folders import leftovers, name_of, old_in, remove, steps_in
 from fsdp2.checkpoint.inspection import Opened, Tensor, differences
 from fsdp2.checkpoint.ranks import Alone
 from fsdp2.checkpoint.source import METADATA
@@ -199,7 +199,7 @@ def prune(options: argparse.Namespace) -> int:
     steps = steps_in(run)
     if not steps:
         raise CheckpointIncomplete(f"there is no checkpoint in {run}.")
-    gone = too_old(steps, options.keep_last, options.keep_every)
+    gone = old_in(run, options.keep_last, options.keep_every)
     failed = [str(each) for each in remove(run, gone)]
     for line in failed:
         print(line, file=sys.stderr)

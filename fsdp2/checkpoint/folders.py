@@ -8,12 +8,15 @@ step-00000500            complete: nothing else ever gets such a name
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.source import METADATA
@@ -22,6 +25,8 @@ LOG = logging.getLogger("fsdp2")
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TIME, _HEAD = re.compile(r'^"time": "([^"]+)"', re.MULTILINE), 4096
+_LAST = "9999"
+"""After all times."""
 _LEFT = re.compile(r"\.(step-\d{8,})\.(writing|old|removing)")
 
 
@@ -30,27 +35,69 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+class Written(NamedTuple):
+    """A complete checkpoint of a run.
+
+    Attributes:
+        time: when it was written, as of ISO 8601; "" if that is not said, as in torch's.
+        step: of training.
+        is_known: whether its manifest says that; else it is a guess, as the manifest cannot be read.
+    """
+
+    time: str
+    step: int
+    is_known: bool
+
+
+def written_in(run: Path) -> list[Written]:
+    """The complete checkpoints of ``run``, in the order in which they were written."""
+    found = []
+    for each in run.iterdir() if run.is_dir() else ():
+        match = _NAME.fullmatch(each.name)
+        if match and ((each / manifest.FILE).exists() or (each / METADATA).exists()):
+            time, is_known = _time_of(each)
+            found.append(Written(time, int(match[1]), is_known))
+    return sorted(found)
+
+
 def steps_in(run: Path) -> list[int]:
     """Those that ``run`` has complete checkpoints of, in the order in which they were written.
 
     After a restore of an earlier one, what is saved then is newer than what was saved at later steps before.
     """
-    found = []
-    for each in run.iterdir() if run.is_dir() else ():
-        match = _NAME.fullmatch(each.name)
-        if match and ((each / manifest.FILE).exists() or (each / METADATA).exists()):
-            found.append((_written(each), int(match[1])))
-    return [step for _, step in sorted(found)]
+    return [each.step for each in written_in(run)]
 
 
-def _written(folder: Path) -> str:
-    """When it was: by its manifest, if it has one. (Else before all that have.)"""
+def _time_of(folder: Path) -> tuple[str, bool]:
+    """When it was written: by its manifest, if it has one (else before all that have); and whether that is known."""
+    path = folder / manifest.FILE
     try:
-        with (folder / manifest.FILE).open(errors="replace") as file:
+        with path.open(errors="replace") as file:
             match = _TIME.search(file.read(_HEAD))
+    except FileNotFoundError:
+        return "", True
     except OSError:
-        return ""
-    return match[1] if match else ""
+        match = None
+    if match:
+        return match[1], True
+    try:
+        return text_of(datetime.fromtimestamp(path.stat().st_mtime, timezone.utc)), False
+    except OSError:  # as what was written last, whose error a restore says
+        return _LAST, False
+
+
+def text_of(time: datetime) -> str:
+    """So that the order of texts is that of times."""
+    return time.isoformat(timespec="microseconds")
+
+
+def time_after_all(run: Path) -> str:
+    """Now, or a moment after the newest checkpoint of ``run``, should a clock have been put back since."""
+    now = datetime.now(timezone.utc)
+    for each in written_in(run):
+        with contextlib.suppress(ValueError, TypeError, OverflowError):  # whatever another program has written there
+            now = max(now, datetime.fromisoformat(each.time) + timedelta(microseconds=1))
+    return text_of(now)
 
 
 def leftovers(run: Path) -> list[str]:
@@ -105,6 +152,11 @@ def too_old(steps: Sequence[int], keep_last: int | None, keep_every: int | None)
         return []
     kept = set(steps[-max(1, keep_last) :])
     return [step for step in steps if step not in kept and not (keep_every and step % keep_every == 0)]
+
+
+def old_in(run: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Of the checkpoints of ``run``, those to remove. Those whose manifest cannot be read stay, and do not count."""
+    return too_old([each.step for each in written_in(run) if each.is_known], keep_last, keep_every)
 
 
 def remove(run: Path, steps: Iterable[int]) -> list[str]:

@@ -17,7 +17,7 @@ from fsdp2.arguments import Rule, checked, checked_class
 from fsdp2.checkpoint import errors
 from fsdp2.checkpoint.contents import Contents, Values
 from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError, SaveFailed
-from fsdp2.checkpoint.folders import LOG, clean, name_of, remove, steps_in, too_old
+from fsdp2.checkpoint.folders import LOG, clean, name_of, old_in, remove, steps_in
 from fsdp2.checkpoint.loading import Load, Options, Verify
 from fsdp2.checkpoint.optimizers import Optimizers
 from fsdp2.checkpoint.ranks import InBackground, Ranks, Watched, in_background, ranks_of
@@ -191,13 +191,14 @@ class Checkpoints:
                 cause = save.attempt(lambda: clean(self._run))
             save.write(cause)
             if ranks.rank == 0:
-                self._remove_old()
+                self._remove_old(step)
 
         return go_on
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, saved: int) -> None:
         try:
-            failures = remove(self._run, too_old(steps_in(self._run), self._keep_last, self._keep_every))
+            old = old_in(self._run, self._keep_last, self._keep_every)
+            failures = remove(self._run, [step for step in old if step != saved])
         except OSError as error:  # what was saved is complete
             failures = [f"{type(error).__name__}: {error}"]
         for each in failures:

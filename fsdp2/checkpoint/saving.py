@@ -33,7 +33,7 @@ from fsdp2.checkpoint import manifest
 from fsdp2.checkpoint.contents import MODEL, Contents, Values, is_per_rank
 from fsdp2.checkpoint.copies import Samples, refusal_of_copies, samples_of
 from fsdp2.checkpoint.errors import CheckpointError, SaveFailed
-from fsdp2.checkpoint.folders import flush
+from fsdp2.checkpoint.folders import flush, text_of, time_after_all
 from fsdp2.checkpoint.held import held_by
 from fsdp2.checkpoint.manifest import Entry, Item, Manifest
 from fsdp2.checkpoint.optimizers import CLASS, NAMES, Optimizers
@@ -284,7 +284,8 @@ class Save:
                 entries[name] = Entry(None, items=of_entry)
         data = (self.folder / ".metadata").read_bytes()
         files[".metadata"] = len(data)
-        time = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        now = text_of(datetime.now(timezone.utc))
+        time = time_after_all(self._path.parent) if self._replaces else now  # which makes it the newest of its run
         own = manifest.crc_text(zlib.crc32(data))
         return Manifest(time=time, mesh=mesh, files=files, metadata_crc32=own, entries=entries, **self._head)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
+import zlib
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -409,3 +412,42 @@ def test_copies_beside_tensor_parallelism_may_have_been_rounded_otherwise(tmp_pa
         other[0].weight.mul_(1 + mesh.get_local_rank("tp"))
     with pytest.raises(SaveFailed, match=r"'0\.weight' is on a mesh of some of the ranks"):
         save(tmp_path / "e", other)
+
+
+@multi_rank(2)
+def test_a_clock_that_was_put_back_does_not_make_a_checkpoint_old(tmp_path: Path) -> None:
+    model, run = build(), tmp_path / "run"
+    checkpoints = Checkpoints(run, model, keep_last=1)
+    checkpoints.save(1)
+    if dist.get_rank() == 0:
+        path = run / "step-00000001" / "manifest.json"
+        body, _ = path.read_text().split('\n"crc32"')
+        body = re.sub(r'"time": "\d+', '"time": "2999', body)  # as if written by a clock that is ahead
+        path.write_text(f'{body}\n"crc32": "{zlib.crc32(body.encode()):08x}"\n}}\n')
+    dist.barrier()
+    assert checkpoints.restore() == 1
+    for step in (2, 3):
+        checkpoints.save(step)
+        dist.barrier()
+        assert checkpoints.steps() == [step]
+    assert checkpoints.restore() == 3
+
+
+@multi_rank(2)
+def test_a_checkpoint_whose_manifest_cannot_be_read_is_neither_old_nor_removed(tmp_path: Path) -> None:
+    model, run = build(), tmp_path / "run"
+    for step in (1, 2):
+        Checkpoints(run, model).save(step)
+    opens = Path.open
+
+    def fails(path: Path, *args: Any, **named: Any) -> Any:
+        if path == run / "step-00000002" / "manifest.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return opens(path, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", fails)
+        assert Checkpoints(run, model).steps() == [1, 2]
+        Checkpoints(run, model, keep_last=1).save(3)
+        dist.barrier()
+        assert Checkpoints(run, model).steps() == [2, 3]
