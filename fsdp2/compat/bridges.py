@@ -17,13 +17,14 @@ from typing import Any
 from torch import nn
 
 PIPELINING = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
-"""They ask ``isinstance(stage.submod, FSDPModule)`` of any kind of data-parallel stage, and reduce its gradients."""
+"""They ask the states of data-parallel stages of any kind, and reduce their gradients."""
 STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.optim.named_optimizer")
 """They ask ``isinstance(module, FullyShardedDataParallel)``, and call the class's methods of a model of either kind."""
 
 
+@functools.cache  # so that what programs have imported stays the same if it is installed again
 def either(torchs: type, ours: type) -> type:
-    """A class that stands for both in ``isinstance``, and is otherwise ``ours``."""
+    """A class that stands for both in ``isinstance``, and is otherwise ``ours``: what is set on it is set there."""
 
     class Either(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -32,7 +33,13 @@ def either(torchs: type, ours: type) -> type:
         def __subclasscheck__(cls, subclass: type) -> bool:
             return issubclass(subclass, (torchs, ours))
 
-    return Either(ours.__name__, (ours,), {"__module__": __name__, "__doc__": ours.__doc__})
+        def __setattr__(cls, name: str, value: object) -> None:
+            setattr(ours, name, value)
+
+        def __delattr__(cls, name: str) -> None:
+            delattr(ours, name)
+
+    return Either(ours.__name__, (ours,), {"__module__": ours.__module__, "__doc__": ours.__doc__})
 
 
 LIGHTNING = ("lightning.fabric.strategies.model_parallel", "lightning_fabric.strategies.model_parallel")
@@ -67,6 +74,22 @@ def plain_names(theirs: Callable[..., list[str]], clean: Callable[[str], str]) -
         return [clean(name) for name in theirs(*args, **kwargs)]
 
     return get_parameter_names
+
+
+def of_sharded(ours: Callable[..., Any], torchs: Callable[..., Any], torchs_class: type) -> Callable[..., Any]:
+    """``ours``, a function on modules; ``torchs`` where it gets modules of torch's implementation, as replicated ones.
+
+    Of `share_comm_ctx` and `register_fsdp_forward_method`, of which the first takes a list.
+    """
+
+    @functools.wraps(ours)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        modules = given[0] if given and isinstance(given[0], (list, tuple)) else given
+        is_torchs = any(isinstance(each, torchs_class) for each in modules)
+        return (torchs if is_torchs else ours)(*args, **kwargs)
+
+    return function
 
 
 def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:

@@ -39,9 +39,23 @@ class Substitutes:
         self._wrapper = everywhere.get("FullyShardedDataParallel")
         self._has_fully_shard = "fully_shard" in everywhere  # else it is of FSDP1 alone, or of nothing
         if self._has_fully_shard:
+            self._serve_replicated(everywhere)
             self._bridge_fully_shard(everywhere)
         if "FullyShardedDataParallel" in everywhere:
             self._bridge_fsdp1(everywhere)
+
+    def _serve_replicated(self, everywhere: dict[str, Counterpart]) -> None:
+        """What programs ask of any module, and call of it, is answered for those of torch's `replicate` too."""
+        module = everywhere["FSDPModule"]
+        torchs = cast(type, module.torchs)
+        pairs = [Counterpart(module.name, torchs, bridges.either(torchs, cast(type, module.ours)))]
+        for name in ("share_comm_ctx", "register_fsdp_forward_method"):
+            if name in everywhere:
+                function: Any = everywhere[name]
+                bridged = bridges.of_sharded(function.ours, function.torchs, torchs)
+                pairs.append(Counterpart(name, function.torchs, bridged))
+        self._torchs |= {id(pair.ours): (pair.ours, pair.torchs) for pair in pairs}
+        self._everywhere |= _by_identity(pairs)
 
     def _bridge_fully_shard(self, everywhere: dict[str, Counterpart]) -> None:
         module, function = everywhere["FSDPModule"], everywhere["fully_shard"]
@@ -56,15 +70,14 @@ class Substitutes:
         ]
         look_up = vars(importlib.import_module(STATES))["_get_module_fsdp_state"]
         state = Counterpart(look_up.__name__, look_up, bridges.both_states(function.ours, look_up, ours, STATES))
-        pipelining = [
-            Counterpart("FSDPModule", module.torchs, bridges.either(cast(type, module.torchs), ours)),
-            Counterpart("fully_shard", function.torchs, bridges.pipelined(function.ours, function.torchs, ours)),
-        ]
+        pipelining = Counterpart(
+            "fully_shard", function.torchs, bridges.pipelined(function.ours, function.torchs, ours)
+        )
         self._put(offloading, HOME)
         self._put([state], STATES)
         for clipping in CLIPPING:
             self._put(list(counterparts_of_clipping()), clipping)
-        self._put_instead(pipelining, everywhere, bridges.PIPELINING)
+        self._put_instead([pipelining], everywhere, bridges.PIPELINING)
 
     def _bridge_fsdp1(self, everywhere: dict[str, Counterpart]) -> None:
         wrapper = everywhere["FullyShardedDataParallel"]

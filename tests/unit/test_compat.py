@@ -63,7 +63,8 @@ def test_names_are_replaced_and_put_back(name: str) -> None:
     assert "fully_shard" in held
     with install():
         for key in held:
-            assert vars(module(name))[key] is getattr(fsdp2, key), key
+            found, ours = vars(module(name))[key], getattr(fsdp2, key)
+            assert found is ours or ours in (getattr(found, "__wrapped__", None), *getattr(found, "__bases__", ())), key
         for key in set(FSDP1_NAMES) & set(vars(module(name))):
             assert vars(module(name))[key] is getattr(fsdp1, key), key
         known = {*NAMES, *FSDP1_NAMES}
@@ -78,7 +79,7 @@ def test_what_imports_later_gets_ours() -> None:
         exec("from torch.distributed.fsdp import fully_shard, FSDPModule", scope)
         exec("from torch.distributed._composable.fsdp.fully_shard import fully_shard as old", scope)
     assert scope["fully_shard"] is scope["old"] is fsdp2.fully_shard
-    assert scope["FSDPModule"] is fsdp2.FSDPModule
+    assert scope["FSDPModule"] is bridges.either(torchs_own("FSDPModule"), fsdp2.FSDPModule)  # type: ignore[arg-type]
 
 
 def test_torchs_implementation_stays_intact() -> None:
@@ -199,6 +200,37 @@ def test_wrappers_take_false_for_no_offloading(simulate: FakeWorlds) -> None:
 # Pipelining and torch._dynamo, which deal with modules of both implementations
 
 
+def test_replicated_modules_are_data_parallel_ones_too(simulate: FakeWorlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch: programs ask of all modules whether they reduce gradients, and set by what."""
+    simulate(2)
+    replicate = module("torch.distributed._composable.replicate_with_fsdp").replicate
+    with install():
+        public = torch.distributed.fsdp
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        replicated = replicate(model[0], mesh=init_device_mesh("cpu", (2,)))
+        public.fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+        found = [each for each in model.modules() if isinstance(each, public.FSDPModule)]
+        assert found == [*model] and issubclass(type(replicated), public.FSDPModule)
+        for each in found:
+            each.set_gradient_divide_factor(1.0)
+            each.set_requires_gradient_sync(False)
+        for group in (each._get_fsdp_state()._fsdp_param_group for each in found):
+            assert group.gradient_divide_factor == 1.0 and not group.reduce_grads
+        hooked = []
+        for each in found:
+            each.encode = each.forward
+            public.register_fsdp_forward_method(each, "encode")
+            hooked.append("encode" in vars(each) and each.encode != each.forward)
+        assert hooked == [True, True]
+        public.share_comm_ctx([replicated])
+        with pytest.raises(ValueError, match=r"FSDPModule"):
+            public.share_comm_ctx(found)
+        monkeypatch.setattr(public.FSDPModule, "of_a_program", 3, raising=False)
+        assert model[1].of_a_program == 3
+        monkeypatch.undo()
+        assert not hasattr(fsdp2.FSDPModule, "of_a_program")
+
+
 def test_pipelining_knows_modules_of_both(pipelining: list[ModuleType]) -> None:
     torchs, ours = torchs_own("FSDPModule"), fsdp2.FSDPModule
     assert isinstance(torchs, type)
@@ -288,7 +320,6 @@ with fsdp2.compat.install() as swap:
     from torch.distributed.pipelining import schedules, stage
     assert issubclass(stage.FSDPModule, fsdp2.FSDPModule) and stage.FSDPModule is schedules.FSDPModule
     assert schedules.UnshardHandle is fsdp2.UnshardHandle
-    assert "torch.distributed.pipelining.stage.FSDPModule -> " in str(swap)
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 assert FSDPModule.__module__ == "torch.distributed.fsdp"
 assert stage.FSDPModule is schedules.FSDPModule is FSDPModule and schedules.UnshardHandle is UnshardHandle
