@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import fully_shard
 from fsdp2.compat import fsdp1
 from fsdp2.compat.fsdp1 import (
     BackwardPrefetch,
@@ -174,6 +175,22 @@ def test_summoning_of_one_unit(kind: str, world_size: int) -> None:
         assert sum(each.numel() for each in local) < sum(each.numel() for each in UNEVEN_MLP.build()[2:].parameters())
     with type(model).summon_full_params(model, recurse=False):  # the root's own: there are none
         assert sum(numel_here(each) for each in model.parameters()) < sum(map(torch.Tensor.numel, _all(whole)))
+
+
+@multi_rank(2)
+@both
+def test_summoning_where_nothing_is_wrapped(kind: str, world_size: int) -> None:
+    """Programs summon whatever model they have: one that `fully_shard` has sharded is left alone."""
+    cls, model = type(wrapped(kind)), fully_shard(UNEVEN_MLP.build())
+    for module in (model, model[0]):
+        for recurse in (True, False):
+            with cls.summon_full_params(module, recurse=recurse, writeback=False):
+                assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    inside = nn.Sequential(wrapped(kind))
+    whole = sum(parameter.numel() for parameter in UNEVEN_MLP.build().parameters())
+    for recurse, is_whole in ((True, True), (False, False)):
+        with cls.summon_full_params(inside, recurse=recurse, writeback=False):
+            assert (sum(numel_here(each) for each in inside.parameters()) == whole) is is_whole
 
 
 def _all(shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,6 +145,8 @@ def test_a_state_that_is_of_no_parameter_comes_back(kind: str, world_size: int) 
     cls, model = FullyShardedDataParallel, wrapped(layers())
     optimizer = trained(model)
     of_program: dict[Any, Any] = {"global": {"count": 5, "scale": torch.ones(3)}, "epoch": 2, "total": torch.ones(2)}
+    seen = {"steps": defaultdict(int, {3: 4}), "words": Counter("abb"), "order": OrderedDict(b=1, a=torch.zeros(1))}
+    of_program["global"] |= seen
     optimizer.state.update(of_program)
     with cls.state_dict_type(model, *settings(kind)):
         saved = cls.optim_state_dict(model, optimizer)
@@ -152,6 +155,9 @@ def test_a_state_that_is_of_no_parameter_comes_back(kind: str, world_size: int) 
         optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, saved))
         for name, value in of_program.items():
             torch.testing.assert_close(optimizer.state[name], value)
+        found = optimizer.state["global"]
+        assert [type(found[name]) for name in seen] == [type(each) for each in seen.values()]
+        assert found["steps"].default_factory is int and found["words"]["b"] == 2
         assert len(optimizer.state) == len(NAMES) + 3
         for group in saved.get("param_groups", ()):
             group["params"].append("2.weight")

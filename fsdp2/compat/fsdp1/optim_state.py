@@ -75,8 +75,8 @@ def state_of(
 
 
 def _copied(entry: Any) -> Any:
-    """A dict of its own; what is no mapping, as only a state that is of no parameter can be, is copied too."""
-    if isinstance(entry, Mapping):
+    """A mapping of its own; what is none, as only a state that is of no parameter can be, is copied too."""
+    if isinstance(entry, Mapping) and not isinstance(entry, dict):
         return dict(entry)
     return entry if isinstance(entry, torch.Tensor) else copy.copy(entry)
 
@@ -232,7 +232,10 @@ def _from_first_rank(given: StateDict, by_name: dict[str, nn.Parameter], ranks: 
 def _on_cpu(value: Any) -> Any:
     """Where every rank can read it, whatever device is its own."""
     if isinstance(value, dict):
-        return type(value)((key, _on_cpu(each)) for key, each in value.items())
+        moved = copy.copy(value)  # of its own class, which may not be made of pairs: a Counter, a defaultdict
+        for key, each in value.items():
+            moved[key] = _on_cpu(each)
+        return moved
     if type(value) in (list, tuple):
         return type(value)(map(_on_cpu, value))
     return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -348,10 +348,18 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Iterator[None]:
-        """Inside, parameters at and below ``module`` are whole: see `fsdp2.full_parameters`."""
+        """Inside, parameters at and below ``module`` are whole: see `fsdp2.full_parameters`.
+
+        Nothing where there is none of these wrappers, as below a module that `fully_shard` alone was called on.
+        """
         within: Any = module
-        if not recurse and isinstance(module, FullyShardedDataParallel):
-            within = module._unit
+        if not recurse:
+            within = module._unit if isinstance(module, FullyShardedDataParallel) else None
+        elif not FullyShardedDataParallel.fsdp_modules(module):
+            within = None
+        if within is None:  # programs summon whatever they have, and gather a model of `fully_shard` otherwise
+            yield
+            return
         with fsdp2.full_parameters(
             within,
             recurse=recurse,
