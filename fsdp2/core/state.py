@@ -889,10 +889,11 @@ class FSDPState:
         self._to_run.clear()
 
 
-def offer(name: str, read: Callable[[FSDPState], Any]) -> None:
-    """Let states have a read-only attribute ``name`` for programs that ask for it; the engine does not.
+def offer(name: str, read: Callable[[FSDPState], Any], write: Callable[[FSDPState, Any], None] | None) -> None:
+    """Let states have an attribute ``name`` for programs that ask for it; the engine does not.
 
     A property of the class: with a ``__getattr__``, Python would look up every attribute of a state in a slower way.
+    ``write`` is called where a program sets it; without, Python refuses.
     """
     assert not hasattr(FSDPState, name), f"FSDPState has '{name}' of its own"
-    setattr(FSDPState, name, property(read))
+    setattr(FSDPState, name, property(read, write))

@@ -52,7 +52,8 @@ class AllGatherInput:
     The class that torch has by this name (after 2.15) is taken for it.
 
     Attributes:
-        tensor: what this rank sends; of the same shape and dtype on every rank, and in every call.
+        tensor: what this rank sends; of the same shape and dtype on every rank. From call to call its shape may change
+            (backward may need another layout than forward), not its number of elements.
         dim: of ``tensor``, along which those of the ranks are joined in their order; negative ones count from the end.
             A tensor of no dims counts as one of one element.
         output_size: as what ``fsdp_post_all_gather`` sees the joined tensor; of as many elements. None: as it is.
@@ -76,7 +77,7 @@ class AllGatherInput:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How an input looks, the same on every rank and in every call.
+    """How an input looks, the same on every rank. In every call it has as many elements of the same dtype.
 
     Attributes:
         size: of what one rank sends.
@@ -93,6 +94,10 @@ class _Form:
     def __str__(self) -> str:
         whole = "" if self.output_size is None else f", joined as {tuple(self.output_size)}"
         return f"{tuple(self.size)} in {self.dtype}, along dim {self.dim}{whole}"
+
+    def is_as_large_as(self, other: _Form) -> bool:
+        """Whether it lies in the memory that was made for ``other``."""
+        return self.dtype == other.dtype and self.size.numel() == other.size.numel()
 
     def joined(self, world_size: int) -> torch.Size:
         """The size of the whole."""
@@ -158,7 +163,7 @@ class _Extended:
     """One parameter that gathers itself, and what is known of its gathers.
 
     Attributes:
-        forms: of the inputs that every rank sends; None before the first gather.
+        forms: of the inputs that every rank has sent last; None before the first gather.
         outputs: flat, (world_size * n,) for each input; freed between uses.
         inner: what the extension says its unsharded tensor lies on.
         metadata: what it passes from before to after the gather.
@@ -339,10 +344,11 @@ class ExtensionGather:
             self._refuse_disagreement([[tensor for tensor, _ in given] for given in inputs])
         for each, given, before in zip(self._extended, inputs, known, strict=True):
             now = [form for _, form in given]
-            if before is not None and before != now:
+            fits = before is None or (len(before) == len(now) and all(map(_Form.is_as_large_as, now, before)))
+            if not fits:
                 raise FSDPRuntimeError(
                     f"{_PRE} of parameter '{each.param.path}' returned {_listed(now)}, the first time "
-                    f"{_listed(before)}; they must stay the same."
+                    f"{_listed(before or ())}; their number, dtypes and numbers of elements must stay the same."
                 )
             each.forms = now
 

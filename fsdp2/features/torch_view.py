@@ -7,9 +7,9 @@ offered raises an AttributeError that says what to use instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from enum import Enum, auto
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,9 +18,10 @@ from torch import nn
 from fsdp2._remedies import TOOLS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
-from fsdp2.core.options import MixedPrecisionPolicy
+from fsdp2.core.options import MixedPrecisionPolicy, RootSettings
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.root import FSDPRoot, Unit
+from fsdp2.core.sharding import placement_of
 from fsdp2.core.state import offer
 from fsdp2.errors import ParamPhase
 
@@ -33,8 +34,14 @@ class Viewed(Protocol):
     mesh: DataParallelMesh
     root: FSDPRoot | None
     is_root: bool
-    states: Sequence[Any]
+    root_settings: RootSettings
+    calls: int
+    reshard_after_forward: bool | None
     reshard_after_backward: bool | None
+    _in_backward: bool
+
+    def ensure_root(self) -> FSDPRoot:
+        """The root that it belongs to."""
 
     def end_module_backward(self, *, reduces: bool) -> None:
         """Reshard and reduce."""
@@ -50,6 +57,24 @@ class ModuleInfo:
     shared_param_names: list[str]
 
 
+class TrainingState(Enum):
+    """What a group does now, under torch's names: equal to the members of torch's ``TrainingState`` that have them.
+
+    Programs compare them, and find torch's class where torch has it.
+    """
+
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+    IDLE = auto()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other).__name__ == type(self).__name__ and getattr(other, "name", None) == self.name
+
+    def __hash__(self) -> int:
+        return super().__hash__()  # of the name, as torch's has it
+
+
 _INSTEAD = {
     "gradient_divide_factor": "set_gradient_divide_factor()",
     "force_sum_reduction_for_comms": "set_force_sum_reduction_for_comms()",
@@ -59,7 +84,8 @@ _INSTEAD = {
     "unshard_in_backward": "set_unshard_in_backward()",
     "_comm_ctx": "set_modules_to_forward_prefetch(), set_post_optim_event() or share_comm_ctx()",
     "all_gather_copy_in_stream": "set_post_optim_event()",
-    "_lazy_init": "unshard(), which initializes the root",
+    "post_optim_event": "set_post_optim_event()",
+    "post_forward_mesh_info": "set_reshard_after_forward()",
     "foreach_reduce": "set_custom_reduce_scatter() or set_all_reduce_hook()",
     "foreach_all_gather": "set_custom_all_gather()",
     "_all_gather_comm": "set_custom_all_gather()",
@@ -68,9 +94,18 @@ _INSTEAD = {
 }
 
 
+_ELSEWHERE = {
+    "_init_extensions": (
+        "whether a parameter gathers itself is looked up when it is sharded. For a dtype of its own, pass a function "
+        "as fully_shard(mp_policy=...), which gets each parameter's name"
+    ),
+}
+"""What no method of `FSDPModule` takes the place of."""
+
+
 def _refuse(what: str, name: str) -> NoReturn:
     instead = _INSTEAD.get(name)
-    use = f"use FSDPModule.{instead}" if instead else f"{TOOLS} lists what can be read"
+    use = f"use FSDPModule.{instead}" if instead else _ELSEWHERE.get(name, f"{TOOLS} lists what can be read")
     raise AttributeError(f"fsdp2's {what} has no '{name}', which is private to torch's fully_shard: {use}.", name=name)
 
 
@@ -157,7 +192,7 @@ class ParamView(_View):
     @property
     def fsdp_placement(self) -> Any:
         """How the data-parallel mesh cuts it."""
-        return self._param.sharding.spec.placements[-1]
+        return placement_of(self._param.sharding.partition, self._param.sharding.mesh.shard_size)
 
     @property
     def mesh_info(self) -> DataParallelMeshInfo:
@@ -178,7 +213,9 @@ class GroupView(_View):
         object.__setattr__(self, "_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "_training_state":  # which programs reset before they reshard: there is none to be reset
+        if name == "post_forward_mesh_info":
+            self._rest_after_forward(value)
+        elif name != "_training_state":  # which programs reset before they reshard: there is none to be reset
             super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -204,9 +241,45 @@ class GroupView(_View):
 
     @property
     def post_forward_mesh_info(self) -> DataParallelMeshInfo | None:
-        """Over which ranks parameters rest after forward, if it is fewer."""
+        """Over which ranks parameters rest between forward and backward; None: they stay unsharded."""
+        state = self._state
+        if state.reshard_after_forward is False or (state.reshard_after_forward is None and state.is_root):
+            return None
         post_forward = self._group.storage.post_forward
-        return None if post_forward is None else _info(post_forward.mesh)
+        return self.mesh_info if post_forward is None else _info(post_forward.mesh)
+
+    def _rest_after_forward(self, info: Any) -> None:
+        """What programs set that read it before the root took its default: they want it to reshard all the same."""
+        module: Any = self._state.modules[0]
+        before = self.post_forward_mesh_info
+        meshes = {getattr(each, "mesh", None) for each in (info, before)}
+        if len(meshes) == 1 and (info is None) is (before is None):
+            return  # as it is
+        if info is not None and getattr(info, "mesh", None) != self.mesh_info.mesh:
+            raise AttributeError(
+                f"post_forward_mesh_info of '{self._group.name}' can be set to None and to its mesh_info, got "
+                f"{info!r}; for fewer ranks call fully_shard(reshard_after_forward=<how many>).",
+                name="post_forward_mesh_info",
+            )
+        module.set_reshard_after_forward(info is not None, recurse=False)
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        return self.post_forward_mesh_info is not None
+
+    @property
+    def _training_state(self) -> TrainingState:
+        state, root = self._state, self._state.root
+        if root is None:
+            return TrainingState.IDLE
+        if state.calls and not state._in_backward:  # also one of a checkpoint, that computes again in backward
+            return TrainingState.FORWARD
+        is_gathering = self._group.phase is ParamPhase.UNSHARDING
+        if root.iteration.in_backward:
+            if state._in_backward or is_gathering:
+                return TrainingState.PRE_BACKWARD
+            return TrainingState.POST_BACKWARD if self._group.reducer.is_reducing else TrainingState.IDLE
+        return TrainingState.FORWARD if is_gathering and root.iteration.in_forward else TrainingState.IDLE
 
     @property
     def device(self) -> torch.device:
@@ -293,15 +366,67 @@ def _only_group(state: Viewed) -> GroupView | None:
     return GroupView(state.unit[0], state) if state.unit else None
 
 
-def _context(state: Viewed) -> SimpleNamespace:
-    return SimpleNamespace(all_states=list(state.states) if state.root is not None else [])
+class ContextView(_View):
+    """What the states below a root share, as torch's ``FSDPStateContext``."""
+
+    __slots__ = ("_state",)
+    _what = "view of what states share"
+    _state: Viewed
+
+    def __init__(self, state: Viewed) -> None:
+        object.__setattr__(self, "_state", state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "is_last_backward":
+            module: Any = self._state.modules[0]
+            module.set_is_last_backward(value)
+        else:
+            super().__setattr__(name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContextView) and other._key is self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> object:
+        return self._state if self._state.root is None else self._state.root
+
+    @property
+    def all_states(self) -> list[Any]:
+        """Those below the root; none before the first forward."""
+        return [] if self._state.root is None else list(self._state.root.states)
+
+    @property
+    def is_last_backward(self) -> bool:
+        """What `set_is_last_backward` has set."""
+        root = self._state.root
+        return (self._state.root_settings if root is None else root.settings).is_last_backward
+
+    @property
+    def post_backward_final_callback_queued(self) -> bool:
+        """Whether a backward has begun whose end is to come."""
+        return self._state.root is not None and self._state.root.iteration.in_backward
+
+
+def _initializer(state: Viewed) -> Callable[[], None]:
+    def _lazy_init() -> None:
+        """Make the module a root, if it is below none. Collective then."""
+        state.ensure_root()
+
+    return _lazy_init
 
 
 def _finalizer(state: Viewed) -> Callable[[], None]:
     def _root_post_backward_final_callback() -> None:
-        """Reduce what the microbatches accumulated, wait, and register the sharded parameters. Collective."""
-        module: Any = state.modules[0]
-        before = module._get_fsdp_state().root_settings.finalizes_manually
+        """Reduce what the microbatches accumulated, wait, and register the sharded parameters. Collective.
+
+        Of the whole root, whichever of its states is asked; nothing where nothing is left.
+        """
+        owner: Any = state if state.root is None else state.root.owner
+        module = owner.modules[0]
+        before = owner.root_settings.finalizes_manually
         module.set_manual_backward_finalization(True)
         try:
             module.finalize_backward()
@@ -314,7 +439,8 @@ def _finalizer(state: Viewed) -> Callable[[], None]:
 _OFFERED: dict[str, Callable[[Any], Any]] = {
     "_fsdp_param_group": _only_group,
     "_fsdp_param_groups": _groups,
-    "_state_ctx": _context,
+    "_lazy_init": _initializer,
+    "_state_ctx": ContextView,
     "_root_post_backward_final_callback": _finalizer,
     "_modules": lambda state: state.modules,
     "_is_root": lambda state: None if state.root is None else state.is_root,
@@ -326,7 +452,6 @@ _OFFERED: dict[str, Callable[[Any], Any]] = {
 _REFUSED = (
     "_auto_reshard_after_forward",
     "_device_handle",
-    "_lazy_init",
     "_modules_to_run_forward",
     "_post_forward",
     "_post_forward_hook_handle",
@@ -339,7 +464,25 @@ _REFUSED = (
 """Other names of torch's ``FSDPState``."""
 
 
+_SET_INSTEAD = {
+    "_root_post_backward_final_callback": (
+        "it is not called at the end of backward here. Let what it reduces be sharded or replicated by fully_shard "
+        "(replicate_below, strategy='replicate'), or leave it out with ignored_params and reduce it after backward()"
+    ),
+    "_mp_policy": "pass mp_policy to fully_shard, which may be a function of the parameter's name",
+}
+"""What to do instead of setting an attribute of a state."""
+
+
+def _refuse_to_set(name: str, state: Viewed, value: object) -> NoReturn:
+    del value
+    instead = _SET_INSTEAD.get(name, f"{TOOLS} lists what can be set")
+    raise AttributeError(
+        f"'{name}' of fsdp2's FSDPState (of {type(state.modules[0]).__name__}) can only be read: {instead}.", name=name
+    )
+
+
 for _name, _view in _OFFERED.items():
-    offer(_name, _view)
+    offer(_name, _view, functools.partial(_refuse_to_set, _name))
 for _name in _REFUSED:
-    offer(_name, functools.partial(lambda name, state: _refuse("FSDPState", name), _name))
+    offer(_name, functools.partial(lambda name, state: _refuse("FSDPState", name), _name), None)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 
 import fsdp2
@@ -119,6 +120,38 @@ def test_the_dim_is_the_inputs_own(world_size: int) -> None:
         assert torch.equal(layer(x), plain(x))
 
 
+class OfEachPass(FiveArguments):
+    """Sends rows in forward and columns in backward, which it tells by what torch's state says: Transformer Engine."""
+
+    told: ClassVar[list[tuple[bool, bool]]] = []
+
+    def fsdp_pre_all_gather(
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Any, ...], Any]:
+        (inner,), _ = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        group = module._get_fsdp_state()._fsdp_param_group  # type: ignore[operator]
+        in_backward = group._training_state == TrainingState.PRE_BACKWARD
+        assert in_backward or group._training_state == TrainingState.FORWARD
+        self.told.append((group._reshard_after_forward, in_backward))
+        return (inner.T.contiguous() if in_backward else inner,), in_backward
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (output,) = outputs
+        if metadata:
+            output = torch.cat([part.T for part in output.chunk(dist.get_world_size())])
+        return filled(out, output.to(param_dtype))
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_backward_may_send_another_layout(reshards: bool, world_size: int) -> None:
+    OfEachPass.told.clear()
+    steps_like_the_reference(sharded(OfEachPass, 16, reshard_after_forward=reshards), 16, steps=2)
+    assert OfEachPass.told == ([(True, False), (True, True)] if reshards else [(False, False)]) * 2
+
+
 # ---- mistakes ----------------------------------------------------------------------------------
 
 
@@ -159,7 +192,7 @@ def test_inputs_that_do_not_fit_are_refused(world_size: int) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("change", ["number", "dim", "output_size"])
+@pytest.mark.parametrize("change", ["number", "dtype", "numel"])
 def test_they_must_stay_the_same(change: str, world_size: int) -> None:
     Wrong.inputs = staticmethod(lambda inner: (AllGatherInput(inner),))
     model = sharded(Wrong, 16)
@@ -167,8 +200,8 @@ def test_they_must_stay_the_same(change: str, world_size: int) -> None:
     Wrong.inputs = staticmethod(
         {
             "number": lambda inner: (AllGatherInput(inner), inner),
-            "dim": lambda inner: (AllGatherInput(inner, dim=1),),
-            "output_size": lambda inner: (AllGatherInput(inner, output_size=(2 * inner.numel(),)),),
+            "dtype": lambda inner: (AllGatherInput(inner.int()),),
+            "numel": lambda inner: (AllGatherInput(inner[1:]),),
         }[change]
     )
     with pytest.raises(FSDPRuntimeError, match=r"'first\.weight' returned . inputs .* must stay the same"):

@@ -162,7 +162,7 @@ def test_an_extension_must_send_what_it_sent_before() -> None:
     with (
         mock.patch.object(Halves, "fsdp_pre_all_gather", _sends_integers),
         pytest.raises(
-            fsdp2.FSDPRuntimeError, match=r"parameter 'first\.weight' returned 2 inputs .* they must stay the same"
+            fsdp2.FSDPRuntimeError, match=r"parameter 'first\.weight' returned 2 inputs .* must stay the same"
         ),
     ):
         loss_on(plain_case(16), model)

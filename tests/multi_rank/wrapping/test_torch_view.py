@@ -12,8 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _module_state_mapping
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState as TorchsState
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 from fsdp2 import FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy, fully_shard, unwrap
+from fsdp2.features.torch_view import TrainingState
 from tests.harness import Accumulation, FakeWorlds, Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
 
@@ -22,8 +26,8 @@ def state_of(module: nn.Module) -> Any:
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
-def reduce_as_pipelining_does(module: Any) -> None:
-    """The calls of `_PipelineStageBase.perform_reduce_grad` in torch 2.11 to 2.14."""
+def reduce_as_pipelining_does(module: Any, *, by_every_state: bool = False) -> None:
+    """The calls of `_PipelineStageBase.perform_reduce_grad` in torch 2.11 to 2.14; of all states, as others do it."""
     module.set_is_last_backward(True)
     module.set_reshard_after_backward(True)
     module.set_requires_gradient_sync(True)
@@ -31,7 +35,8 @@ def reduce_as_pipelining_does(module: Any) -> None:
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group.post_backward()
-    state._root_post_backward_final_callback()
+    for each in state._state_ctx.all_states[::-1] if by_every_state else [state]:
+        each._root_post_backward_final_callback()
 
 
 @multi_rank(1)
@@ -45,8 +50,11 @@ def test_who_finalizes_by_hand_does_so_after_a_pipeline_has() -> None:
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("by_every_state", [False, True])
 @pytest.mark.parametrize("replicated", [False, True])
-def test_stages_of_a_pipeline_reduce_what_their_microbatches_left(replicated: bool, world_size: int) -> None:
+def test_stages_of_a_pipeline_reduce_what_their_microbatches_left(
+    replicated: bool, by_every_state: bool, world_size: int
+) -> None:
     mesh = init_device_mesh("cpu", (2, 1) if replicated else (2,), mesh_dim_names=("r", "s") if replicated else None)
     model: Any = UNEVEN_MLP.build()
     for unit in UNEVEN_MLP.units(model):
@@ -60,7 +68,7 @@ def test_stages_of_a_pipeline_reduce_what_their_microbatches_left(replicated: bo
         model.set_requires_gradient_sync(False)
         for micro in range(3):
             UNEVEN_MLP.loss(model, UNEVEN_MLP.batch(0, record.step, dist.get_rank(), micro)).backward()
-        reduce_as_pipelining_does(model)
+        reduce_as_pipelining_does(model, by_every_state=by_every_state)
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
@@ -121,9 +129,26 @@ def test_groups_and_parameters_can_be_read(simulate: FakeWorlds) -> None:
     ("read", "says"),
     [
         (lambda state: state._device_handle, r"FSDPState has no '_device_handle'.*'What tools can read' in the doc"),
-        (lambda state: state._lazy_init(), r"no '_lazy_init'.*FSDPModule.unshard\(\)"),
+        (lambda state: state._state_ctx.iter_forward_root, r"what states share has no 'iter_forward_root'"),
+        (
+            lambda state: setattr(state, "_root_post_backward_final_callback", print),
+            r"'_root_post_backward_final_callback' of fsdp2's FSDPState .*FSDPLinear.* ignored_params",
+        ),
+        (lambda state: setattr(state, "_modules", ()), r"'_modules' of fsdp2's FSDPState.* lists what can be set"),
+        (
+            lambda state: setattr(state._state_ctx, "post_optim_event", None),
+            r"'post_optim_event' of fsdp2's view of what states share can only.*set_post_optim_event",
+        ),
+        (
+            lambda state: setattr(state._fsdp_param_group, "post_forward_mesh_info", 2),
+            r"post_forward_mesh_info of '.*' can be set to None and to its mesh_info, got 2.*reshard_after_forward=",
+        ),
         (lambda state: state._fsdp_param_group.foreach_reduce, r"group has no 'foreach_reduce'.*set_custom_reduce_sc"),
         (lambda state: state._fsdp_param_group.fsdp_params[0]._init_sharded_param, r"parameter has no '_init_sh"),
+        (
+            lambda state: state._fsdp_param_group.fsdp_params[0]._init_extensions(),
+            r"parameter has no '_init_extensions'.* fully_shard\(mp_policy=\.\.\.\)",
+        ),
         (
             lambda state: setattr(state._fsdp_param_group, "gradient_divide_factor", 2.0),
             r"'gradient_divide_factor'.*only be read.*set_gradient_divide_factor\(\)",
@@ -136,6 +161,83 @@ def test_what_is_not_offered_says_what_to_use(simulate: FakeWorlds, read: Any, s
     with pytest.raises(AttributeError, match=says):
         read(state)
     assert not hasattr(state, "_unheard_of")
+
+
+def test_a_root_that_is_to_reshard_after_forward_too(simulate: FakeWorlds) -> None:
+    """Programs keep what the root's group has before it becomes a root, and set it again."""
+    simulate(2)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    state = state_of(model)
+    group = state._fsdp_param_group
+    before = group.post_forward_mesh_info
+    assert before.mesh == group.mesh_info.mesh and group._reshard_after_forward
+    state._lazy_init()
+    assert state._is_root and not state_of(model[0])._is_root
+    assert group.post_forward_mesh_info is None and not group._reshard_after_forward
+    group.post_forward_mesh_info = None
+    assert state.reshard_after_forward is None
+    group.post_forward_mesh_info = before
+    assert group.post_forward_mesh_info.mesh == before.mesh
+    model(torch.randn(2, 4)).sum()
+    assert group.is_sharded
+    group.post_forward_mesh_info = None
+    model(torch.randn(2, 4)).sum()
+    assert group.is_unsharded
+
+
+def test_what_states_share(simulate: FakeWorlds) -> None:
+    simulate(2)
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    root, inner = state_of(model), state_of(model[0])
+    assert root._state_ctx.all_states == [] and root._state_ctx.is_last_backward
+    root._lazy_init()
+    assert inner._state_ctx == root._state_ctx and inner._state_ctx.all_states == [root, inner]
+    inner._state_ctx.is_last_backward = False
+    assert not root._state_ctx.is_last_backward and not root.root.settings.is_last_backward
+    assert not root._state_ctx.post_backward_final_callback_queued
+
+
+def test_a_placement_is_that_of_the_data_parallel_mesh(simulate: FakeWorlds) -> None:
+    simulate(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Linear(8, 8), mesh["tp"], RowwiseParallel())
+    fully_shard(model, mesh=mesh["dp"])
+    weight, bias = state_of(model)._fsdp_param_group.fsdp_params
+    assert isinstance(model.weight, DTensor) and model.weight.placements[-1] == Shard(1)
+    assert weight.fsdp_placement == bias.fsdp_placement == Shard(0)
+
+
+def test_states_of_training_are_equal_to_torchs() -> None:
+    assert [TrainingState[each.name] == each for each in TorchsState] == [True] * 4
+    assert [each == TrainingState[each.name] for each in TorchsState] == [True] * 4
+    assert TrainingState.IDLE != TorchsState.FORWARD and TorchsState.IDLE != TrainingState.FORWARD
+    assert TrainingState.IDLE in {TorchsState.IDLE} and TrainingState.IDLE != "IDLE"
+
+
+@multi_rank(2)
+def test_what_groups_do_shows_while_they_do_it(world_size: int) -> None:
+    model: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Tanh())
+    fully_shard(model[0])
+    fully_shard(model)
+    group, seen = state_of(model[0])._fsdp_param_group, []
+
+    def note(*_: Any) -> None:
+        seen.append(group._training_state.name)
+
+    note()
+    model[0].register_forward_hook(note)
+    model[1].register_forward_hook(note)
+    model[1].register_full_backward_pre_hook(note)
+    model[0][0].register_full_backward_pre_hook(note)
+    x = torch.randn(2, 4, requires_grad=True)
+    x.register_hook(note)
+    model(x).sum().backward()
+    note()
+    assert seen == ["IDLE", "FORWARD", "IDLE", "IDLE", "PRE_BACKWARD", "POST_BACKWARD", "IDLE"]
 
 
 def test_a_reset_of_the_training_state_changes_nothing(simulate: FakeWorlds) -> None:
