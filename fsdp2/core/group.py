@@ -363,7 +363,7 @@ class FSDPParamGroup:
         Not ``frees``: what `rest_in_place` has left stays, for the graph that reads it.
         """
         if frees or not self._rests_in_place:
-            self.reshard()
+            self.reshard(by_user=True)
         self.storage.forget_sent()
 
     # -- replaced parameters
@@ -642,8 +642,10 @@ class FSDPParamGroup:
         """
         self._left_to_do = awaits_backward
 
-    def reshard(self) -> None:
+    def reshard(self, *, by_user: bool = False) -> None:
         """Register the sharded parameters and free the unsharded ones. Nothing to do if they are sharded.
+
+        ``by_user``: others over the memory of the unsharded ones, which the user has registered, are let go.
 
         Stream: the all-gather stream waits for the current stream, which may still be reading.
 
@@ -671,7 +673,7 @@ class FSDPParamGroup:
         if self._registrations.hold_unsharded():
             self._registrations.register_sharded()
         else:
-            replaced = self._registrations.restore_sharded() or replaced
+            replaced = self._registrations.restore_sharded(by_user=by_user) or replaced
         if unsharding is not None and unsharding.is_issuing:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()

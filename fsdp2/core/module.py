@@ -271,7 +271,7 @@ class FSDPModule:
         if state._in_backward and _torch.backward_is_running():
             return
         for group in state.unit:
-            group.reshard()
+            group.reshard(by_user=True)
         if state.root is not None:
             state.root.comm.let_host_write_shards()
 

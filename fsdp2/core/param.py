@@ -5,6 +5,7 @@ Loops run inside ``map``: a group of many parameters costs no Python call for ea
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 import weakref
@@ -682,8 +683,10 @@ class Registrations:
         for mapping, name, sharded in zip(self._mappings, self._names, self._sharded):  # noqa: B905  all are columns
             mapping[name] = sharded
 
-    def restore_sharded(self) -> FSDPParam | None:
+    def restore_sharded(self, *, by_user: bool) -> FSDPParam | None:
         """The same, whatever they hold. Frozen and unfrozen parameters stay so.
+
+        ``by_user``, who unsharded them, and may have registered others over their memory: nothing is lost with those.
 
         Returns:
             A parameter that they held something else for, which is lost, if there is one.
@@ -694,8 +697,11 @@ class Registrations:
             if found is not None and (found is param.unsharded or found is param.post_forward):
                 if found.requires_grad is not param.requires_grad:
                     param.sharded.requires_grad_(found.requires_grad)
-            elif found is not param.sharded and not (found is not None and _is_another_view(found, param)):
-                replaced = param
+            elif found is not param.sharded:
+                if found is None or not _is_another_view(found, param, may_train=by_user):
+                    replaced = param
+                elif found.requires_grad:
+                    _retire(found, param)
             mapping[name] = param.sharded
         return replaced
 
@@ -710,18 +716,41 @@ class Registrations:
             mapping[name] = param.resting
 
 
-def _is_another_view(found: torch.Tensor, param: FSDPParam) -> bool:
-    """Whether ``found`` is another parameter over the very memory of the frozen ``param``, and was not written.
+def _is_another_view(found: torch.Tensor, param: FSDPParam, *, may_train: bool) -> bool:
+    """Whether ``found`` is another parameter over the very memory of ``param``, and was not written.
 
-    As quantized layers register, which need a class of their own in forward. Nothing is lost with it.
+    As quantized layers register in forward, which need a class of their own: frozen ones. Nothing is lost with it; with
+    one that trains, the gradient of that forward would be.
     """
     unsharded = param.unsharded
-    if unsharded is None or param.requires_grad or found.requires_grad or isinstance(found, DTensor):
+    if unsharded is None or found.requires_grad is not param.requires_grad or isinstance(found, DTensor):
         return False
     whole = _torch.plain_of(unsharded)
+    if found.requires_grad:
+        looks_alike = found.shape == whole.shape and found.dtype == whole.dtype
+        if not (may_train and looks_alike and found.grad is None):
+            return False
     return (
         _torch.storage_of(found) == _torch.storage_of(whole)
         and found.data_ptr() == whole.data_ptr()
         and found.nbytes == whole.nbytes
         and (_torch.version_of(found) == 0 or _torch.share_version(found, whole))  # whose writes are seen elsewhere
+    )
+
+
+def _retire(found: nn.Parameter, param: FSDPParam) -> None:
+    """``found``, which trains, had the place of the unsharded ``param``, and has it no more.
+
+    Optimizers that hold it find the sharded parameter. A graph that was built on it may still be differentiated.
+    """
+    if replacement_of(found) is None:
+        mark_replaced(found, param.sharded)
+        found.register_post_accumulate_grad_hook(functools.partial(_refuse_late_gradient, param.path))
+
+
+def _refuse_late_gradient(path: str, found: torch.Tensor) -> NoReturn:
+    raise FSDPRuntimeError(
+        f"the gradient of parameter '{path}' arrived at another parameter, which the program had registered in its "
+        "place while it was unsharded: it would be lost. Compute what is differentiated with the parameters that "
+        "unshard() registers; or call reshard() before the forward."
     )

@@ -337,7 +337,7 @@ class GroupView(_View):
 
     def reshard(self) -> None:
         """As `FSDPModule.reshard`, of this group."""
-        self._group.reshard()
+        self._group.reshard(by_user=True)
 
     def post_backward(self) -> None:
         """Reduce what backwards have left, and reshard, as the settings of the module say. Collective if they did.

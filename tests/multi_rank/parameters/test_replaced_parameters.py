@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same
 from tests.harness.shared.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
@@ -394,3 +394,61 @@ def test_a_replacement_that_would_lose_something_is_refused(how: str, by_data: b
     model.writes = how == "written"
     with pytest.raises(FSDPRuntimeError, match="'weight' was replaced, converted or written while it was unsharded"):
         model(torch.ones(2, 6))
+
+
+def summoned(model: nn.Module, by_data: bool) -> list[nn.Parameter]:
+    """As fairseq2 shows whole parameters: all modules are unsharded, and hold new parameters over the same memory."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(parameter.data if by_data else parameter.detach()))
+            found.append(module._parameters[name])
+    return found  # type: ignore[return-value]
+
+
+def reshard_all(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("by_data", [False, True])
+def test_parameters_over_the_same_memory_may_be_shown_for_a_while(by_data: bool, world_size: int) -> None:
+    model: nn.Module = shard()
+    sharded = list(model.parameters())
+    reference = Reference(CASE, world_size=world_size)
+    for _ in range(2):
+        whole = summoned(model, by_data)
+        optimizer = adamw(whole) if not by_data else adamw(sharded)
+        for found, expected in zip(whole, reference.model.parameters(), strict=True):
+            torch.testing.assert_close(found.detach(), expected.detach())
+        reshard_all(model)
+        assert all(one is other for one, other in zip(model.parameters(), sharded, strict=True))
+    assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_is_lost_with_them_is_refused(by_data: bool, world_size: int) -> None:
+    was_replaced = r"was replaced, converted or written while it was unsharded"
+    model: nn.Module = shard()
+    with torch.no_grad():
+        summoned(model, by_data)[0].mul_(2)
+    with pytest.raises(FSDPRuntimeError, match=rf"'0\.weight' {was_replaced}"):
+        reshard_all(model)
+    reshard_all(model)
+    first = summoned(model, by_data)[0]
+    loss = first.sum()  # whose backward reads no memory that is gone
+    reshard_all(model)
+    with pytest.raises(FSDPRuntimeError, match=r"gradient of parameter '0\.weight' arrived at another.* reshard\(\)"):
+        loss.backward()
+    first = summoned(model, by_data)[0]
+    first.grad = torch.ones_like(first)
+    with pytest.raises(FSDPRuntimeError, match=rf"'0\.weight' {was_replaced}"):
+        reshard_all(model)
+    reshard_all(model)
+    train(model)
