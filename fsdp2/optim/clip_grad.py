@@ -15,8 +15,13 @@ sharded parameter took the place of which.
         all-reduce over dp  a              b                      2 numbers
         all-reduce over tp  a                                     1 number
 
+    A *slice* lies on a part of the ranks of its root (`optim/slices.py`), and on the others another one in its place:
+    its spread are the dims of the root's mesh, and of its replicas within its own mesh the first counts. So it shares
+    the slot of what is sharded over the whole, and nothing depends on how many slices a rank has.
+
     The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot is one number for
-    each of its parameters, 1 if it has such an element on this rank; their maximum over the spread holds for the whole.
+    each of its parameters, 1 if it has such an element on this rank; their maximum over the spread holds for the whole
+    (of slices: over their own mesh, and then their numbers are added up over the spread).
 
     All that depends on the parameters, never on which of them have a gradient. Process groups of the same ranks count
     as one. Numbers are float64 (where the device has it), so that the order of a sum, which an all-reduce is free to
@@ -47,6 +52,7 @@ from fsdp2.core.sharding import RankGroup, ReductionGroups, reduction_groups_of
 from fsdp2.errors import FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.optim.delivered import delivered_of
 from fsdp2.optim.model_parameters import parameters_below
+from fsdp2.optim.slices import SLICES
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -67,8 +73,10 @@ def clip_grad_norm_(
 
     Parameters may be DTensors on different meshes (1D, HSDP, with tensor or expert parallelism, offloaded) beside
     plain tensors, of several dtypes. Plain tensors, and mesh dims in which a DTensor is replicated, count once: their
-    gradients are expected to be the same on every rank. Parameters without gradient count as zeros. Those from before
-    `fully_shard`, and unsharded ones, stand for the sharded parameters that took their place.
+    gradients are expected to be the same on every rank. Those that lie on a part of the ranks of their root alone, as
+    experts by ``shard_placement_fn``, are others on the other ranks: all of them count. Parameters without gradient
+    count as zeros. Those from before `fully_shard`, and unsharded ones, stand for the sharded parameters that took
+    their place.
 
     All ranks that hold shards of ``parameters`` must call this with the same parameters in the same order, also where
     some or all gradients are None. One all-reduce of a few numbers for each process group over which something is
@@ -82,8 +90,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank alike. Waits for the device.
         foreach: False for one operation per tensor; else one for all tensors of a device and dtype.
         mesh: further ranks, with other parameters (pipeline stages) or other values of the plain ones: the result is
-            summed over every dim of it as well, one number in each all-reduce. Dims that a parameter is sharded over
-            already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For a
+            summed over every dim of it as well, one number in each all-reduce. Dims whose ranks a parameter is shared
+            out over already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For a
             process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
 
     Returns:
@@ -202,10 +210,20 @@ def _by_device_and_dtype(tensors: list[torch.Tensor]) -> _Groups:
     return groups
 
 
+_Where = tuple[DeviceMesh, tuple[int, ...]]
+"""A mesh, and the dims of it over which something is shared out."""
+
+
 class _Alike(NamedTuple):
-    """What is known of parameters that are all spread alike: fields as of `_Slots`, and of its one slot."""
+    """What is known of parameters that are all spread alike: fields as of `_Slots`, and of its one slot.
+
+    Attributes:
+        changes: of `SLICES`, when none of them was one.
+    """
 
     spread: ReductionGroups
+    where: _Where | None
+    changes: int
     device: torch.device
     dtype: torch.dtype
 
@@ -213,7 +231,7 @@ class _Alike(NamedTuple):
         """Their gradients, whose local tensors are ``below``, and which lie on ``slices``."""
         found = _Slots(())
         groups = _by_device_and_dtype(slices) if slices else {}
-        found.slots = [_Slot(self.spread, [*below], slices, groups)]
+        found.slots = [_Slot(self.spread, self.where, of_each=[*below], gradients=slices, groups=groups)]
         found.device, found.dtype, found.written_unseen = self.device, self.dtype, below
         return found
 
@@ -223,15 +241,32 @@ class _Slot:
     """The local gradients of one spread: their powers are one number.
 
     Attributes:
+        where: the spread as dims of a mesh; None of plain tensors.
+        own: of slices: the process groups of their own mesh over which each is shared out; else None.
+        counts: whether this rank's are to be counted: of replicas that the spread has, the first.
         of_each: for each parameter in turn, None if it has none.
         gradients: of them, those that have elements on this rank; those of one buffer as one, with zeros between them.
         groups: the same by device and dtype.
     """
 
     spread: ReductionGroups
+    where: _Where | None
+    own: ReductionGroups | None = None
+    counts: bool = True
     of_each: list[torch.Tensor | None] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     groups: _Groups = field(default_factory=dict)
+
+    def inside(self, further: Sequence[RankGroup]) -> list[RankGroup]:
+        """Those of ``further`` whose ranks share these gradients out among them and others."""
+        if self.where is None or not further:
+            return []
+        mesh, dims = self.where
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "this rank is part of it"
+        index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+        ranks = set(mesh.mesh[index].flatten().tolist())
+        return [group for group in further if ranks.issuperset(group.ranks)]
 
 
 class _Slots:
@@ -251,7 +286,8 @@ class _Slots:
         self.dtype = torch.float32
         self.written_unseen: tuple[torch.Tensor, ...] = ()
         # By mesh and placements, which parameters share: looking at each of them costs microseconds.
-        self._known: dict[tuple[int, Sequence[Any]] | None, _Slot] = {}
+        self._known: dict[tuple[int, Sequence[Any], int] | None, _Slot] = {}
+        self._roots = SLICES.meshes()
 
     @classmethod
     def of_parameters(cls, parameters: Sequence[torch.Tensor]) -> _Slots:
@@ -259,11 +295,14 @@ class _Slots:
         delivered = delivered_of(parameters)
         slices = None if delivered is None else delivered.slices()
         with _torch.plain_attributes():
-            if delivered is not None and slices is not None and isinstance(delivered.known, _Alike):
-                return delivered.known.slots(slices, delivered.locals())
+            known = delivered.known if delivered is not None and slices is not None else None
+            if isinstance(known, _Alike) and known.changes == SLICES.changes:
+                assert delivered is not None and slices is not None, "else nothing is known"
+                return known.slots(slices, delivered.locals())
             self = cls.of(parameters, [each.grad for each in parameters], slices)
         if delivered is not None and self.written_unseen and self.device is not None:
-            delivered.known = _Alike(self.slots[0].spread, self.device, self.dtype)
+            slot = self.slots[0]
+            delivered.known = _Alike(slot.spread, slot.where, SLICES.changes, self.device, self.dtype)
         return self
 
     @classmethod
@@ -307,6 +346,8 @@ class _Slots:
         Returns:
             Whether that was so; else nothing is taken.
         """
+        if self._roots and not self._roots.keys().isdisjoint(map(id, tensors)):
+            return False
         try:
             specs = list(map(_torch.spec_of, tensors))
             if not all(map(operator.is_, map(_torch.spec_of, gradients), specs)):  # type: ignore[arg-type]
@@ -355,19 +396,38 @@ class _Slots:
 
     def _slot_of(self, tensor: torch.Tensor, parameter: torch.Tensor, index: int) -> _Slot:
         spec = _torch.spec_of(tensor) if isinstance(tensor, DTensor) else None
-        key = None if spec is None else (id(spec.mesh), spec.placements)
+        root = self._roots.get(id(parameter))
+        key = None if spec is None else (id(spec.mesh), spec.placements, id(root))
         slot = self._known.get(key)
         if slot is not None:
             return slot
         what = "parameter" if tensor is parameter else "the gradient of parameter"
         name = f"{what} {_name_of(parameter, index)}"
-        spread = () if spec is None else reduction_groups_of(spec.mesh, spec.placements, name)
-        slot = next((each for each in self.slots if each.spread == spread), None)
+        made = _Slot((), None) if spec is None else _slot_on(spec.mesh, spec.placements, root, name)
+        slot = next((each for each in self.slots if _are_one(each, made)), None)
         if slot is None:
-            slot = _Slot(spread)
+            slot = made
             self.slots.append(slot)
         self._known[key] = slot
         return slot
+
+
+def _slot_on(mesh: DeviceMesh, placements: Sequence[Any], root: DeviceMesh | None, name: str) -> _Slot:
+    """An empty one for a DTensor, which is a slice below a root on the mesh ``root``, if there is one."""
+    own = reduction_groups_of(mesh, placements, name)
+    cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
+    if root is None:
+        return _Slot(own, (mesh, cut))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "else there were no groups"
+    is_first = all(dim in cut or at == 0 for dim, at in enumerate(coordinate))
+    dims = tuple(range(root.ndim))
+    spread = tuple(RankGroup.of(root, dim) for dim in dims if root.size(dim) > 1)
+    return _Slot(spread, (root, dims), own, is_first)
+
+
+def _are_one(slot: _Slot, other: _Slot) -> bool:
+    return (slot.spread, slot.own, slot.counts) == (other.spread, other.own, other.counts)
 
 
 def _share_spec(tensor: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -448,14 +508,16 @@ def _total_norm(
     """Collective; see [Note: which collectives]. All slots are one number by the time ``mesh`` joins in."""
     norm, further = _Norm.of(norm_type), _axes_of(mesh)
     device = slots.device or (torch.device("cpu") if mesh is None else device_of(mesh))
-    spreads = [slot.spread for slot in slots.slots]
+    every = slots.slots
     if norm.order == 0:
-        found = [_found_in_each(slot.of_each, device) for slot in slots.slots]
-        found = _reduced(found, spreads, dist.ReduceOp.MAX)
-        values = [_counted_once(value, spread, further) for value, spread in zip(found, spreads, strict=True)]
+        found = [_found_in_each(slot.of_each, device) for slot in every]
+        found = _reduced(found, [slot.spread if slot.own is None else slot.own for slot in every], dist.ReduceOp.MAX)
+        counted = [(slot, _counted_once(slot, value, further)) for slot, value in zip(every, found, strict=True)]
+        values = [value for slot, value in counted if slot.own is None]
+        values += _added_up([each for each in counted if each[0].own is not None], norm, further)
     else:
-        values = [_local_value(slot.groups, norm, foreach, device) for slot in slots.slots]
-        values = _reduced(values, [[each for each in spread if each not in further] for spread in spreads], norm.op)
+        here = [_local_value(slot.groups if slot.counts else {}, norm, foreach, device) for slot in every]
+        values = _added_up(list(zip(every, here, strict=True)), norm, further)
     value = norm.combine(torch.stack(values)) if values else norm.of_nothing(device)
     for group in further:
         value = _all_reduce(value, norm.op, group)
@@ -486,10 +548,39 @@ def _found_in_each(tensors: Sequence[torch.Tensor | None], device: torch.device)
     return torch.stack([each.to(_widest_dtype(device)) for each in found])
 
 
-def _counted_once(found: torch.Tensor, spread: ReductionGroups, further: Sequence[RankGroup]) -> torch.Tensor:
-    """(1,): how many of ``found`` (n,), which all ranks of ``spread`` know, so that ``further`` adds them up once."""
-    counts = all(group.ranks[0] == dist.get_rank() for group in spread if group in further)
+def _counted_once(slot: _Slot, found: torch.Tensor, further: Sequence[RankGroup]) -> torch.Tensor:
+    """(1,): how many of ``found`` (n,), which all ranks of the spread know, so that ``further`` adds them up once.
+
+    Of slices, which those of their own mesh know, so that the spread does.
+    """
+    counts = slot.counts and _is_first(slot.inside(further) if slot.own is None else slot.own)
     return found.sum().reshape(1) if counts else found.new_zeros(1)
+
+
+def _is_first(groups: Sequence[RankGroup]) -> bool:
+    return all(group.ranks[0] == dist.get_rank() for group in groups)
+
+
+def _added_up(found: list[tuple[_Slot, torch.Tensor]], norm: _Norm, further: Sequence[RankGroup]) -> list[torch.Tensor]:
+    """The values (k,) of slots, combined over their spreads so that ``further`` adds each up once. Collective.
+
+    Slots of one spread are one value. Those of slices come last, in an order that does not depend on which of them a
+    rank meets first, as it may have others than the next.
+    """
+    ordered = sorted(found, key=lambda each: [] if each[0].own is None else [group.ranks for group in each[0].spread])
+    together: dict[ReductionGroups, tuple[_Slot, list[torch.Tensor]]] = {}
+    for slot, value in ordered:
+        together.setdefault(slot.spread, (slot, []))[1].append(value)
+    values, spreads, kept = [], [], []
+    for slot, of_slots in together.values():
+        inside = slot.inside(further)
+        # What ``further`` adds up itself; else it gets the whole from one of its ranks.
+        is_left = all(group in slot.spread for group in inside)
+        spreads.append([group for group in slot.spread if not is_left or group not in inside])
+        kept.append(is_left or _is_first(inside))
+        values.append(of_slots[0] if len(of_slots) == 1 else norm.combine(torch.stack(of_slots)))
+    reduced = _reduced(values, spreads, norm.op)
+    return [value if keeps else torch.zeros_like(value) for value, keeps in zip(reduced, kept, strict=True)]
 
 
 def _axes_of(mesh: DeviceMesh | None) -> list[RankGroup]:

@@ -1,0 +1,77 @@
+"""Experts that lie on a part of the ranks, each with other values: what is reduced, counted and agreed on over all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import clip_grad_norm_, get_total_norm
+from tests.harness import multi_rank
+from tests.harness.shared.clipping import all_reduces, assert_plain_and_the_same_everywhere
+from tests.harness.shared.slices import backward_of, grid, sharded_mixture, whole_gradients, whole_mixture
+
+ORDERS = [2.0, 1.0, float("inf"), 0.0]
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("norm_type", ORDERS)
+@pytest.mark.parametrize("setting", ["as they are", "replicas", "hybrid", "a further mesh", "a module"])
+def test_the_norm_has_the_experts_of_all_ranks(setting: str, norm_type: float) -> None:
+    mesh = grid(replicas=setting == "replicas")
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if setting == "hybrid" else None
+    model, plain = sharded_mixture(mesh, whole=whole), whole_mixture()
+    for _ in range(2):  # with what is remembered, too
+        backward_of(model)
+        expected = nn.utils.get_total_norm([each.grad for each in whole_mixture().parameters()], norm_type)
+        options = {"mesh": mesh["ep"]} if setting == "a further mesh" else {}
+        passed = model if setting == "a module" else model.parameters()
+        norm = clip_grad_norm_(passed, 0.5, norm_type, **options)
+        assert_plain_and_the_same_everywhere(norm)
+        torch.testing.assert_close(norm, expected)
+        gradients = [each.grad for each in model.parameters()]
+        if norm_type:
+            again = get_total_norm(gradients, norm_type, **options)
+            torch.testing.assert_close(again, torch.tensor(0.5), rtol=1e-4, atol=0)
+        nn.utils.clip_grads_with_norm_(plain.parameters(), 0.5, expected)
+        references = dict(plain.named_parameters())
+        for name, gradient in whole_gradients(model).items():
+            torch.testing.assert_close(gradient, references[name].grad)
+        model.zero_grad()
+        plain = whole_mixture()
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("norm_type", ORDERS[:3])
+def test_ranks_may_have_experts_of_other_sizes(norm_type: float) -> None:
+    """And pass them at other places: what travels is the same number, with the dense ones."""
+    model, plain = sharded_mixture(uneven=True), whole_mixture(uneven=True)
+    backward_of(model)
+    every = [*model.experts.parameters(), *model.first.parameters(), *model.last.parameters()]
+    with all_reduces() as carried:
+        norm = clip_grad_norm_(every if dist.get_rank() < 2 else every[::-1], 0.5, norm_type)
+    assert carried == [2 if norm_type == float("inf") else 1]
+    expected = nn.utils.get_total_norm([each.grad for each in plain.parameters()], norm_type)
+    assert_plain_and_the_same_everywhere(norm)
+    torch.testing.assert_close(norm, expected)
+
+
+@multi_rank(4)
+def test_what_a_root_of_fewer_ranks_has_is_whole() -> None:
+    """The same mesh, of a model that is sharded over it alone, before and after another has slices there."""
+    mesh = grid()
+    alone = sharded_mixture(mesh, whole=mesh["edp"])
+    slices = sharded_mixture(mesh)
+    norms = []
+    for _ in range(2):
+        backward_of(alone)
+        norms.append(clip_grad_norm_(alone.parameters(), 1e9))
+        torch.testing.assert_close(norms[-1], nn.utils.get_total_norm(list(whole_gradients(alone).values())))
+        alone.zero_grad()
+        backward_of(slices)
+    assert torch.equal(*norms)
