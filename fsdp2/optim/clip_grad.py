@@ -91,8 +91,8 @@ def clip_grad_norm_(
         foreach: False for one operation per tensor; else one for all tensors of a device and dtype.
         mesh: further ranks, with other parameters (pipeline stages) or other values of the plain ones: the result is
             summed over every dim of it as well, one number in each all-reduce. Dims whose ranks a parameter is shared
-            out over already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For a
-            process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
+            out over already do not count it twice. All ranks of ``mesh`` must call, if need be with no parameters. For
+            a process group without a mesh: ``DeviceMesh.from_group(group, device_type)``.
 
     Returns:
         The norm before clipping: (), a plain tensor on the device of the meshes, the same on every rank; float64 if a

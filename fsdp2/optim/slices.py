@@ -5,14 +5,16 @@ Their gradients are never reduced over the other ranks, where parameters of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.param import fsdp_param_of
 from fsdp2.core.root import ON_ROOT
 
 
@@ -36,6 +38,15 @@ class Slices:
                 self.changes += 1
             if wider is not None:
                 self._groups[group] = wider
+
+    def roots_of(self, params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
+        """The meshes of the roots of those of ``params`` that are slices, each once."""
+        if not self._groups:
+            return []
+        owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
+        groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
+        found = [whole for group in groups if (whole := self._groups.get(group)) is not None]
+        return list({id(whole): whole for whole in found}.values())
 
     def meshes(self) -> dict[int, DeviceMesh]:
         """The root's mesh by the `id` of each parameter that is a slice, and by that of its gradient."""

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import clip_grad_norm_, get_total_norm
+from fsdp2 import ShardedGradScaler, clip_grad_norm_, get_total_norm
 from tests.harness import multi_rank
 from tests.harness.shared.clipping import all_reduces, assert_plain_and_the_same_everywhere
-from tests.harness.shared.slices import backward_of, grid, sharded_mixture, whole_gradients, whole_mixture
+from tests.harness.shared.slices import backward_of, grid, loss_on, sharded_mixture, whole_gradients, whole_mixture
 
 ORDERS = [2.0, 1.0, float("inf"), 0.0]
 
@@ -75,3 +75,30 @@ def test_what_a_root_of_fewer_ranks_has_is_whole() -> None:
         alone.zero_grad()
         backward_of(slices)
     assert torch.equal(*norms)
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("whole", ["one dim", "two dims"])
+def test_all_ranks_go_on_with_one_scale_by_an_optimizer_for_each_mesh(whole: str) -> None:
+    """An infinity in the gradient of one expert: no expert steps, the dense layers do."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded_mixture(whole=hybrid if whole == "two dims" else None)
+    of_experts = list(model.experts.parameters())
+    dense = [*model.first.parameters(), *model.last.parameters()]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in (dense, of_experts)]
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        scaler.scale(loss_on(model, dist.get_rank(), step)).backward()
+        if step == 1 and dist.get_rank() == 3:
+            of_experts[0].grad.to_local().view(-1)[0] = float("inf")
+        before = [each.full_tensor() for each in (dense[0], of_experts[0])]
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        after = [each.full_tensor() for each in (dense[0], of_experts[0])]
+        assert [torch.equal(*each) for each in zip(before, after, strict=True)] == [False, step == 1]
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
