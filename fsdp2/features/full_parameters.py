@@ -305,6 +305,10 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
             # All of them are asked, whatever the first says: other ranks wait there, and learn what the first have.
             text = "\n".join([*lines, difference or ""])
             difference = agreement.disagreement(text, process_group, mesh.device) or difference
+    meshes = [mesh for mesh, _ in _by_mesh(found)]
+    for mesh in meshes if len(meshes) > 1 else ():  # ranks of others may have found it since
+        for process_group in (mesh.shard_group, mesh.replicate_group):
+            difference = agreement.disagreement(difference or "", process_group, mesh.device) or difference
     if error is not None:
         raise error
     if difference is not None:

@@ -72,6 +72,14 @@ def _differing(tensors: Mapping[str, torch.Tensor], mesh: DataParallelMesh, what
     return mine or ("" if others is None else _names(others.replace("'", "")) or "of other rows")
 
 
+def _told(names: str, mesh: DataParallelMesh, what: str) -> str:
+    """``names``, or else those that other ranks of ``mesh`` have found. Collective."""
+    for group in (mesh.shard_group, mesh.replicate_group):  # the second learn what the first have been told
+        others = disagreement(names, group, mesh.device, f"what was found of the replicas of {what}")
+        names = names or ("" if others is None else _names(others.replace("'", "")) or "other ranks")
+    return names
+
+
 def _compare_replicas(root: FSDPRoot) -> None:
     """Compare what the replicas of all groups of ``root`` hold.
 
@@ -79,21 +87,24 @@ def _compare_replicas(root: FSDPRoot) -> None:
         FSDPRuntimeError: parameters differ.
     """
     settings = root.settings
+    owner: Any = root.owner
     by_mesh: dict[Any, tuple[DataParallelMesh, dict[str, torch.Tensor]]] = {}
     for group in root.groups:
         if group.mesh.replicate_group is not None and settings.compares_parameters:
             _, tensors = by_mesh.setdefault(group.mesh.key, (group.mesh, {}))
             tensors |= {param.path: param.local for param in group.params if _can_be_compared(param.local)}
-    for mesh, tensors in by_mesh.values():
-        names = _differing(tensors, mesh, f"the parameters of {root.name}")
-        if names:
-            raise FSDPRuntimeError(
-                f"replicas of {root.name} hold different values of {names}, and would for ever. Let all ranks begin "
-                "with the same: seed alike before the model is built, load the same checkpoint on all, or call "
-                "fsdp2.broadcast_parameters(model) after loading. If they are to differ, set_replica_check("
-                "parameters=False) on the root."
-            )
-    owner: Any = root.owner
+    what = f"the parameters of {root.name}"
+    names = ", ".join(filter(None, [_differing(tensors, mesh, what) for mesh, tensors in by_mesh.values()]))
+    if any(mesh.device_mesh.size() < owner.mesh.device_mesh.size() for mesh, _ in by_mesh.values()):
+        # Only the ranks of a part may know.
+        names = _told(names, owner.mesh, what)
+    if names:
+        raise FSDPRuntimeError(
+            f"replicas of {root.name} hold different values of {names}, and would for ever. Let all ranks begin with "
+            "the same: seed alike before the model is built, load the same checkpoint on all, or call "
+            "fsdp2.broadcast_parameters(model) after loading. If they are to differ, set_replica_check("
+            "parameters=False) on the root."
+        )
     if owner.mesh.replicate_group is None or not settings.compares_buffers:
         return
     buffers = {name: _torch.plain_of(each) for module in owner.modules for name, each in module.named_buffers()}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import ShardedGradScaler, clip_grad_norm_, get_total_norm
+from fsdp2 import FSDPRuntimeError, ShardedGradScaler, clip_grad_norm_, full_parameters, get_total_norm
 from tests.harness import multi_rank
 from tests.harness.shared.clipping import all_reduces, assert_plain_and_the_same_everywhere
 from tests.harness.shared.slices import backward_of, grid, loss_on, sharded_mixture, whole_gradients, whole_mixture
@@ -102,3 +102,40 @@ def test_all_ranks_go_on_with_one_scale_by_an_optimizer_for_each_mesh(whole: str
         after = [each.full_tensor() for each in (dense[0], of_experts[0])]
         assert [torch.equal(*each) for each in zip(before, after, strict=True)] == [False, step == 1]
         assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+
+
+# ---- what the ranks of one expert find, all are told -----------------------------------------------
+
+
+@multi_rank(4, timeout=40)
+def test_a_gradient_that_one_expert_lacks_on_a_rank_is_refused_on_all() -> None:
+    model = sharded_mixture()
+    backward_of(model)
+    weight = next(model.experts.parameters())
+    gradient = weight.grad
+    if dist.get_rank() == 3:
+        weight.grad = None
+    refused = pytest.raises(FSDPRuntimeError, match=r"the ranks differ in what full_parameters\(\)")
+    with refused, full_parameters(model, with_grads=True):
+        pass
+    weight.grad = gradient
+    with full_parameters(model, with_grads=True):
+        for name, parameter in whole_mixture().named_parameters():
+            mine = dict(model.named_parameters()).get(name)
+            if mine is not None:
+                torch.testing.assert_close(mine.grad, parameter.grad)
+
+
+@multi_rank(4, timeout=40)
+def test_replicas_of_one_expert_that_differ_are_refused_on_all_ranks() -> None:
+    model = sharded_mixture(grid(replicas=True))
+    weight = next(model.experts.parameters())
+    change = 1e-3 if dist.get_rank() == 3 else 0.0
+    weight.detach().to_local().add_(change)
+    for _ in range(2):
+        with pytest.raises(
+            FSDPRuntimeError, match=r"replicas of Mixture hold different values of 'experts.1.0.weight'"
+        ):
+            backward_of(model)
+    weight.detach().to_local().sub_(change)
+    backward_of(model)
