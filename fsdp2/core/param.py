@@ -332,8 +332,11 @@ class FSDPParam:
 
     @property
     def accumulation_dtype(self) -> torch.dtype | None:
-        """The dtype in which unsharded gradients add up while reduction is disabled; None: as they arrive."""
-        if self.policy.reduce_dtype is not None:
+        """The dtype in which unsharded gradients add up while reduction is disabled; None: as they arrive.
+
+        Complex ones stay complex, as in their reduction: a real dtype would drop half of each number.
+        """
+        if self.policy.reduce_dtype is not None and not self.dtype.is_complex:
             return self.policy.reduce_dtype
         explicit, dtype = self.grad_dtype
         return dtype if explicit else self.dtype

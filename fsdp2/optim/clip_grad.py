@@ -403,7 +403,8 @@ class _Slots:
             return slot
         what = "parameter" if tensor is parameter else "the gradient of parameter"
         name = f"{what} {_name_of(parameter, index)}"
-        made = _Slot((), None) if spec is None else _slot_on(spec.mesh, spec.placements, root, name)
+        own = () if spec is None else reduction_groups_of(spec.mesh, spec.placements, name)
+        made = _Slot(own, None) if spec is None else _slot_on(spec.mesh, spec.placements, own, root)
         slot = next((each for each in self.slots if _are_one(each, made)), None)
         if slot is None:
             slot = made
@@ -412,9 +413,8 @@ class _Slots:
         return slot
 
 
-def _slot_on(mesh: DeviceMesh, placements: Sequence[Any], root: DeviceMesh | None, name: str) -> _Slot:
-    """An empty one for a DTensor, which is a slice below a root on the mesh ``root``, if there is one."""
-    own = reduction_groups_of(mesh, placements, name)
+def _slot_on(mesh: DeviceMesh, placements: Sequence[Any], own: ReductionGroups, root: DeviceMesh | None) -> _Slot:
+    """An empty one for a DTensor over ``own``, which is a slice below a root on the mesh ``root``, if there is one."""
     cut = tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
     if root is None:
         return _Slot(own, (mesh, cut))

@@ -389,9 +389,17 @@ def test_complex_parameters_stay_complex(
     assert reals.call_count == (2 if comm else 0)
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["reduced", "laid out again"])
+def test_complex_gradients_that_wait_stay_complex(then: str, world_size: int) -> None:
+    """Unsharded ones, without gradient synchronization, beside others that add up in the reduce dtype."""
+    _complex_parameters_stay_complex(None, torch.float32, world_size, first=then)
+
+
 def _complex_parameters_stay_complex(
-    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, world_size: int, *, first: str | None = None
 ) -> None:
+    """``first``: a backward before is not reduced, and with "laid out again" a parameter is frozen between them."""
 
     class Rotating(nn.Module):
         def __init__(self) -> None:
@@ -407,8 +415,13 @@ def _complex_parameters_stay_complex(
     model = copy.deepcopy(plain)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
     x = torch.randn(world_size, 4, 5)
+    if first is not None:
+        model.set_requires_gradient_sync(False)
+        model(x[dist.get_rank()]).backward()
+        model.set_requires_gradient_sync(True)
+        model.linear.bias.requires_grad_(first != "laid out again")
     model(x[dist.get_rank()]).backward()
-    for rows in x:
+    for rows in x if first is None else [*x, *x]:
         if param_dtype is not None:
             rows = rows.to(param_dtype).float()
         (plain(rows) / world_size).backward()
