@@ -146,7 +146,8 @@ class GradientReducer:
     def name_exchanges(self) -> None:
         """Let ranks know them by module and root, and by sizes and scales, which may come to differ by rank."""
         sent = [f"{each.dtype} {each.layout.numel}" for each in self.buckets]
-        detail = f"{sent} {self._scalings} {self.of_root}"
+        scales = [each.of_any_backend() for each in self._scalings]  # an operation with a factor shows its address
+        detail = f"{sent} {scales} {self.of_root}"
         self._labels = [
             label(f"the reduction of '{self.name}'", f"{detail} {dtypes}")
             for dtypes in ([each.plan.sent for each in self.buckets], [each.dtype for each in self.buckets])

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import _torch, fully_shard
 from tests.harness import fake_world
@@ -44,3 +45,22 @@ def test_both_scale_as_they_sum(backend: str) -> None:
     scaling = group.reducer._scaling(model.weight.dtype)
     assert scaling.scatter_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
     assert (scaling.before, scaling.after, scaling.factor) == (1.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_labels_are_the_same_on_all_ranks(replicas: int, backend: str) -> None:
+    """Operations that multiply by a factor say in their text where they lie in memory, which no other rank has."""
+    mesh = init_device_mesh("cpu", (replicas, 8 // replicas), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh if replicas > 1 else mesh["shard"])
+    model.set_gradient_divide_factor(3.0)
+    (group,) = groups_of(model)
+    reducer = group.reducer
+    kept, found = [], []
+    for _ in range(3):
+        reducer.lay_out(group.params)
+        over = reducer.transport.among_replicas
+        kept.append(reducer._scalings)  # an operation in the memory of the one before would say the same
+        found.append([each.bits for each in (*reducer._labels, *([over.label] if over is not None else []))])
+    assert len(found[0]) == 1 + replicas and found[1:] == found[:2]
+    model.set_gradient_divide_factor(5.0)
+    assert not {each.bits for each in reducer._labels}.intersection(found[0])
