@@ -222,6 +222,13 @@ class Held(Protocol):
         """Neither free nor use again where a collective may write that nothing can wait for."""
 
 
+class Lasting(Protocol):
+    """What lies on memory that a captured graph writes."""
+
+    def is_free(self) -> bool:
+        """Whether nobody else holds any of it."""
+
+
 class PendingReduce(CommHandle):
     """A gradient reduction in flight, and everything that must live until compute has waited for it.
 
@@ -299,7 +306,7 @@ class FSDPCommContext:
         self.all_reduce_stream = device.new_stream()
         self.max_pending_reduces = 1
         self.gather_arena = self.reduce_arena = ALLOCATOR
-        self.held_for_graphs: list[object] = []
+        self.held_for_graphs: list[Lasting] = []
         self._pending: deque[PendingReduce] = deque()
         self._all_reducing: deque[PendingReduce] = deque()
         self.was_interrupted = self.was_captured = self.has_failed = self._holds_pools = False
@@ -360,8 +367,10 @@ class FSDPCommContext:
         return [storage for arena in self._arenas() for storage in arena.idle_storages()]
 
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody holds memory that a captured graph may write, and no buffer has any more."""
-        return any(arena.is_held_elsewhere() for arena in self._arenas())
+        """Whether somebody holds memory that a captured graph may write, and no buffer in use has any more."""
+        return any(not each.is_free() for each in self.held_for_graphs) or any(
+            arena.is_held_elsewhere() for arena in self._arenas()
+        )
 
     def _arenas(self) -> set[Arena]:
         return {self.gather_arena, self.reduce_arena}
@@ -422,6 +431,8 @@ class FSDPCommContext:
 
     def compute_follows_gathers(self) -> None:
         """Let compute free what an interrupted all-gather may still be reading or writing."""
+        if self.device.is_capturing():
+            self.gathers_follow_readers()  # a graph waits only for streams that take part in it: now this one does
         event = self.device.record(self.all_gather_stream)
         self.device.wait(self.device.current_stream(), event, Wait.GATHERED)
 
@@ -446,6 +457,8 @@ class FSDPCommContext:
         streams = [self.reduce_scatter_stream, self.all_reduce_stream]
         if hook_stream is not None:
             streams.append(hook_stream)
+        if self.device.is_capturing():
+            self.reduces_follow_readers(streams)  # as in `compute_follows_gathers`
         for stream in streams:
             self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import (
@@ -76,6 +77,19 @@ def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str
             step(torch.ones(3, 8))
             with torch.no_grad():
                 model(torch.ones(2, 8))
+        assert graphed.is_recorded
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_where_no_group_gathers(replicas: int) -> None:
+    """The all-gather stream has no part in the graph, and cannot be waited for there."""
+    with fake_world(replicas), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
+        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=("replicate", "shard"))
+        model = sharded(mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graphed = fsdp2.make_graphed_step(step_of(model, optimizer), model, optimizer, warm_up=2)
+        for _ in range(4):
+            graphed(torch.ones(2, 8))
         assert graphed.is_recorded
 
 

@@ -71,15 +71,29 @@ class RehearsedGraph(RepeatedStep):
             recorder.captures = False
         trace = recorder.trace[start:]
         assert recorder.synchronizing[synchronized:] == [], "the host waits for the device"
-        recorded = {event.event for event in trace if isinstance(event, EventRecord)}
-        for event in trace:
-            if isinstance(event, StreamWait):
-                assert event.stream != HOST, event
-                assert event.event in recorded, f"waits for what comes before the graph: {event}"
+        refuse_what_no_capture_allows(trace)
         assert streams_beside(trace) == set(), "not all streams come back to that of the graph"
         launches = list(_launches(trace, known))
         assert not self._launches or launches == self._launches
         self._launches = launches
+
+
+def refuse_what_no_capture_allows(trace: list[TraceEvent]) -> None:
+    """A graph of CUDA begins on one stream; another joins when it waits for an event of one that takes part.
+
+    Only those that take part may be launched on, and only their events waited for: the others are executed at once, or
+    come before the graph.
+    """
+    joined, recorded = {COMPUTE}, set()
+    for event in trace:
+        if isinstance(event, EventRecord) and event.stream in joined:
+            recorded.add(event.event)
+        elif isinstance(event, Operation) and event.stream != HOST:
+            assert event.stream in joined, f"is launched on a stream that takes no part in the graph: {event}"
+        elif isinstance(event, StreamWait):
+            assert event.stream != HOST, event
+            assert event.event in recorded, f"waits for what takes no part in the graph: {event}"
+            joined.add(event.stream)
 
 
 def streams_beside(trace: list[TraceEvent]) -> set[int]:
