@@ -218,11 +218,11 @@ def test_restoring_keeps_what_was_frozen_and_names_what_is_lost() -> None:
     places = Registrations([weight, bias])
     places.register_unsharded()
     layer.bias.requires_grad_(False)
-    assert places.restore_sharded() is None
+    assert places.restore_sharded(by_user=False) is None
     assert layer.bias is bias.sharded and not layer.bias.requires_grad, "frozen while it was unsharded"
     places.register_unsharded()
     layer.weight = nn.Parameter(torch.zeros(4, 4))
-    assert places.restore_sharded() is weight and layer.weight is weight.sharded
+    assert places.restore_sharded(by_user=False) is weight and layer.weight is weight.sharded
 
 
 # ---- what may take a parameter's place -------------------------------------------------------------------
