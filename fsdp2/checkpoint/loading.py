@@ -276,7 +276,7 @@ class Load:
         source = self._source = open_source(self._path, names, self._options.rename)
         source.refuse_wrong_sizes(sorted(source.files())[self._ranks.rank :: self._ranks.size])
         tensors, extra = self._compare_model()
-        with Reader(source) as reader:
+        with Reader(source, sums=self._options.verify != "no") as reader:
             self._step = step_of(source, reader)
             groups, state = self._compare_optimizers(reader)
             values = self._values(reader)

@@ -132,15 +132,17 @@ def read_manifest(folder: Path) -> Manifest | None:
 
     Raises:
         CheckpointDamaged: it is not what was written.
-        CheckpointError: a newer fsdp2 wrote it.
+        CheckpointError: a newer fsdp2 wrote it, or it cannot be read.
     """
     path = folder / FILE
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointDamaged(f"{path} cannot be read: {error}.") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error}.") from error
+    except OSError as error:  # of the system, which says nothing of what was written
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
     body, _, _ = text.rpartition('\n"crc32": ')
     try:
         found = json.loads(text)

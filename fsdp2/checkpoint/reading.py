@@ -16,7 +16,9 @@ import ctypes
 import io
 import math
 import zlib
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -24,12 +26,15 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-from fsdp2.checkpoint.errors import CheckpointDamaged
+from fsdp2.checkpoint.errors import CheckpointDamaged, CheckpointError
 from fsdp2.checkpoint.source import Source
 from fsdp2.checkpoint.zips import Layout, NoZip, Record, Slice, content_start, crc_of_both, directory_of, layout_of
 
 BLOCK_BYTES = 2 << 20
 """Read, and summed up, at once: what fits into a cache."""
+
+_MOST_OPEN = 16
+"""Files at a time, however many ranks have saved."""
 
 Key = tuple[str, tuple[int, ...] | None]
 """An item: the name of a tensor, and the offsets of its part; the name of a value, and None."""
@@ -62,6 +67,7 @@ class _Opened(NamedTuple):
         layout: how its tensor lies; None if torch has to read it.
         start: of its content, in the file; 0 if torch has to read it.
         content: the record of that.
+        has_sums: whether there are checksums of it, which torch can be told not to write.
     """
 
     item: Slice
@@ -69,6 +75,19 @@ class _Opened(NamedTuple):
     layout: Layout | None
     start: int
     content: Record | None
+    has_sums: bool
+
+
+class _File(NamedTuple):
+    """A file that is open.
+
+    Attributes:
+        file: not buffered.
+        known: items in it that were looked at.
+    """
+
+    file: BinaryIO
+    known: dict[Key, _Opened]
 
 
 class Reader:
@@ -87,8 +106,7 @@ class Reader:
     def __init__(self, source: Source, *, sums: bool = True) -> None:
         self.source = source
         self._sums = sums
-        self._files: dict[str, BinaryIO] = {}
-        self._known: dict[Key, _Opened] = {}
+        self._files: OrderedDict[str, _File] = OrderedDict()  # what was used last at the end
         self._crcs = {} if source.manifest is None else source.manifest.checksums()
         self.bytes_read = 0
         self.pieces: dict[Key, list[Piece]] = {}
@@ -97,10 +115,9 @@ class Reader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for file in self._files.values():
-            file.close()
+        for each in self._files.values():
+            each.file.close()
         self._files.clear()
-        self._known.clear()
 
     # -- values
 
@@ -109,14 +126,13 @@ class Reader:
 
         Raises:
             CheckpointDamaged: it is not what was written.
+            CheckpointError: it is, and this process cannot make it; or a file cannot be read.
         """
         key: Key = (name, None)
-        opened = self._open(key, MetadataIndex(name))
-        data = self._whole(key, opened)
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        except Exception as error:  # whatever unpickling does
-            raise self._damaged(key, f"{type(error).__name__}: {error}") from error
+        with self._reading(key):
+            opened = self._open(key, MetadataIndex(name))
+            data = self._whole(key, opened)
+        return self._unpickled(key, opened, data, weights_only=False)
 
     # -- tensors
 
@@ -125,20 +141,19 @@ class Reader:
 
         Raises:
             CheckpointDamaged: one is not what was written, as far as this rank can see.
+            CheckpointError: a file cannot be read.
         """
         storage = self.source.metadata.storage_data
         for each in sorted(items, key=lambda item: _place(storage[item.storage_index])):
             key = key_of(each.storage_index)
-            opened = self._open(key, each.storage_index)
             target = planner.resolve_tensor(each).detach()
             region = (tuple(each.storage_offsets), tuple(each.lengths))
-            try:
+            with self._reading(key):
+                opened = self._open(key, each.storage_index)
                 if opened.layout is None:
                     self._read_as_torch(key, opened, region, target)
                 else:
                     self._read_rows(key, opened, opened.layout, region, target)
-            except OSError as error:
-                raise self._damaged(key, f"{type(error).__name__}: {error}") from error
             planner.commit_tensor(each, target)
 
     def _read_rows(self, key: Key, opened: _Opened, layout: Layout, region: Any, target: torch.Tensor) -> None:
@@ -173,16 +188,25 @@ class Reader:
             target.narrow(0, at, size).copy_(rows)
 
     def _read_as_torch(self, key: Key, opened: _Opened, region: Any, target: torch.Tensor) -> None:
-        data = self._whole(key, opened)
-        try:
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever unpickling does
-            raise self._damaged(key, f"{type(error).__name__}: {error}") from error
+        found = self._unpickled(key, opened, self._whole(key, opened), weights_only=True)
         for dim, (offset, length) in enumerate(zip(*region, strict=True)):
             found = found.narrow(dim, offset, length)
         if found.shape != target.shape:
             raise self._damaged(key, f"it is of shape {tuple(found.shape)}, not {tuple(target.shape)}")
         target.copy_(found)
+
+    def _unpickled(self, key: Key, opened: _Opened, data: bytes, *, weights_only: bool) -> Any:
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except Exception as error:  # whatever unpickling does
+            why = f"{type(error).__name__}: {error}"
+            if not opened.has_sums or _is_of_zip(error):
+                raise self._damaged(key, why) from error
+            self._compare_records(key, opened, data)
+            raise CheckpointError(
+                f"'{key[0]}' of the checkpoint {self.source.path} is what was written, and cannot be unpickled here: "
+                f"{why}. Let what it needs be importable, as where it was saved; or load without it."
+            ) from error
 
     # -- bytes
 
@@ -191,6 +215,7 @@ class Reader:
 
         Raises:
             CheckpointDamaged: they differ.
+            CheckpointError: a file cannot be read.
         """
         found = covered(pieces)
         parts = [(piece.start, piece.nbytes, piece.crc) for piece in found.pieces]
@@ -211,12 +236,17 @@ class Reader:
 
     def rest(self, key: Key, start: int, nbytes: int) -> int:
         """CRC-32 of bytes that nobody needs, of the content of an item."""
-        opened = self._open(key, MetadataIndex(*key))
+        with self._reading(key):
+            opened = self._open(key, MetadataIndex(*key))
+            return self._sum(key, opened.item, opened.start + start, nbytes)
+
+    def _sum(self, key: Key, item: Slice, start: int, nbytes: int) -> int:
+        """CRC-32 of bytes of an item."""
         buffer = torch.empty(min(nbytes, BLOCK_BYTES), dtype=torch.uint8, device="cpu")
         crc = 0
         for at in range(start, start + nbytes, BLOCK_BYTES):
             part = _memory(buffer)[: min(BLOCK_BYTES, start + nbytes - at)]
-            self._fill(key, opened, at, part)
+            self._fill(key, item, at, part)
             crc = zlib.crc32(part, crc)
         return crc
 
@@ -225,19 +255,19 @@ class Reader:
         crc = 0
         for at in range(0, len(into), BLOCK_BYTES):
             part = into[at : at + BLOCK_BYTES]
-            self._fill(key, opened, start + at, part)
+            self._fill(key, opened.item, opened.start + start + at, part)
             if self._sums:
                 crc = zlib.crc32(part, crc)
         content = opened.content
-        if self._sums and content is not None:
+        if self._sums and opened.has_sums and content is not None:
             piece = Piece(start, len(into), crc, content.nbytes, self._written(key, opened.layout, content))
             self.pieces.setdefault(key, []).append(piece)
 
-    def _fill(self, key: Key, opened: _Opened, start: int, part: memoryview) -> None:
-        opened.item.seek(opened.start + start)
+    def _fill(self, key: Key, item: Slice, start: int, part: memoryview) -> None:
+        item.seek(start)
         at = 0
         while at < len(part):
-            found = opened.item.readinto(part[at:])
+            found = item.readinto(part[at:])
             if not found:
                 raise self._damaged(key, "the file ends before it")
             at += found
@@ -248,15 +278,19 @@ class Reader:
         opened.item.seek(0)
         data = opened.item.read()
         self.bytes_read += len(data)
-        if self._sums:
-            for name, record in opened.records.items():
-                try:
-                    start = content_start(opened.item, record)
-                except NoZip as error:
-                    raise self._damaged(key, str(error)) from error
-                crc = zlib.crc32(memoryview(data)[start : start + record.nbytes])
-                self._compare(key, name, record, crc)
+        if len(data) < opened.item.nbytes:
+            raise self._damaged(key, "the file ends before it")
+        if self._sums and opened.has_sums:
+            self._compare_records(key, opened, data)
         return data
+
+    def _compare_records(self, key: Key, opened: _Opened, data: bytes) -> None:
+        for name, record in opened.records.items():
+            try:
+                start = content_start(io.BytesIO(data), record)
+            except NoZip as error:
+                raise self._damaged(key, str(error)) from error
+            self._compare(key, name, record, zlib.crc32(memoryview(data)[start : start + record.nbytes]))
 
     # -- items
 
@@ -265,22 +299,18 @@ class Reader:
 
         Raises:
             CheckpointDamaged: something differs.
+            CheckpointError: a file cannot be read.
         """
-        opened = self._open(key, MetadataIndex(*key))
-        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu")
-        for name, record in opened.records.items():
-            try:
-                start, crc = content_start(opened.item, record), 0
-            except NoZip as error:
-                raise self._damaged(key, str(error)) from error
-            for at in range(0, record.nbytes, BLOCK_BYTES):
-                part = _memory(buffer)[: min(BLOCK_BYTES, record.nbytes - at)]
-                opened.item.seek(start + at)
-                if opened.item.readinto(part) != len(part):
-                    raise self._damaged(key, "the file ends before it")
-                crc = zlib.crc32(part, crc)
-                self.bytes_read += len(part)
-            self._compare(key, name, record, crc)
+        with self._reading(key):
+            opened = self._open(key, MetadataIndex(*key))
+            for name, record in opened.records.items():
+                try:
+                    start = content_start(opened.item, record)
+                except NoZip as error:
+                    raise self._damaged(key, str(error)) from error
+                crc = self._sum(key, opened.item, start, record.nbytes)
+                if opened.has_sums:
+                    self._compare(key, name, record, crc)
 
     def _compare(self, key: Key, name: str, record: Record, crc: int) -> None:
         wanted = self._crc_in_manifest(key, name)
@@ -296,20 +326,41 @@ class Reader:
         return None if text is None else int(text, 16)
 
     def _open(self, key: Key, index: MetadataIndex) -> _Opened:
-        opened = self._known.get(key)
+        name = self.source.metadata.storage_data[index].relative_path
+        entry = self._files.get(name)
+        if entry is None:
+            while len(self._files) >= _MOST_OPEN:
+                self._files.popitem(last=False)[1].file.close()
+            path = self.source.path / name
+            try:
+                entry = self._files[name] = _File(path.open("rb", buffering=0), {})
+            except FileNotFoundError as error:
+                raise self._damaged(key, str(error)) from error
+        self._files.move_to_end(name)
+        opened = entry.known.get(key)
         if opened is None:
             try:
-                opened = self._known[key] = self._looked_at(key, index)
-            except (OSError, NoZip) as error:
+                opened = entry.known[key] = self._looked_at(key, index, entry.file)
+            except NoZip as error:
                 raise self._damaged(key, str(error)) from error
         return opened
 
-    def _looked_at(self, key: Key, index: MetadataIndex) -> _Opened:
+    @contextmanager
+    def _reading(self, key: Key) -> Iterator[None]:
+        """What the system says is no damage of the checkpoint.
+
+        Raises:
+            CheckpointError: naming the file.
+        """
+        try:
+            yield
+        except OSError as error:
+            file = self.source.metadata.storage_data[MetadataIndex(*key)].relative_path
+            why = f"{file}, '{key[0]}': {type(error).__name__}: {error}"
+            raise CheckpointError(f"the checkpoint {self.source.path} cannot be read: {why}.") from error
+
+    def _looked_at(self, key: Key, index: MetadataIndex, file: BinaryIO) -> _Opened:
         info = self.source.metadata.storage_data[index]
-        file = self._files.get(info.relative_path)
-        if file is None:
-            path = self.source.path / info.relative_path
-            file = self._files[info.relative_path] = path.open("rb", buffering=0)
         item = Slice(file, info.offset, info.length)
         if getattr(info, "transform_descriptors", None):
             raise NoZip(f"it was written through {info.transform_descriptors}, which fsdp2.checkpoint cannot read")
@@ -317,18 +368,24 @@ class Reader:
         described = records.get("data.pkl")
         if described is None:
             raise NoZip("it holds nothing")
+        has_sums = bool(described.crc or self._crc_in_manifest(key, "data.pkl"))
         item.seek(content_start(item, described))
         text = item.read(described.nbytes)
-        if self._sums:
+        if self._sums and has_sums:
             self._compare(key, "data.pkl", described, zlib.crc32(text))
         layout = layout_of(text)
         content = None if layout is None else records.get(layout.record)
         if layout is None or content is None or not layout.is_plain or content.nbytes < _end_of(layout):
-            return _Opened(item, records, None, 0, None)
-        return _Opened(item, records, layout, content_start(item, content), content)
+            return _Opened(item, records, None, 0, None, has_sums)
+        return _Opened(item, records, layout, content_start(item, content), content, has_sums)
 
     def _damaged(self, key: Key, why: str) -> CheckpointDamaged:
         return damaged(self.source, key, why)
+
+
+def _is_of_zip(error: Exception) -> bool:
+    """Whether torch says of a zip that it is none: what is around the records has no checksum."""
+    return type(error) is RuntimeError and "allocate memory" not in str(error)
 
 
 def key_of(index: MetadataIndex) -> Key:
@@ -351,7 +408,8 @@ def _end_of(layout: Layout) -> int:
 
 
 def _is_flat(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous()
+    return is_plain and not (tensor.is_conj() or tensor.is_neg())  # whose bytes are of other values
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

@@ -71,14 +71,17 @@ class Source:
 
         Raises:
             CheckpointDamaged: with all that are not.
+            CheckpointError: the system does not say.
         """
         wanted, wrong = self.files(), []
         for name in files:
             try:
                 found = (self.path / name).stat().st_size
-            except OSError as error:
+            except FileNotFoundError as error:
                 wrong.append(f"{name} cannot be read: {error.strerror or error}")
                 continue
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint {self.path} cannot be read: {error}.") from error
             if found < wanted[name] or (self.manifest is not None and found != wanted[name]):
                 wrong.append(f"{name} has {found} bytes, and had {wanted[name]}")
         if wrong:
@@ -90,7 +93,8 @@ def open_source(path: Path, names: Iterable[str] = (), rename: Rename = None) ->
 
     Raises:
         CheckpointIncomplete: there is none.
-        CheckpointDamaged: what says what it holds cannot be read.
+        CheckpointDamaged: what says what it holds is not what was written.
+        CheckpointError: it cannot be read.
     """
     if not path.is_dir():
         raise CheckpointIncomplete(f"there is no checkpoint {path}: no such folder.")
@@ -108,7 +112,10 @@ def open_source(path: Path, names: Iterable[str] = (), rename: Rename = None) ->
             f"there is no complete checkpoint in {path}: it has no {METADATA}, which a save writes last.{_hint(path)}"
         ) from error
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
-        raise CheckpointDamaged(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
+        # With a manifest it is what was written: this process cannot read it, as where torch is another.
+        is_written = manifest is not None or isinstance(error, OSError)
+        kind = CheckpointError if is_written else CheckpointDamaged
+        raise kind(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
     return _named(path, manifest, found, frozenset(names), rename)
 
 

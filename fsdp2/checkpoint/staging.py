@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.checkpoint.writing import with_checksums
 from fsdp2.core.sharding import dtensor_over
 from fsdp2.core.streams import device_for
 
@@ -89,5 +90,6 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 def _pickled(value: Any) -> io.BytesIO:
     found = io.BytesIO()
-    torch.save(value, found)
+    with with_checksums():
+        torch.save(value, found)
     return found

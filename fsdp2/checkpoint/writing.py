@@ -7,7 +7,8 @@ of their names; the CRC-32 of each item is read from the zip that was just writt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +97,17 @@ def _described(value: Any) -> str:
     return "a value"
 
 
+@contextmanager
+def with_checksums() -> Iterator[None]:
+    """Let what is written have checksums, also in a program that has turned them off (`set_crc32_options`)."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
 class Part(NamedTuple):
     """What one rank has written.
 
@@ -124,7 +136,8 @@ class Writer(FileSystemWriter):
 
     def write(self, plan: SavePlan, planner: Planner) -> Part:
         """Write what ``plan`` says, and read the checksums of it."""
-        results = self.write_data(plan, planner).wait()
+        with with_checksums():
+            results = self.write_data(plan, planner).wait()
         folder = Path(self.path)
         crcs, files = [], {}
         opened: dict[str, Any] = {}

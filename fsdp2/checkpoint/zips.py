@@ -31,10 +31,13 @@ class Slice(io.RawIOBase):
         file: not buffered, and read by nobody else meanwhile.
         start: of the first byte.
         nbytes: how many.
+
+    Attributes:
+        nbytes: as passed.
     """
 
     def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+        self._file, self._start, self.nbytes, self._at = file, start, nbytes, 0
 
     def readable(self) -> bool:
         """It is."""
@@ -46,7 +49,7 @@ class Slice(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """As of any file."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.nbytes}[whence]
         if base + offset < 0:
             raise OSError("before the beginning")
         self._at = base + offset
@@ -59,7 +62,7 @@ class Slice(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """As of any file."""
         view = memoryview(buffer).cast("B")
-        wanted = max(0, min(len(view), self._nbytes - self._at))
+        wanted = max(0, min(len(view), self.nbytes - self._at))
         self._file.seek(self._start + self._at)
         found = self._file.readinto(view[:wanted])  # type: ignore[attr-defined]
         self._at += found or 0
@@ -67,7 +70,7 @@ class Slice(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         """As of any file; all that was asked for, if it is there."""
-        wanted = self._nbytes - self._at if size is None or size < 0 else min(size, self._nbytes - self._at)
+        wanted = self.nbytes - self._at if size is None or size < 0 else min(size, self.nbytes - self._at)
         self._file.seek(self._start + self._at)
         parts: list[bytes] = []
         while wanted > 0 and (found := self._file.read(wanted)):  # one read of Linux returns 2 GiB at most
@@ -96,26 +99,30 @@ def directory_of(item: Slice) -> dict[str, Record]:
 
     Raises:
         NoZip: it is none, is compressed, or is cut short.
+        OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(item) as found:
             entries = found.infolist()
     except (zipfile.BadZipFile, struct.error, ValueError, OSError, NotImplementedError) as error:
+        for each in (error, error.__context__):  # the zip's own errors have none of the system's numbers
+            if isinstance(each, OSError) and each.errno is not None:
+                raise each from error
         raise NoZip(str(error)) from error
     if any(each.compress_type != zipfile.ZIP_STORED for each in entries):
         raise NoZip("it is compressed")
     return {each.filename.partition("/")[2]: Record(each.header_offset, each.file_size, each.CRC) for each in entries}
 
 
-def content_start(item: Slice, record: Record) -> int:
+def content_start(item: Slice | io.BytesIO, record: Record) -> int:
     """Where the content of ``record`` begins, from the beginning of the zip.
 
     Raises:
         NoZip: there is no record.
     """
-    item.seek(record.header)
+    item.seek(max(0, record.header))
     header = item.read(_HEADER_BYTES)
-    if len(header) < _HEADER_BYTES or header[:4] != b"PK\3\4":
+    if record.header < 0 or len(header) < _HEADER_BYTES or header[:4] != b"PK\3\4":
         raise NoZip("a record is not where its directory says")
     return record.header + _HEADER_BYTES + sum(struct.unpack_from("<2H", header, _NAMES_AT))
 
@@ -165,7 +172,9 @@ class _Storage(NamedTuple):
     dtype: torch.dtype
 
 
-def _rebuilt(storage: Any, start: int, shape: Any, stride: Any, *_: Any) -> Layout:
+def _rebuilt(storage: Any, start: int, shape: Any, stride: Any, *more: Any) -> Layout | None:
+    if len(more) > 2 and more[2]:  # conjugated or negated, and not yet written so
+        return None
     return Layout(storage.record, storage.dtype, start, tuple(shape), tuple(stride))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import functools
 import logging
 import re
 import zlib
@@ -25,6 +27,8 @@ from fsdp2.checkpoint import (
     save,
     save_safetensors,
 )
+from fsdp2.checkpoint.reading import Reader, key_of
+from fsdp2.checkpoint.source import open_source
 from tests.harness import multi_rank
 
 
@@ -451,3 +455,129 @@ def test_a_checkpoint_whose_manifest_cannot_be_read_is_neither_old_nor_removed(t
         Checkpoints(run, model, keep_last=1).save(3)
         dist.barrier()
         assert Checkpoints(run, model).steps() == [2, 3]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("where", ["manifest.json", "__1_0.distcp", "stat"])
+def test_what_the_system_refuses_is_no_damage(where: str, tmp_path: Path) -> None:
+    """Nothing is wrong with the checkpoint, so the one before is not what is wanted."""
+    model, run = build(), tmp_path / "run"
+    for step in (1, 2):
+        save(run / f"step-0000000{step}", model)
+    calls = {name: getattr(Path, name) for name in ("open", "stat")}
+
+    def fails(name: str, path: Path, *args: Any, **named: Any) -> Any:
+        if path.parent.name == "step-00000002" and (path.name == where or (where == name and "distcp" in path.name)):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return calls[name](path, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat",) if where == "stat" else ("open",):
+            patch.setattr(
+                Path, name, functools.partialmethod(lambda path, name, *a, **n: fails(name, path, *a, **n), name)
+            )
+        checkpoints = Checkpoints(run, model)
+        with pytest.raises(CheckpointError, match=r"step-00000002.*cannot be read: .*Too many open files") as raised:
+            checkpoints.restore(on_damage="previous")
+        assert not isinstance(raised.value, CheckpointDamaged)
+        with pytest.raises(CheckpointError, match="Too many"):
+            checkpoints.restore(on_damage="previous", verify="first")
+    assert checkpoints.restore() == 2
+
+
+class Gone:
+    """A class that the process which restores may not have."""
+
+
+@multi_rank(1, 2)
+def test_a_value_of_a_class_that_is_not_here_is_no_damage(tmp_path: Path) -> None:
+    model, values = build(), {"value": Gone()}
+    for step in (1, 2):
+        Checkpoints(tmp_path / "run", model, shared=values).save(step)
+    for verify in ("reading", "no"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delitem(globals(), "Gone")
+            with pytest.raises(
+                CheckpointError, match=r"'shared\.value' .* is what was written, and cannot be"
+            ) as raised:
+                Checkpoints(tmp_path / "run", model, shared=values).restore(on_damage="previous", verify=verify)
+        assert not isinstance(raised.value, CheckpointDamaged)
+
+
+@multi_rank(1)
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    model = build()
+    save(tmp_path / "c", model)
+    source = open_source(tmp_path / "c")
+    names = [index for index in source.metadata.storage_data if index.offset is not None]
+    with Reader(source) as reader:
+        for number in range(40):  # as if each were in a file of its own
+            info = source.metadata.storage_data[names[number % len(names)]]
+            name = f"copy{number}"
+            (tmp_path / "c" / name).write_bytes((tmp_path / "c" / info.relative_path).read_bytes())
+            source.metadata.storage_data[names[number % len(names)]] = dataclasses.replace(info, relative_path=name)
+            reader.verify(key_of(names[number % len(names)]))
+            assert len(reader._files) <= 16
+    assert not reader._files
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_program_without_checksums_of_its_own_has_those_of_checkpoints(asynchronous: bool, tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        model = build()
+        optimizer = adamw(model)
+        train(model, optimizer, 1)
+        with Checkpoints(tmp_path / "run", model, optimizer, shared={"a": 1}) as checkpoints:
+            checkpoints.save(1, asynchronous=asynchronous)
+        assert torch.serialization.get_crc32_options() is False
+        assert checkpoints.restore() == 1 and checkpoints.restore(verify="first") == 1
+        dist.barrier() if dist.is_initialized() else None
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torchs")
+        load(tmp_path / "torchs", model)  # has none to compare
+        load(tmp_path / "torchs", model, verify="first")
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+@multi_rank(1, 2)
+def test_values_that_are_not_to_be_verified_are_not(tmp_path: Path) -> None:
+    model = build()
+    save(tmp_path / "c", model, shared={"text": "a text that is saved"})
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        path = tmp_path / "c" / "__0_0.distcp"
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"a text that is saved", b"a text that is soved"))
+        assert path.read_bytes() != data
+    dist.barrier() if dist.is_initialized() else None
+    values = {"text": ""}
+    with pytest.raises(CheckpointDamaged, match="checksum"):
+        load(tmp_path / "c", model, shared=values)
+    load(tmp_path / "c", model, shared=values, verify="no")
+    assert values["text"] == "a text that is soved"
+
+
+@multi_rank(1, 2)
+def test_tensors_that_are_conjugated_or_negated_lazily(tmp_path: Path) -> None:
+    def make(sign: int) -> nn.Module:
+        model = build()
+        model.register_buffer("plain", sign * torch.tensor([1 + 2j, 3 - 1j]))
+        model.register_buffer("conj", (sign * torch.tensor([1 + 2j, 3 - 1j])).conj())
+        model.register_buffer("imag", (sign * torch.tensor([1 + 2j, 3 - 1j])).conj().imag)
+        return model
+
+    model, other = make(1), make(-2)
+    assert model.conj.is_conj() and model.imag.is_neg()
+    save(tmp_path / "c", model)
+    load(tmp_path / "c", other)
+    for name in ("plain", "conj", "imag"):
+        assert torch.equal(getattr(other, name), getattr(model, name)), name
+    other.plain, other.conj = other.conj, other.plain
+    save(tmp_path / "d", other)
+    other.plain.zero_()
+    load(tmp_path / "d", other)
+    load(tmp_path / "c", other)
+    for name in ("plain", "conj", "imag"):
+        assert torch.equal(getattr(other, name), getattr(model, name)), name
