@@ -372,9 +372,9 @@ class Load:
             return [], {}
         names = frozenset(name for name in contents.optimizers.parameters if options.takes(name))
         saved = _groups(reader, saved_groups(source), options.rename, wanted)
-        state = split_state(source, names, options.rename)
-        in_saved = {name for group in saved for name in group[NAMES]}
         first = contents.names.first
+        state = split_state(source, names, options.rename, first)
+        in_saved = {name for group in saved for name in group[NAMES]}
         in_saved = {first.get(name, name) for name in in_saved}
         if not saved:
             self._differ("group", "optimizer", "the checkpoint has no optimizer")

@@ -226,10 +226,13 @@ def is_tensor(source: Source, name: str) -> bool:
     return isinstance(source.metadata.state_dict_metadata[name], TensorStorageMetadata)
 
 
-def split_state(source: Source, names: frozenset[str], rename: Rename) -> dict[str, dict[str, str]]:
+def split_state(
+    source: Source, names: frozenset[str], rename: Rename, first: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
     """Of the optimizers' states: by parameter, by state, the name in ``source``.
 
-    ``names``: of parameters, ours; ``rename`` makes them of those in the checkpoint.
+    ``names``: of parameters, ours; ``rename`` makes them of those in the checkpoint, and ``first`` of other names of
+    tied ones.
     """
     found: dict[str, dict[str, str]] = {}
     front = f"{MODEL}."
@@ -243,8 +246,10 @@ def split_state(source: Source, names: frozenset[str], rename: Rename) -> dict[s
                 name = known.get(name, "")
             elif rename is not None:
                 name = renamed(rename, name)
-            if name in names:
-                found.setdefault(name, {})[rest[at + 1 :]] = f"{STATE}.{rest}"
+            if first.get(name, name) in names:
+                of_one, key = found.setdefault(first.get(name, name), {}), rest[at + 1 :]
+                if name in names or key not in of_one:  # its own, if both are there
+                    of_one[key] = f"{STATE}.{rest}"
                 break
             at = rest.rfind(".", 0, at)
     return found

@@ -581,3 +581,34 @@ def test_tensors_that_are_conjugated_or_negated_lazily(tmp_path: Path) -> None:
     load(tmp_path / "c", other)
     for name in ("plain", "conj", "imag"):
         assert torch.equal(getattr(other, name), getattr(model, name)), name
+
+
+class Tied(nn.Module):
+    """One weight by two names, in either order."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(6, 4))
+        for name in names:
+            setattr(self, name, nn.Linear(4, 6, bias=False))
+            getattr(self, name).weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x)
+
+
+@multi_rank(1, 2)
+def test_state_of_a_tied_weight_whose_first_name_is_another(tmp_path: Path) -> None:
+    models = [fsdp2.fully_shard(Tied(names)) for names in (("a", "b"), ("b", "a"))]
+    made = [adamw(model) for model in models]
+    models[0](torch.ones(2, 4)).square().sum().backward()
+    made[0].step()
+    save(tmp_path / "c", models[0], made[0])
+    for rename in (None, lambda name: name):
+        made[1].state.clear()
+        report = load(tmp_path / "c", models[1], made[1], rename=rename)
+        assert report.optimizer == ("b.weight",)
+        (before,), (after,) = ([*each.state.values()] for each in made)
+        assert torch.equal(before["exp_avg"].full_tensor(), after["exp_avg"].full_tensor())
+        assert after["step"] == 1
