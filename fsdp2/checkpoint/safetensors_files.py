@@ -427,12 +427,21 @@ def write_folder(
     """
 
     def write(mine: str | None) -> None:
-        error = failed()
+        error = failures[0] if failures else failed()
         if error is not None:
             raise error
         if mine is not None:
             _write(assembled, writing / mine)
 
+    def assemble(name: str, tensor: torch.Tensor) -> None:
+        try:
+            if not failures:
+                assembled[name] = tensor.cpu().contiguous()
+        except Exception as error:  # as no memory: the other ranks go on to send, and are told after that
+            failures.append(error)
+            assembled.clear()
+
+    failures: list[Exception] = []
     plan = FolderPlan.of(contents, max_file_bytes)
     writing = folder.parent / f".{folder.name}.writing"
     try:
@@ -442,7 +451,7 @@ def write_folder(
         for first in range(0, len(files), ranks.size):
             for place, (_, names) in enumerate(files[first : first + ranks.size]):
                 for name, tensor in whole(names, ranks.numbers[place]):
-                    assembled[name] = tensor.cpu().contiguous()
+                    assemble(name, tensor)
                     del tensor
             mine = files[first + ranks.rank][0] if first + ranks.rank < len(files) else None
             _together(ranks, folder, functools.partial(write, mine))

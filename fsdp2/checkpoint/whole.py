@@ -126,23 +126,28 @@ def load_from(model: nn.Module, source: Source, caller: str, *, arguments: str, 
     lines = [] if error is not None else [f"{each.held.name} from {each.key}" for each in fit.wanted]
     lines += [] if error is not None else source.lines(fit.wanted)
     agree(ranks, error, lines, caller)
-    with torch.inference_mode(False), torch.no_grad():
-        materialize(model, [each.held for each in fit.wanted])
+    nbytes = 0
+
+    def write() -> None:
+        nonlocal nbytes
         now = {name: each for each in held_by(model) for name in each.names}
         wanted = [Wanted(now[each.held.name], each.key, each.boxes) for each in fit.wanted]
-        nbytes = 0
-
-        def write() -> None:
-            nonlocal nbytes
+        try:
             nbytes = source.write(wanted)
+        finally:
+            note_written(each.held for each in wanted)
 
-        error = _caught(write)
-        note_written(each.held for each in wanted)
-    try:
-        agree(ranks, error, [], caller)
-    except FSDPError as raised:
-        block(model, str(raised).splitlines()[0])
-        raise
+    def make_room() -> None:
+        materialize(model, [each.held for each in fit.wanted])
+
+    for action in (make_room, write):  # ranks write together, so that all must have room before
+        with torch.inference_mode(False), torch.no_grad():
+            error = _caught(action)
+        try:
+            agree(ranks, error, [], caller)
+        except Exception as raised:
+            block(model, str(raised).splitlines()[0])
+            raise
     unblock(model)
     nbytes = sum(ranks.all_gather(nbytes, f"how much {caller} has read"))
     return LoadReport(

@@ -335,6 +335,29 @@ def test_a_rank_that_cannot_write(tmp_path: Path) -> None:
 
 
 @multi_rank(2)
+def test_a_rank_without_memory_is_told_of_by_all(tmp_path: Path) -> None:
+    """The others go on to send it what it asked for, and wait for nothing after that."""
+    model, original = shard(build(), "zero3"), Tensor.cpu
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def full(tensor: Tensor) -> Tensor:
+                if tensor.is_floating_point():
+                    raise MemoryError("no memory")
+                return original(tensor)
+
+            patch.setattr(Tensor, "cpu", full)
+        with pytest.raises(SaveFailed, match=r"failed on rank 1 \(MemoryError: no memory\)"):
+            save_safetensors(model, tmp_path / "model", max_file_bytes=1500)
+    dist.barrier()
+    assert list(tmp_path.iterdir()) == []
+    dist.barrier()
+    save_safetensors(model, tmp_path / "model", max_file_bytes=1500)
+    assert_same("files", read(tmp_path / "model"), in_files(build()))
+
+
+@multi_rank(2)
 def test_an_unwritable_place_and_ranks_that_differ(tmp_path: Path) -> None:
     model = shard(build(), "zero3")
     (tmp_path / "file").write_text("")

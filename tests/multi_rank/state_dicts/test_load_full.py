@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+import fsdp2.checkpoint.whole
 from fsdp2 import FSDPRuntimeError, FSDPValueError, MixedPrecisionPolicy, Owned, RowBlocks, full_parameters, fully_shard
 from fsdp2.checkpoint import CheckpointMismatch, LoadReport, iter_full_parameters, load_full
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPTypeError
@@ -197,6 +198,23 @@ def test_models_on_meta(layout: str, source: str | int, world_size: int) -> None
         assert local.device.type == "cpu"
     if layout != TENSOR_PARALLEL:
         assert torch.allclose(outputs_of(model), outputs_of(plain), rtol=1e-5, atol=1e-6)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_rank_without_memory_is_told_of_by_all(source: str | int) -> None:
+    model, state = shard(on_meta(), "zero3"), whole_state(build(seed=1))
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def full(*_: Any) -> None:
+                raise MemoryError("no memory")
+
+            patch.setattr(fsdp2.checkpoint.whole, "materialize", full)
+        with pytest.raises(MemoryError, match="rank 1: no memory"):
+            load_full(model, given(state, source), source=source)
+    load_full(model, given(state, source), source=source)
+    assert_same("state", whole_state(model), state)
 
 
 @multi_rank(2)
