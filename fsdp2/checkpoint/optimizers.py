@@ -180,7 +180,9 @@ class NamedOptimizers:
             casts: states become of the dtypes of their parameters, as torch has it; else they are as they were saved.
         """
         chosen = iter(groups)
+        written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for optimizer, of_groups in zip(self._all, self._names, strict=True):
+            before = [dict(group) for group in optimizer.param_groups]
             packed = optimizer.state_dict()["param_groups"]
             flat = [name for names in of_groups for name in names]
             for group in packed:
@@ -188,6 +190,8 @@ class NamedOptimizers:
                 group |= {key: value for key, value in saved.items() if key not in _KEPT or key not in group}
             of_this = {index: _unwrapped(state[name]) for index, name in enumerate(flat) if name in state}
             optimizer.load_state_dict({"state": of_this, "param_groups": packed})
+            for group, here in zip(optimizer.param_groups, before, strict=True):
+                group.update({key: _in_place(here.get(key), group[key], written) for key in group if key != "params"})
             if not casts:
                 _keep_dtypes(optimizer, flat, state)
 
@@ -214,6 +218,22 @@ def _listed(optimizers: Optimizers) -> list[Optimizer]:
 def _unwrapped(state: Mapping[str, Any]) -> Any:
     """A copy; what was no mapping is none again."""
     return state[""] if set(state) == {""} else dict(state)
+
+
+def _in_place(here: Any, loaded: Any, written: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """``loaded``, a hyperparameter; of tensors that of the program, ``here``, with its value, or one beside it.
+
+    ``written``: of those that were written before what, as several groups may have one.
+    """
+    if not (isinstance(here, torch.Tensor) and isinstance(loaded, torch.Tensor)) or here is loaded or here.is_meta:
+        return loaded
+    if (here.shape, here.dtype) == (loaded.shape, loaded.dtype):
+        _, known = written.setdefault(id(here), (here, loaded))  # held, so that no other gets its number
+        if known is loaded or torch.equal(known.cpu(), loaded.cpu()):
+            with torch.inference_mode(here.is_inference()), torch.no_grad():
+                here.copy_(loaded)
+            return here
+    return loaded.to(here.device)
 
 
 def _keep_dtypes(optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -612,3 +612,30 @@ def test_state_of_a_tied_weight_whose_first_name_is_another(tmp_path: Path) -> N
         (before,), (after,) = ([*each.state.values()] for each in made)
         assert torch.equal(before["exp_avg"].full_tensor(), after["exp_avg"].full_tensor())
         assert after["step"] == 1
+
+
+@multi_rank(1, 2)
+def test_hyperparameters_that_are_tensors_stay_the_programs(tmp_path: Path) -> None:
+    """Where they are: a graph, a compiled step, or a schedule reads them there."""
+    model = build()
+    rate, shared = torch.tensor(0.5), torch.tensor(0.25)
+    groups = [{"params": [p]} for p in model.parameters()]
+
+    def make(values: list[Any]) -> torch.optim.Optimizer:
+        pairs = zip(groups, values, strict=True)
+        return torch.optim.AdamW([{**group, "lr": value} for group, value in pairs], foreach=False)
+
+    save(tmp_path / "c", model, make([rate, shared, shared, torch.tensor(0.125)]))
+    mine = [torch.tensor(0.0), torch.tensor(0.0), torch.zeros(1), torch.tensor(0.0)]
+    mine[3] = mine[1]  # which cannot have two values
+    other = make(mine)
+    load(tmp_path / "c", model, other)
+    rates = [group["lr"] for group in other.param_groups]
+    assert [each.item() for each in rates] == [0.5, 0.25, 0.25, 0.125]
+    assert rates[0] is mine[0] and rates[1] is mine[1] and rates[3] is not mine[1]
+    plain = make([0.1] * 4)
+    load(tmp_path / "c", model, plain)
+    assert [group["lr"].item() for group in plain.param_groups] == [0.5, 0.25, 0.25, 0.125]
+    save(tmp_path / "d", model, make([0.1] * 4))
+    load(tmp_path / "d", model, other)
+    assert [group["lr"] for group in other.param_groups] == [0.1] * 4
