@@ -7,11 +7,13 @@ them.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -39,7 +41,12 @@ def either(torchs: type, ours: type) -> type:
         def __delattr__(cls, name: str) -> None:
             delattr(ours, name)
 
+    copyreg.pickle(Either, lambda cls: (_itself, (ours,)))  # type: ignore[return-value]
     return Either(ours.__name__, (ours,), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+
+
+def _itself(cls: type) -> type:
+    return cls
 
 
 LIGHTNING = ("lightning.fabric.strategies.model_parallel", "lightning_fabric.strategies.model_parallel")
@@ -90,6 +97,30 @@ def of_sharded(ours: Callable[..., Any], torchs: Callable[..., Any], torchs_clas
         return (torchs if is_torchs else ours)(*args, **kwargs)
 
     return function
+
+
+def for_importers(module: ModuleType, ours: Callable[[object], object]) -> Callable[[], None]:
+    """Let ``module``, of torch's implementation, show what ``ours`` makes of its names to everyone but torch.
+
+    Programs import ``FSDPModule`` from where it is defined. Torch's own code, and the module's dict, see torch's.
+
+    Returns:
+        What undoes it.
+    """
+
+    class Shown(ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            asks = sys._getframe(1).f_globals.get("__name__", "")
+            return value if name.startswith("__") or asks.partition(".")[0] == "torch" else ours(value)
+
+    before = module.__class__
+    module.__class__ = Shown
+
+    def undo() -> None:
+        module.__class__ = before
+
+    return undo
 
 
 def pipelined(ours: Any, torchs: Any, ours_class: type) -> Callable[..., Any]:

@@ -126,6 +126,11 @@ class Substitutes:
         self._everywhere[id(theirs)] = pair
         self._torchs[id(pair.ours)] = (pair.ours, theirs)
 
+    def of_fully_shard(self, value: object) -> object:
+        """What stands for ``value`` almost everywhere; itself, if nothing does, or `fully_shard` is left to torch."""
+        pair = self._everywhere.get(id(value)) if self._has_fully_shard else None
+        return value if pair is None else pair.ours
+
     def to_replace(self, module: ModuleType) -> list[tuple[str, Counterpart]]:
         """The names in ``module`` that refer to one of torch's objects, with what should stand there."""
         is_inside = module.__name__.startswith(f"{PUBLIC}._") and not module.__name__.startswith(IMPLEMENTATION)

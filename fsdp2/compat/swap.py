@@ -56,7 +56,10 @@ class Swap:
         self.replacements: list[Replacement] = []
         self._substitutes = Substitutes(pairs)
         wrapper = next((pair for pair in pairs if pair.name == "FullyShardedDataParallel"), None)
-        self._undo = None if wrapper is None else bridges.serve_both(wrapper.torchs, wrapper.ours)
+        self._undo = [] if wrapper is None else [bridges.serve_both(wrapper.torchs, wrapper.ours)]
+        if any(pair.name == "fully_shard" for pair in pairs):
+            home = importlib.import_module(HOME)
+            self._undo.append(bridges.for_importers(home, self._substitutes.of_fully_shard))
         self._later = AfterImport(
             (
                 *bridges.PIPELINING,
@@ -97,9 +100,8 @@ class Swap:
             for name, torchs in self._substitutes.to_put_back(module):
                 setattr(module, name, torchs)
         self._substitutes = Substitutes(())
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        while self._undo:
+            self._undo.pop()()
 
     def _warn_if_unused(self) -> None:
         """Say so if fsdp2 sharded nothing in this process: the program trains on something else, or elsewhere."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -80,6 +81,25 @@ def test_what_imports_later_gets_ours() -> None:
         exec("from torch.distributed._composable.fsdp.fully_shard import fully_shard as old", scope)
     assert scope["fully_shard"] is scope["old"] is fsdp2.fully_shard
     assert scope["FSDPModule"] is bridges.either(torchs_own("FSDPModule"), fsdp2.FSDPModule)  # type: ignore[arg-type]
+
+
+def test_what_programs_import_from_where_it_is_defined_is_ours() -> None:
+    names = "fully_shard, FSDPModule, UnshardHandle, nn"
+    scope: dict[str, object] = {"__name__": "client_of_torch"}
+    inside: dict[str, object] = {"__name__": "torch.distributed.something"}
+    with install():
+        for each in (scope, inside):
+            exec(f"from {HOME} import {names}", each)
+        exec("from torch.distributed.fsdp import FSDPModule as public", scope)
+        assert module(HOME).register_fsdp_forward_method is not torchs_own("register_fsdp_forward_method")
+    assert scope["fully_shard"] is fsdp2.fully_shard and scope["FSDPModule"] is scope["public"]
+    assert scope["UnshardHandle"] is fsdp2.UnshardHandle and scope["nn"] is nn
+    for name in ("fully_shard", "FSDPModule", "UnshardHandle"):
+        assert inside[name] is torchs_own(name) is getattr(module(HOME), name)
+    assert type(module(HOME)) is ModuleType
+    with install(fsdp1=True) as outer, install():
+        outer.uninstall()
+    assert type(module(HOME)) is ModuleType
 
 
 def test_torchs_implementation_stays_intact() -> None:
@@ -225,6 +245,7 @@ def test_replicated_modules_are_data_parallel_ones_too(simulate: FakeWorlds, mon
         public.share_comm_ctx([replicated])
         with pytest.raises(ValueError, match=r"FSDPModule"):
             public.share_comm_ctx(found)
+        assert pickle.loads(pickle.dumps(public.FSDPModule)) is fsdp2.FSDPModule
         monkeypatch.setattr(public.FSDPModule, "of_a_program", 3, raising=False)
         assert model[1].of_a_program == 3
         monkeypatch.undo()
