@@ -686,7 +686,7 @@ class Registrations:
         for mapping, name, sharded in zip(self._mappings, self._names, self._sharded):  # noqa: B905  all are columns
             mapping[name] = sharded
 
-    def restore_sharded(self, *, by_user: bool) -> FSDPParam | None:
+    def restore_sharded(self, *, by_user: bool = False) -> FSDPParam | None:
         """The same, whatever they hold. Frozen and unfrozen parameters stay so.
 
         ``by_user``, who unsharded them, and may have registered others over their memory: nothing is lost with those.
