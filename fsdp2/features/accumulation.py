@@ -28,8 +28,10 @@ def accumulate(module: nn.Module, *, last: bool, kept: Kept = "unsharded") -> Ab
         optimizer.step()
 
     All sharded modules at and below ``module`` take part, those too whose parameters only the last microbatch uses, or
-    only an earlier one. The settings of before are back after the block, also after an exception. Blocks nest: a
-    microbatch is the last if it is for all of them, or `set_requires_gradient_sync` had no reductions before.
+    only an earlier one. What belongs to modules elsewhere does not: weights tied to theirs, and small parameters in one
+    group with theirs (``replicate_below``), are reduced by each microbatch, to the same sum. The settings of before are
+    back after the block, also after an exception. Blocks nest: a microbatch is the last if it is for all of them, or
+    `set_requires_gradient_sync` had no reductions before.
 
     All ranks must enter the same blocks. No communication by itself.
 
@@ -54,7 +56,8 @@ def _groups_below(module: nn.Module) -> list[FSDPParamGroup]:
             f"accumulate() was given a {type(module).__name__} that contains no sharded module: call it on what "
             "fully_shard was called on, or on a module that contains it."
         )
-    return list(dict.fromkeys(group for state in states for group in state.unit))
+    below = set(states)  # a group that others own has gradients of other modules
+    return list(dict.fromkeys(group for state in states for group in state.unit if group.sharers[0] in below))
 
 
 @contextmanager
