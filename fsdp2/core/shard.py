@@ -38,6 +38,7 @@ from fsdp2.core.sharding import (
     Sharding,
     ShardPlacementFn,
     check_policy_callable,
+    names_other_ranks,
     requested_placement,
     sharding_of,
 )
@@ -242,8 +243,9 @@ def fully_shard(
             gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
             `FSDPModule.set_strategy`.
         replicate_below: parameters of fewer bytes (whole, in their original dtype) are not sharded but replicated over
-            all ranks of ``mesh``, whatever ``shard_placement_fn`` says. Those of all calls below one another that pass
-            it form one group: one all-reduce at the end of the backward.
+            all ranks of ``mesh``, whatever dim ``shard_placement_fn`` names. (One for which it names a mesh of other
+            ranks is sharded there.) Those of all calls below one another that pass it form one group: one all-reduce at
+            the end of the backward. It belongs to the uppermost of these modules, whose settings it has.
 
     Returns:
         ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
@@ -377,6 +379,20 @@ def _requested_sharding(
     if (type(data) is not torch.Tensor or data.__dict__) and GATHERS_ITSELF.filling(data):
         CHECK_EXTENSION.filling(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
+
+
+def _sharding_of_small(
+    parameter: nn.Parameter, fqn: str, name: str, arguments: ShardArguments, small: DataParallelMesh
+) -> Sharding:
+    """Replicated over ``small``; but on other ranks, as sharded there as the ``shard_placement_fn`` says.
+
+    It may name them for a parameter that has another value on each part of the ranks, such as an expert's bias.
+    """
+    function = arguments.shard_placement_fn
+    answer = None if function is None else function(parameter)
+    if names_other_ranks(answer, fqn, arguments.mesh):
+        return _requested_sharding(parameter, fqn, name, lambda _: answer, arguments.mesh)
+    return _requested_sharding(parameter, fqn, name, None, small)
 
 
 def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
@@ -517,7 +533,7 @@ def _shard(
     shardings = [
         _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, mesh)
         if small is None or not SMALL.filling.is_small(parameter, arguments.replicate_below)
-        else _requested_sharding(parameter, uses[0][2], name, None, small)
+        else _sharding_of_small(parameter, uses[0][2], name, arguments, small)
         for parameter, uses in found.items()
     ]
     if neighbours is not None:
