@@ -21,6 +21,7 @@ from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.options import (
+    DECIDES_GRADIENTS,
     DEFAULT,
     FREE,
     AllGather,
@@ -194,11 +195,12 @@ class FSDPModule:
 
     def _groups(self, recurse: bool) -> list[FSDPParamGroup]:
         """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
-        return [group for state in self._states(recurse) for group in state.unit if group.sharers[0] is state]
+        return _own_groups(self._states(recurse))
 
     def _configure(self, recurse: bool = False, **changes: Any) -> None:
         """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
-        groups = self._groups(recurse)
+        states = self._states(recurse)
+        groups = _own_groups(states)
         # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
         made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
         settings = [made[group.settings] for group in groups]
@@ -211,6 +213,8 @@ class FSDPModule:
             for group, each in zip(groups, settings, strict=True):
                 group.settings = each
                 group.reducer.take_settings(each)
+        if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
+            _ask_shared(states, changes)
 
     def _configure_as_root(self, method: str, **changes: Any) -> None:
         """Change settings of roots, between iterations."""
@@ -995,6 +999,18 @@ def new_sharded(original: type, *arguments: Any) -> NoReturn:
 
 
 made_again = new_sharded
+
+
+def _own_groups(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
+    return [group for state in states for group in state.unit if group.sharers[0] is state]
+
+
+def _ask_shared(states: Sequence[FSDPState], changes: Mapping[str, Any]) -> None:
+    """Note what was set on ``states`` whose small parameters lie in a group with others', which one above owns."""
+    for state in states:
+        for group in state.unit if state.arguments.replicate_below else ():
+            if group.sharers[0] is not state and group.mesh.shard_group is None:
+                group.ask(state, changes, is_taken=group.sharers[0] in states)
 
 
 def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:

@@ -3,6 +3,9 @@
 Each call keeps its small parameters whole, in a group of their own: the *bucket*. A call on a module above takes the
 buckets below it into its own. Its group is shared, like one of tied weights: gathered for whichever module needs it
 first, reduced when the backward is over.
+
+What is set on a module below is not set on the bucket, which is the module's above. What would then be other gradients
+than were asked for is refused when the next iteration begins: see `FSDPParamGroup.ask`.
 """
 
 from __future__ import annotations
@@ -67,10 +70,11 @@ def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str, settin
 
 def _refuse_settings_that_differ(groups: Sequence[FSDPParamGroup], name: str) -> None:
     for group in groups:
-        if group.settings != groups[0].settings:
+        if not group.settings.says_like(groups[0].settings):
             raise FSDPValueError(
                 f"small parameters of '{group.name}' and of others in '{name}' are to be one group, and their settings "
-                "differ (scales of gradients, hooks, synchronization): call setters after the outermost fully_shard."
+                "differ (scales of gradients, hooks, synchronization): call setters after the outermost fully_shard, "
+                "on its module as well, which owns that group."
             )
 
 

@@ -28,10 +28,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp2 import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    FSDPModule,
     FSDPNotImplementedError,
     FSDPTypeError,
     FSDPValueError,
     MixedPrecisionPolicy,
+    accumulate,
     clip_grad_norm_,
     fully_shard,
     unwrap,
@@ -41,6 +43,7 @@ from tests.harness.compare import SUM_ORDER, Tolerance, full_parameters, toleran
 from tests.harness.models import FROZEN, MLP, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.pool import WorkerPools
 from tests.harness.reference import adamw
+from tests.harness.shared.slices import backward_of, sharded_mixture, whole_gradients, whole_mixture
 from tests.harness.shared.strategies import HOW, reference_for, shard, train
 from tests.harness.shared.training import loss_on, trainable
 
@@ -282,3 +285,105 @@ def test_settings_that_differ_cannot_be_in_one_bucket() -> None:
     block.set_gradient_reduction("sum")
     with pytest.raises(FSDPValueError, match=r"their settings differ.*after the outermost fully_shard"):
         fully_shard(nn.Sequential(block, other), replicate_below=40)
+
+
+# ---- what is set on a module below -----------------------------------------------------------------
+
+
+def small_and_large() -> Any:
+    """Two blocks and a layer of their own, each with a small bias and a weight that is sharded."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+def sharded_small_and_large() -> Any:
+    model = small_and_large()
+    for each in (model[0], model[1], model):
+        fully_shard(each, replicate_below=40)
+    return model
+
+
+def rows_of(rank: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def assert_gradients(model: Any, factor: float, world_size: int, layers: int = 3) -> None:
+    """Those of the first ``layers``: ``factor`` times the sum over the ranks."""
+    plain = small_and_large()[:layers]
+    for rank in range(world_size):
+        plain(rows_of(rank)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        found = parameter.grad.full_tensor()
+        torch.testing.assert_close(found, factor * plain.get_parameter(name).grad, msg=name)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("order", [1, -1], ids=["root first", "root last"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_setters_on_all_modules_in_any_order(ran: bool, order: int, world_size: int) -> None:
+    model = sharded_small_and_large()
+    if ran:
+        model(rows_of(dist.get_rank()))
+    for count in (torch.tensor(5.0), 3.0):
+        for each in [each for each in model.modules() if isinstance(each, FSDPModule)][::order]:
+            each.set_gradient_reduction(count, recurse=False)
+    for each in [each for each in model.modules() if isinstance(each, FSDPModule)][::order]:
+        each.set_gradient_divide_factor(1.0)
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 1.0, world_size)
+
+
+@multi_rank(2)
+def test_what_is_set_on_a_block_alone_is_refused_for_its_small_parameters(world_size: int) -> None:
+    model = sharded_small_and_large()
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 1 / world_size, world_size)
+    model.zero_grad()
+    model[0].set_gradient_divide_factor(1.0)
+    for _ in range(2):
+        with pytest.raises(FSDPValueError, match=r"set_gradient_divide_factor\(\).*on '0', whose small.*'Sequential'"):
+            model(rows_of(dist.get_rank()))
+    model.set_gradient_reduction("mean")  # of all below, too
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 1 / world_size, world_size)
+
+
+@multi_rank(2)
+def test_equal_settings_are_one(world_size: int) -> None:
+    """Though each was made by a call of its own."""
+    model = small_and_large()[:2]
+    for each in model:
+        fully_shard(each, replicate_below=40)
+        each.set_gradient_reduction(torch.tensor(4.0))
+    fully_shard(model, replicate_below=40)
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 1 / 4, world_size, layers=2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("kept", ["unsharded", "sharded"])
+def test_accumulating_in_a_block_withholds_nothing_of_others(kept: Any, world_size: int) -> None:
+    model = sharded_small_and_large()
+    with accumulate(model[0], last=False, kept=kept):
+        model(rows_of(dist.get_rank())).square().sum().backward()
+    others = nn.ModuleDict({"1": model[1], "2": model[2]})
+    assert_gradients(others, 1 / world_size, world_size)
+    with accumulate(model[0], last=True, kept=kept):
+        model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 2 / world_size, world_size)
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("below", [40, ALL])
+def test_small_parameters_of_experts_stay_on_the_ranks_of_theirs(below: int) -> None:
+    """Which have other values on the other ranks."""
+    model = sharded_mixture(replicate_below=below)
+    backward_of(model)
+    for name, parameter in model.named_parameters():
+        is_small = parameter.numel() * parameter.element_size() < below
+        assert is_replicated(parameter) is (is_small and "experts" not in name)
+    expected = whole_mixture()
+    for name, gradient in whole_gradients(model).items():
+        torch.testing.assert_close(gradient, expected.get_parameter(name).grad)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([each.grad for each in expected.parameters()]))
