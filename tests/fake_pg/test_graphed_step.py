@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,38 @@ def test_gradient_memory_that_a_graph_writes_is_never_freed() -> None:
         model(torch.ones(2, 8)).sum()
         buffers = [bucket.delivered for group in groups_of(model) for bucket in group.reducer.buckets]
         assert buffers and all(buffer is not None and buffer.resizable.has_memory for buffer in buffers)
+
+
+def test_a_recording_that_fails_leaves_the_current_stream() -> None:
+    """torch comes back to it only where a capture ends well."""
+    current = ["own"]
+
+    class Graph:
+        def __init__(self, graph: object, *, pool: object, stream: str, capture_error_mode: str) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            current[0] = self._stream
+
+        def __exit__(self, *error: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    fakes = {
+        "graph_pool_handle": lambda: "pool",
+        "Stream": lambda device: "side",
+        "CUDAGraph": mock.Mock(),
+        "device": lambda device: nullcontext(),
+        "graph": Graph,
+        "current_stream": lambda device: current[0],
+        "set_stream": lambda stream: current.__setitem__(0, stream),
+    }
+    with mock.patch.multiple(torch.cuda, **fakes):
+        made = OF_DEVICES["cuda"](torch.device("cuda", 0), None)
+        with pytest.raises(RuntimeError, match=r"previous error"):
+            made.record(lambda: None)
+        assert current == ["own"]
+        made.close()
+        fakes["CUDAGraph"]().reset.assert_called_once_with()  # type: ignore[operator]
 
 
 def test_another_graph_may_use_the_same_memory() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import FSDPRuntimeError, FSDPValueError, _torch, fully_shard
 from fsdp2.core.param import fsdp_param_of
+from fsdp2.features.graphed_step import step
 from fsdp2.features.graphed_step.fixed import Fixed
 from tests.harness.fake import fake_world
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
@@ -327,6 +328,80 @@ def test_a_buffer_of_inference_mode_is_nobodys_business(program: Program) -> Non
     for _ in range(3):
         graphed(X)
     assert graphed.is_recorded
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda model: model.__setitem__(1, fully_shard(nn.Linear(4, 2))), r"module '1' is another one, or is not there any more"),
+        (lambda model: model.append(fully_shard(nn.Linear(4, 4))), r"module '2' is new"),
+        (lambda model: model[0].add_module("adapter", fully_shard(nn.Linear(4, 4))), r"module '0\.adapter' is new"),
+        (lambda model: model.add_module("tied", model[0]), r"module 'tied' is new"),
+        (lambda model: model.__delitem__(1), r"module '1' is another one, or is not there any more"),
+    ],
+    ids=["replaced", "appended", "below a leaf", "tied", "deleted"],
+)
+def test_submodules_that_come_and_go_are_seen(change: Callable[[Any], None], found: str) -> None:
+    """A replay would train the modules of before: their parameters are where they were."""
+    with fake_world(1), graphs(RepeatedStep):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0])
+        fully_shard(model)
+        program = Program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def step(x: Tensor) -> Tensor:
+            loss: Tensor = model(x).square().sum()
+            loss.backward()
+            program.optimizer.step()
+            model.zero_grad()
+            return loss
+
+        graphed = program.graphed(step)
+        for _ in range(3):
+            graphed(X)
+        change(model)
+        with pytest.raises(FSDPRuntimeError, match=found):
+            graphed(X)
+        graphed.reset()
+        program.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            graphed(X)
+        assert graphed.is_recorded
+
+
+def test_a_step_that_was_closed_is_refused(program: Program) -> None:
+    """NCCL waits for a graph of its collectives where a process group is destroyed: so it can be let go of."""
+    closed: list[object] = []
+
+    class Closes(RepeatedStep):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    with graphs(Closes):
+        graphed = program.graphed(program.step)
+    for _ in range(3):
+        graphed(X)
+    for _ in range(2):
+        graphed.close()
+    assert len(closed) == 1 and not graphed.is_recorded and not graphed._inputs and graphed._outputs is None
+    with pytest.raises(FSDPRuntimeError, match=r"was called after close\(\): call reset\(\) first"):
+        graphed(X)
+    graphed.reset()
+    for _ in range(3):
+        graphed(X)
+    assert graphed.is_recorded and len(closed) == 1
+    graphed.reset()  # which lets go of the graph that it gives up
+    assert len(closed) == 2
+
+
+def test_steps_are_closed_when_the_program_ends(program: Program) -> None:
+    graphed = program.graphed(program.step)
+    for _ in range(3):
+        graphed(X)
+    step._close_all()
+    with pytest.raises(FSDPRuntimeError, match=r"was called after close\(\)"):
+        graphed(X)
 
 
 def test_parameter_groups_that_come_and_go_are_seen() -> None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 
 from fsdp2 import _torch
 from fsdp2.core.state import FSDPState
+from fsdp2.core.structure import Structure
 
 Found = tuple[tuple[str, ...], Any]
 """Words that say together what something is, and it. (They are joined only where it has changed.)"""
@@ -45,6 +46,9 @@ class Fixed:
         optimizers: Sequence[Optimizer],
         device: torch.device,
     ) -> None:
+        self._roots = modules
+        self._structure = Structure(modules)
+        self._places = _places(modules)
         self._modules = [named for module in modules for named in module.named_modules()]
         self._states = states
         self._optimizers = optimizers
@@ -77,6 +81,10 @@ class Fixed:
         tensors = list(self._read_tensors())
         if len(tensors) != len(self._tensors) or not _are_same(*map(_values, (tensors, self._tensors))):
             return self._replaced(tensors)
+        if self._structure.has_changed():
+            moved_module = self._moved_module()
+            if moved_module is not None:
+                return moved_module
         addresses = _addresses(tensors)
         if addresses != self._addresses:
             moved = zip(self._tensors, self._addresses, addresses, strict=True)
@@ -150,6 +158,14 @@ class Fixed:
             for name in names:
                 yield which, name, group.get(name)
 
+    def _moved_module(self) -> str | None:
+        """A submodule that is not where it was; of one that is new, the graph knows nothing."""
+        places = _places(self._roots)
+        for place, module in self._places.items():
+            if places.get(place) is not module:
+                return f"{_text(('module', place[1]))} is another one, or is not there any more"
+        return next((f"{_text(('module', path))} is new" for root, path in places.keys() - self._places.keys()), None)
+
     def _replaced(self, tensors: Sequence[Found]) -> str:
         present, known = ({id(each) for each in _values(some)} for some in (tensors, self._tensors))
         for words, tensor in self._tensors:
@@ -213,6 +229,15 @@ def _are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
 
 def _values(found: Sequence[Found]) -> list[Any]:
     return [value for _, value in found]
+
+
+def _places(roots: Sequence[nn.Module]) -> dict[tuple[int, str], nn.Module]:
+    """All modules by the root that they are below of, and their path there: each as often as it is there."""
+    return {
+        (index, path): module
+        for index, root in enumerate(roots)
+        for path, module in root.named_modules(remove_duplicate=False)
+    }
 
 
 def _addresses(tensors: Sequence[Found]) -> list[int]:

@@ -24,6 +24,9 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Launch it on the current stream."""
 
+    def close(self) -> None:
+        """Let go of what was recorded, if anything was: it is not replayed any more."""
+
 
 class CudaRecording:
     """A CUDA graph, of a side stream."""
@@ -45,16 +48,24 @@ class CudaRecording:
 
     def record(self, run: Callable[[], None]) -> None:
         """Other threads, such as a loader's, may go on: what they do is not recorded, and no error."""
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"),
-        ):
-            run()
+        graph = torch.cuda.graph(self._graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            try:
+                with graph:
+                    run()
+            finally:
+                torch.cuda.set_stream(current)  # which torch leaves undone where the end of a recording fails
 
     def replay(self) -> None:
         """On the current stream of the device."""
         with torch.cuda.device(self._device):
             self._graph.replay()
+
+    def close(self) -> None:
+        """NCCL does not end a communicator before all graphs are gone that hold a collective of it."""
+        with torch.cuda.device(self._device):
+            self._graph.reset()
 
 
 OF_DEVICES: dict[str, Callable[[torch.device, Any], Recording]] = {"cuda": CudaRecording}

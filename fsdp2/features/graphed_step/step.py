@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from fsdp2.arguments import ANYTHING, at_least, checked
 from fsdp2.core.agreement import compared_over
 from fsdp2.core.group import FSDPParamGroup, free_cleared_gradients
 from fsdp2.core.module import FSDPModule
-from fsdp2.core.state import FSDPState, states_below_all
+from fsdp2.core.state import states_below_all
 from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.graphed_step.arguments import described, refuse_differentiable, static
@@ -99,7 +101,7 @@ def make_graphed_step(
             f"{', '.join(map(str, devices))}. Call the step itself there."
         )
     _keep_addresses(modules)
-    return GraphedStep(step, modules, states, optimizers, warm_up, lambda: make(devices[0], pool), devices[0])
+    return GraphedStep(step, modules, optimizers, warm_up, lambda: make(devices[0], pool), devices[0])
 
 
 class GraphedStep:
@@ -109,7 +111,6 @@ class GraphedStep:
         self,
         step: Step,
         modules: Sequence[nn.Module],
-        states: Sequence[FSDPState],
         optimizers: Sequence[Optimizer],
         warm_up: int,
         make: Callable[[], Recording],
@@ -117,14 +118,15 @@ class GraphedStep:
     ) -> None:
         self._step = step
         self._modules = modules
-        self._states = states
         self._optimizers = optimizers
         self._warm_up = warm_up
         self._make = make
         self._device = device
-        self._groups = list(dict.fromkeys(group for state in states for group in state.unit))
-        self._meshes = list(dict.fromkeys(group.mesh for group in self._groups))
+        self._is_closed = True
+        self._find()
+        self._let_go()
         self.reset()
+        _LIVE.add(self)
 
     @property
     def pool(self) -> Any:
@@ -137,8 +139,24 @@ class GraphedStep:
         return self._fixed is not None
 
     def reset(self) -> None:
-        """Give the graph up: the next calls warm up and record again, with what has changed."""
+        """Give the graph up: the next calls warm up and record again, with what has changed. Also after `close`."""
+        self.close()
         self._recording = self._make()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let go of the graph, and of what it reads and writes, before process groups are destroyed.
+
+        NCCL does not end a communicator before all graphs are gone that hold a collective of it: with one that is still
+        there, ``destroy_process_group()`` waits for ever. What is open when the program ends is closed then. Closing
+        what is closed does nothing; a call afterwards is an error, unless `reset` comes before it.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._recording.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._fixed: Fixed | None = None
         self._calls = 0
         self._arguments = ""
@@ -156,6 +174,11 @@ class GraphedStep:
         Raises:
             FSDPRuntimeError, FSDPValueError: see `make_graphed_step`.
         """
+        if self._is_closed:
+            raise FSDPRuntimeError(
+                "a graphed step was called after close(): call reset() first, after which it is recorded again, or the "
+                "step itself."
+            )
         if self._fixed is None and self._calls < self._warm_up:
             with self._recording.warm_up():
                 output = map_tensors(torch.Tensor.detach, self._step(*args, **kwargs))
@@ -200,6 +223,7 @@ class GraphedStep:
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Fixed, Any, Any]:
         """What the recorded step reads: arguments of its own. Parameters rest, as they do before each replay."""
+        self._find()  # again: modules may have changed since
         self._settle()
         for state in self._states:
             state.adopt_replaced()
@@ -234,6 +258,12 @@ class GraphedStep:
         """How ranks differ. All of them compare over every mesh."""
         difference, *_ = compared_over(self._meshes, lambda _: str(said), "whether a step was recorded")
         return f"The ranks differ:\n{difference}" if difference else None
+
+    def _find(self) -> None:
+        """What is sharded, and over which ranks."""
+        self._states = states_below_all(self._modules)
+        self._groups = list(dict.fromkeys(group for state in self._states for group in state.unit))
+        self._meshes = list(dict.fromkeys(group.mesh for group in self._groups))
 
     def _settle(self) -> None:
         """Parameters rest, sharded: so each replay begins. Compute has waited for all other streams then."""
@@ -370,6 +400,16 @@ class GraphedStep:
 
 _CAPTURABLE = "Make it with capturable=True, or, where it knows no such argument, take another optimizer."
 _END_WITH_ZERO_GRAD = "End the step with optimizer.zero_grad(set_to_none=True), for all parameters that have gradients."
+
+
+_LIVE: weakref.WeakSet[GraphedStep] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The program ends, and with it process groups."""
+    for graphed in list(_LIVE):
+        graphed.close()
 
 
 def _each_of(given: Any, kind: type[Any], what: str) -> list[Any]:

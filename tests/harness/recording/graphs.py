@@ -45,6 +45,10 @@ class RepeatedStep:
             self._run()
         self._was_replayed = True
 
+    def close(self) -> None:
+        """Forget it."""
+        self._run = None
+
 
 class RehearsedGraph(RepeatedStep):
     """The same under a recorder; runs must launch the same."""
