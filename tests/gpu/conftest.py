@@ -15,7 +15,7 @@ from fsdp2.core.transport import NATIVE, VARIABLE
 @pytest.fixture(autouse=True)
 def no_tf32() -> Iterator[None]:
     """Products are compared with those of other kernels: to fp32's precision, not to TF32's ten bits."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
         yield
         torch.backends.cuda.matmul.allow_tf32 = before

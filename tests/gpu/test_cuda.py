@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPModule, OffloadPolicy, clip_grad_norm_, fully_shard, offload_optimizer_state
+from fsdp2 import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    _torch,
+    clip_grad_norm_,
+    fully_shard,
+    offload_optimizer_state,
+)
 from fsdp2.checkpoint import Checkpoints
 from fsdp2.core.streams import Wait
 from tests.harness.compare import SUM_ORDER
@@ -215,7 +223,10 @@ def test_a_whole_step_is_captured_and_replayed(width: int, world_of_one: None) -
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)
     fully_shard(model)
-    model.set_communication_memory_pool(True)
+    if _torch.can_swap_memory:
+        model.set_communication_memory_pool(True)
+    else:
+        model.set_keep_unsharded_storage(True)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     inputs = torch.randn(8, width, device="cuda")
 
