@@ -357,7 +357,7 @@ class GradientReducer:
         self._transport.label = self._labels[self._may_have_added_up]
         if comm.device.has_streams:
             comm.reduces_follow_compute()
-        pending = PendingReduce(comm.device.has_streams, self)
+        pending = PendingReduce(comm.device, self)
         pending.label = self._transport.label
         pending.steps = self._steps(taken, comm, pending)
         del taken

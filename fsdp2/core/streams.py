@@ -244,14 +244,18 @@ class PendingReduce(CommHandle):
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
         ends_elsewhere: ``event`` is not of the reduce-scatter stream, which what is held belongs to.
+        compute_stream: where the backward ran, to which the unsharded gradients belong.
         owner: whose gradients they are, see `drop_reduces`.
     """
 
-    __slots__ = ("_has_streams", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "stage", "steps")
+    __slots__ = (
+        "_has_streams", "compute_stream", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "stage",
+        "steps",
+    )  # fmt: skip
     steps: Iterator[Stage]
     stage: Stage
 
-    def __init__(self, has_streams: bool, owner: object = None) -> None:
+    def __init__(self, device: Device, owner: object = None) -> None:
         self.owner = owner
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
         self.label, self.is_lost = UNNAMED, False
@@ -259,7 +263,8 @@ class PendingReduce(CommHandle):
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
         self.ends_elsewhere = False
-        self._has_streams = has_streams
+        self.compute_stream = device.current_stream()
+        self._has_streams = device.has_streams
 
     def launch(self) -> None:
         """Go on to the next stage that must be waited for."""
@@ -477,7 +482,7 @@ class FSDPCommContext:
                 self.compute_follows_reduces()
                 self.compute_follows_gathers()
                 for pending in self._pending:  # may end on a stream of the user's
-                    self._wait_for(pending, Wait.REDUCED)
+                    self._wait_for_reduce(pending)
 
     @property
     def is_reducing(self) -> bool:
@@ -578,7 +583,7 @@ class FSDPCommContext:
                 each.leave()
             self._interrupted.append(pending)
         try:
-            self._wait_for(pending, Wait.REDUCED)
+            self._wait_for_reduce(pending)
         except Exception:
             self.has_failed = True
             raise
@@ -589,6 +594,12 @@ class FSDPCommContext:
                 self.device.block_host(pending.event)
             else:
                 self._to_host.append(pending.event)
+
+    def _wait_for_reduce(self, pending: PendingReduce) -> None:
+        self._wait_for(pending, Wait.REDUCED)
+        stream = pending.compute_stream
+        if pending.event is not None and stream != self.device.current_stream():
+            self.device.wait(stream, pending.event, Wait.REDUCED)  # it takes the unsharded gradients' memory back
 
     def _wait_for(self, handle: CommHandle, why: Wait) -> None:
         handle.wait_for_works()

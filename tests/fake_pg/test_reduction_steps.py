@@ -45,7 +45,7 @@ def test_what_was_sent_is_let_go_of_before_the_all_reduce_over_replicas() -> Non
 
 def test_an_exception_before_anything_was_launched() -> None:
     comm = FSDPCommContext(HostDevice())
-    comm.add_pending(PendingReduce(has_streams=False))  # as Ctrl-C leaves it there
+    comm.add_pending(PendingReduce(HostDevice()))  # as Ctrl-C leaves it there
     comm.drop_reduces()
     assert not comm.is_reducing
 

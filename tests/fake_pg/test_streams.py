@@ -100,6 +100,7 @@ LET_GO_AT_ONCE = {
     "arrival_fails", "deleted_in_flight", "replicated_deleted_in_flight", "hooked_deleted_in_flight",  # all is dropped
     "shared_context_late", "half_cached_in_two_contexts",  # of streams that were given up
     "copied", "hooked_accumulating",
+    "two_streams",  # the program's own, which goes from one to the other
 }  # fmt: skip
 """Where memory of reduced gradients is let go of by something else than a step, right after it was read."""
 

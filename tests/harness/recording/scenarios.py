@@ -22,7 +22,7 @@ from tests.harness.recording.mishaps import MISHAPS
 from tests.harness.recording.offload import OFFLOADED
 from tests.harness.recording.recorder import Recorder, recording
 from tests.harness.recording.settings import SETTINGS
-from tests.harness.recording.training import STEPS, Stack, Training, write_whole
+from tests.harness.recording.training import STEPS, Branches, Stack, Training, write_whole
 
 Scenario = Callable[[Recorder], None]
 train = Training.of_stack
@@ -259,6 +259,11 @@ def stepped_in_backward(recorder: Recorder) -> None:
         training.loss().backward()
 
 
+def two_streams(recorder: Recorder) -> None:
+    """The user's own code computes on two streams: gradients belong to the one that their backward ran on."""
+    train(recorder, Branches(recorder)).steps()
+
+
 def written_whole(recorder: Recorder) -> None:
     """Whole parameters are written between steps, and whole gradients read while reductions are in flight."""
     training = train(recorder)
@@ -283,8 +288,8 @@ _PROGRAMS: dict[str, Scenario] = {
         plain, direct, never_resharded, root_resharded, checkpointed_blocks, checkpointed_layers, two_dtypes,
         one_group_for_both_ends, used_twice, accumulated_reduced, accumulated_unsharded, accumulated_without_reshard,
         two_forwards, interleaved, evaluated_between, reduced_late, order_changes, unsharded_by_hand,
-        block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, written_whole,
-        *MISHAPS,
+        block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, two_streams,
+        written_whole, *MISHAPS,
     )
 }  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, full_parameters, fully_shard
 from tests.harness.models import ModelCase
-from tests.harness.recording.recorder import Recorder
+from tests.harness.recording.recorder import COMPUTE, Recorder
 
 STEPS = 4
 """Of a scenario: from the second on, orders are known and buffers are used again."""
@@ -78,6 +78,53 @@ class Stack(nn.Module):
             block = self.blocks[index]
             x = checkpoint(block, x, use_reentrant=False) if self.outside else block(x)
         return self.outputs(x)
+
+
+class _Switch(torch.autograd.Function):
+    """Go on on another stream, and in backward go back; ``waits``: each time for what the last one has done."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, recorder: Recorder, stream: int, waits: bool, held: list[Tensor]
+    ) -> Tensor:
+        """``x``, there."""
+        ctx.recorder, ctx.before, ctx.waits, ctx.held = recorder, recorder.stream, waits, held
+        _go_on(recorder, stream, waits)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """``gradient``, here, whose memory autograd keeps from others until this stream has read it."""
+        _go_on(ctx.recorder, ctx.before, ctx.waits)
+        ctx.held.append(gradient)
+        return gradient, None, None, None, None
+
+
+def _go_on(recorder: Recorder, stream: int, waits: bool) -> None:
+    before, recorder.stream = recorder.stream, stream
+    if waits:
+        recorder.wait(stream, before, "the program")
+
+
+class Branches(Stack):
+    """Four blocks in two branches, the second of which computes on a stream of its own, as the user's code has it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(blocks=4)
+        self._recorder = recorder
+        self._stream = next(recorder.new_streams)
+        self._held: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The blocks of the branches run by turns, and so do their backwards."""
+        self._held.clear()
+        here = other = self.inputs(x)
+        for index in (0, 2):
+            other = _Switch.apply(other, self._recorder, self._stream, index == 0, self._held)
+            other = self.blocks[index](other)
+            other = _Switch.apply(other, self._recorder, COMPUTE, index == 2, self._held)
+            here = self.blocks[index + 1](here)
+        return self.outputs(here + other)
 
 
 @dataclass(slots=True)
