@@ -17,6 +17,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from fsdp2.checkpoint.copies import agree_on_copies
 from fsdp2.checkpoint.held import Held, company_of, held_by, refuse_unreadable, settle
 from fsdp2.checkpoint.ranks import Ranks
 from fsdp2.checkpoint.rules import BYTES_RULE, is_int
+from fsdp2.core.agreement import disagreement
 from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.mesh import DataParallelMesh
@@ -126,7 +128,9 @@ def travelling(
     Collective: all ranks that hold them must iterate to the same place.
     """
     gets = rank is None or not dist.is_initialized() or dist.get_rank() == rank
-    for batch in _batches([_route(name, held, dtype, budget_bytes) for name, held in wanted], budget_bytes):
+    routes = [_route(name, held, dtype, budget_bytes) for name, held in wanted]
+    _meet(routes, rank)
+    for batch in _batches(routes, budget_bytes):
         received = _received(batch, rank)
         for route in batch:
             whole = _handed_out(route, received.pop(route, None), rank, gets=gets)
@@ -134,6 +138,22 @@ def travelling(
                 name = route.name
                 yield name, whole
             del whole
+
+
+_MET: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def _meet(routes: Sequence[_Route], rank: int | None) -> None:
+    """All ranks of a process group take part in what is exchanged there first.
+
+    NCCL makes its communicator then, and waits for all of them; messages are for those that have rows. Collective over
+    each of the groups, once.
+    """
+    sent = [route for route in routes if route.way is _Way.SENT and _receiver(route, rank).is_here]
+    for mesh in {route.mesh.key: route.mesh for route in sent}.values():
+        if mesh.shard_group is not None and mesh.shard_group not in _MET:
+            disagreement("", mesh.shard_group, mesh.device, "who exchanges whole tensors")
+            _MET.add(mesh.shard_group)
 
 
 class _Way(enum.Enum):

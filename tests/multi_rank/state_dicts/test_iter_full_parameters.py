@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp2 import FSDPRuntimeError, FSDPValueError, Owned, full_parameters, fully_shard
@@ -50,6 +52,37 @@ def test_all_layouts_and_budgets(layout: str, world_size: int) -> None:
                 assert not any(each.requires_grad for each in found.values())
             else:
                 assert not found
+
+
+@multi_rank(2, 4)
+def test_all_ranks_of_a_group_meet_there_before_some_of_them_send(world_size: int) -> None:
+    """NCCL's first exchange over a group is one of all of its ranks; not all of them have rows to send."""
+    seen: list[tuple[str, object]] = []
+    compare, send = iterating.disagreement, dist.batch_isend_irecv
+
+    def compared(text: str, group: dist.ProcessGroup, *others: Any) -> str | None:
+        seen.append(("meet", group))
+        return compare(text, group, *others)
+
+    def sent(operations: list[dist.P2POp]) -> list[dist.Work]:
+        seen.append(("send", operations[0].group))
+        return send(operations)
+
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(300, 400, bias=False)
+    expected = expected_of(model)
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: Owned(0))
+    group = mesh["shard"].get_group()
+    with (
+        mock.patch.object(iterating, "disagreement", compared),
+        mock.patch.object(dist, "batch_isend_irecv", sent),
+    ):
+        for _ in range(2):
+            assert len(listed(model, rank=1)) == (dist.get_rank() == 1)
+    of_group = [kind for kind, over in seen if over is group]
+    here = dist.get_rank() < 2  # the others' group has nobody who is given any
+    assert of_group == (["meet", "send", "send"] if here else [])
+    assert_same("parameters", listed(model), expected)
 
 
 @multi_rank(2, full=(4,))
