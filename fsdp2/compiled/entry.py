@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2 import _torch_compiler
+from fsdp2 import _torch, _torch_compiler
 from fsdp2.arguments import checked
 from fsdp2.compiled.exchanges import abandon, handle_of
-from fsdp2.compiled.grad_sinks import grad_sinks_of
+from fsdp2.compiled.grad_sinks import Premises, grad_sinks_of
 from fsdp2.compiled.overlap import overlap, source_hash
 from fsdp2.compiled.specs import GroupSpec, text_of
 from fsdp2.compiled.support import reason_against
@@ -144,22 +144,25 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     """What was prepared before if nothing has changed since, else anew."""
     plan, version = group.plan, group.written()
     known = group.graph_inputs
+    if known is not None and known.premises.version != version:
+        if _torch.backward_is_running():  # this forward is computed again in it
+            group.refuse_backward()
+        # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
+        torch.autograd.graph.increment_version(known.group.shards)
     if known is not None and known.made_of[0] is plan and known.made_of[1:] == (again, budget):
         if known.group.handle is not None:
             abandon(known.group.handle)
-        if known.version != version:
-            known.version = version
-            # So that a backward whose forward came before the write fails, and not silently uses what it wrote.
-            torch.autograd.graph.increment_version(known.group.shards)
+        known.premises.version = version
         return known.group
     spec = GroupSpec.of(group, again, budget)
     handle = handle_of(group, budget) if spec.by_transport else None
+    premises = Premises(plan, again, version, may_keep=spec.by_transport)  # else compilers know of it: CUDA graphs
     # Whatever the mode of the first call is, a later one may train.
     with torch.inference_mode(False), torch.enable_grad():
         shards = tuple(
             storage_alias(buffers.shard, 0, (buffers.layout.shard_numel,), (1,)) for buffers in group.storage.buffers
         )
-        grad_sinks = grad_sinks_of(group)
+        grad_sinks = grad_sinks_of(group, premises)
     uses = tuple(
         TracedUse(module, name, index, param.sharded, _tensor_parallel(param))
         for index, param in enumerate(group.params)
@@ -169,7 +172,7 @@ def _prepared(group: FSDPParamGroup, again: bool, budget: int | None) -> TracedG
     _torch_compiler.keep_static([*shards, *grad_sinks, *sharded, *(param.local for param in group.params)])
     _torch_compiler.keep_in_place(shards)  # they lie there for as long as the plan is this
     prepared = TracedGroup(text_of(spec), shards, grad_sinks, handle, uses)
-    group.graph_inputs = Prepared((plan, again, budget), version, prepared)
+    group.graph_inputs = Prepared((plan, again, budget), premises, prepared)
     return prepared
 
 
@@ -178,20 +181,16 @@ class Prepared:
 
     Attributes:
         made_of: the plan of the group, whether backward gathers again, bytes that may be gathered ahead.
-        version: of the parameters, in the last forward.
+        premises: what its backward relies on.
         group: the result.
     """
 
-    __slots__ = ("group", "made_of", "version")
+    __slots__ = ("group", "made_of", "premises")
 
-    def __init__(self, made_of: tuple[GroupPlan, bool, int | None], version: object, group: TracedGroup) -> None:
+    def __init__(self, made_of: tuple[GroupPlan, bool, int | None], premises: Premises, group: TracedGroup) -> None:
         self.made_of = made_of
-        self.version = version
+        self.premises = premises
         self.group = group
-
-    def is_stale(self, group: FSDPParamGroup) -> bool:
-        """Whether ``group`` was written since the last forward, while its backward gathers again."""
-        return self.made_of[1] and self.version != group.written()
 
 
 def _tensor_parallel(param: FSDPParam) -> tuple[Any, Any, Any, Any] | None:

@@ -156,6 +156,7 @@ class GroupExchanges:
         self._gathers: dict[int, _Gathering] = {}
         self._reductions: dict[int, _Reduction] = {}
         self._idle: list[_Gathering] = []
+        self._version: object = None  # of the parameters in the last forward
         _EXCHANGES[self.number] = self
 
     def abandon(self) -> None:
@@ -166,8 +167,16 @@ class GroupExchanges:
             _course_of(self._living()[1]).begin_anew()
 
     def begin_gather(self) -> int:
-        """Begin to gather all shards, unless that was done ahead; the token."""
+        """Begin to gather all shards, unless that was done ahead; the token.
+
+        Raises:
+            FSDPRuntimeError: a backward runs, and the parameters were written since the last forward.
+        """
         group, comm = self._living()
+        if not _torch.backward_is_running():
+            self._version = group.written()
+        elif self._version not in (None, group.written()):
+            group.refuse_backward()
         course = _course_of(comm)
         course.go_on()
         if course.last is not None:
@@ -228,6 +237,7 @@ class GroupExchanges:
     def begin_reduce(self, sent: Sequence[torch.Tensor], index: int) -> int:
         """Begin to reduce ``sent``: what the plan's ``reduces[index]`` packs, then what travels alone; the token."""
         group, comm = self._living()
+        refuse_other_plan(group, self.plan)
         plan = self.plan.reduces[index]
         transport = group.reducer.transport
         with _torch.without_grad():
@@ -292,6 +302,26 @@ def raise_gone() -> NoReturn:
     raise FSDPRuntimeError(
         "the model of this backward was deleted, or sharded anew, after its forward: run backward before."
     )
+
+
+def refuse_other_plan(group: FSDPParamGroup, plan: GroupPlan) -> None:
+    """Refuse to reduce by ``plan``, of the graph of a forward, what ``group`` could not deliver any more.
+
+    Its scalings may be others: what has arrived is scaled as they say.
+
+    Raises:
+        FSDPRuntimeError: gradients are laid out otherwise now, or other parameters have them.
+    """
+    now = group.plan
+    if now is plan:
+        return
+    then = [[(each.dtype, each.params, each.layout) for each in one.reduces] for one in (plan, now)]
+    if plan.params != now.params or then[0] != then[1]:
+        raise FSDPRuntimeError(
+            f"which parameters of '{group.name}' require gradients, or in which dtype or layout these are reduced, was "
+            "changed between a compiled forward and its backward, whose graph reduces as it was. Change it before the "
+            "forward, or after the backward."
+        )
 
 
 def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:

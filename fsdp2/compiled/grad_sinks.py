@@ -9,22 +9,52 @@ is scaled, cast and delivered like that of an eager reduction.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp2.compiled.exchanges import raise_gone
+from fsdp2.compiled.exchanges import raise_gone, refuse_other_plan
 from fsdp2.core.group import FSDPParamGroup
+from fsdp2.core.plan import GroupPlan
 
 
-def grad_sinks_of(group: FSDPParamGroup) -> tuple[torch.Tensor, ...]:
+@dataclass(slots=True)
+class Premises:
+    """What a graph of one group was made for, as its backward finds it.
+
+    Attributes:
+        plan: of the group.
+        again: whether its backward gathers again.
+        version: of the parameters, in the last forward.
+        may_keep: whether nobody else knows the memory in which gradients arrive.
+    """
+
+    plan: GroupPlan
+    again: bool
+    version: object
+    may_keep: bool
+
+    def refuse_changes(self, group: FSDPParamGroup) -> None:
+        """Refuse the backward if ``group`` is not as it was in the last forward.
+
+        Raises:
+            FSDPRuntimeError: its parameters were written, and are gathered again; or its plan is another.
+        """
+        if self.again and self.version != group.written():
+            group.refuse_backward()
+        refuse_other_plan(group, self.plan)
+
+
+def grad_sinks_of(group: FSDPParamGroup, premises: Premises) -> tuple[torch.Tensor, ...]:
     """Two for each dtype of reduction: (numel,) and (0,), on the device of the gradients."""
-    if not group.plan.reduces:
+    reduces = premises.plan.reduces
+    if not reduces:
         return ()
     # A leaf that requires a gradient, so that the outputs do.
     anchor = torch.zeros((), device=group.mesh.device, requires_grad=True)
-    shapes = [(each.layout.numel, each.dtype) for each in group.plan.reduces]
-    outputs: tuple[torch.Tensor, ...] = _Arrival.apply(weakref.ref(group), shapes, anchor)
+    shapes = [(each.layout.numel, each.dtype) for each in reduces]
+    outputs: tuple[torch.Tensor, ...] = _Arrival.apply(weakref.ref(group), premises, shapes, anchor)
     return outputs
 
 
@@ -37,9 +67,13 @@ def _without_memory(numel: int, like: torch.Tensor, dtype: torch.dtype) -> torch
 class _Arrival(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, group: weakref.ref[FSDPParamGroup], shapes: list[tuple[int, torch.dtype]], anchor: torch.Tensor
+        ctx: Any,
+        group: weakref.ref[FSDPParamGroup],
+        premises: Premises,
+        shapes: list[tuple[int, torch.dtype]],
+        anchor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.group = group
+        ctx.group, ctx.premises = group, premises
         ctx.set_materialize_grads(False)
         return tuple(_without_memory(size, anchor, dtype) for numel, dtype in shapes for size in (numel, 0))
 
@@ -48,11 +82,12 @@ class _Arrival(torch.autograd.Function):
         group: FSDPParamGroup | None = ctx.group()
         if group is None:
             raise_gone()
-        if group.graph_inputs.is_stale(group):
-            group.refuse_backward()
+        premises: Premises = ctx.premises
+        premises.refuse_changes(group)
         with torch.no_grad():
             group.reducer.arrive_from_graph(
                 [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)],
-                may_keep=group.graph_inputs.group.handle is not None,  # else compilers know more of it: CUDA graphs
+                premises.plan.reduces,
+                may_keep=premises.may_keep,
             )
-        return None, None, None
+        return None, None, None, None

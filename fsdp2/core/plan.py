@@ -69,6 +69,21 @@ class Scaling:
         before = 2.0 ** math.ceil(math.log2(divisor) / 2) if is_narrow and divisor > 1 else 1.0
         return cls(before, total, total, divisor / before)
 
+    def rest_after(self, done: Scaling, world_size: int, replicate_size: int) -> Scaling:
+        """What is left of this one where collectives have reduced as ``done`` says, which may be another."""
+        if done == self:
+            return self
+        sums = dist.ReduceOp.SUM
+        before, wanted = (each._divided_by_collectives(world_size, replicate_size) for each in (done, self))
+        return Scaling(before, sums, sums, wanted * self.after / before)
+
+    def _divided_by_collectives(self, world_size: int, replicate_size: int) -> float:
+        """By how much the sum is divided when it arrives."""
+        divisor = self.before * self.factor
+        for op, size in ((self.scatter_op, world_size), (self.replicate_op, replicate_size)):
+            divisor *= size if op == dist.ReduceOp.AVG else 1
+        return divisor
+
     def of_any_backend(self) -> Scaling:
         """The same mean, without an operation that scales by a factor."""
         plain = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)

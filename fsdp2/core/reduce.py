@@ -527,18 +527,21 @@ class GradientReducer:
                 divisor = denominator if before == 1.0 else denominator / before
             each.gradients.finish(each.packed, divisor, keeps, arena)
 
-    def arrive_from_graph(self, arrived: Sequence[tuple[torch.Tensor | None, bool]], *, may_keep: bool) -> None:
+    def arrive_from_graph(
+        self, arrived: Sequence[tuple[torch.Tensor | None, bool]], plans: Sequence[ReducePlan], *, may_keep: bool
+    ) -> None:
         """Deliver what a compiled backward has reduced: for each dtype the sum, and whether a gradient was missing.
 
         A sum is scaled, cast and delivered like that of an eager reduction; unless this ``may_keep`` its memory, it is
-        read and left as it is.
+        read and left as it is. The graph has reduced by ``plans``, whose scalings may be others than those of now.
         """
         sent = []
-        for bucket, (flat, some_missing) in zip(self.buckets, arrived, strict=True):
+        for bucket, plan, (flat, some_missing) in zip(self.buckets, plans, arrived, strict=True):
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
                 packed = PackedGradients([], flat, None, missing, [], is_borrowed=True, may_keep=may_keep)
-                sent.append(_Sent(bucket, packed, bucket.plan.scaling))
+                sizes = self._mesh.shard_size, self._mesh.replicate_size
+                sent.append(_Sent(bucket, packed, bucket.plan.scaling.rest_after(plan.scaling, *sizes)))
         self._finish(sent, keeps=False)
         for each in sent:
             each.gradients.set_grads(each.packed, zeros_for_unused=self.settings.zeros_for_unused)

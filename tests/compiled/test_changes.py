@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
@@ -453,3 +454,101 @@ def test_conversion_after_a_compiled_call(compile: Callable[..., Any]) -> None:
             for found, expected in zip(*(model.parameters() for model in models), strict=True):
                 assert found.dtype == dtype
                 assert_equal("gradient", mine(found.grad), mine(expected.grad))
+
+
+class Swapped(nn.Module):
+    """Two weights of one shape, of which one is trained at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.full((WIDTH, WIDTH), 0.5))
+        self.q = nn.Parameter(torch.full((WIDTH, WIDTH), 0.25), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.p).tanh() @ self.q
+
+
+# Full: two compilations.
+@multi_rank(2)
+@pytest.mark.full
+@pytest.mark.parametrize("wanted", ["sum", 8.0, torch.tensor(8.0)])
+def test_a_gradient_reduction_that_is_set_after_the_forward(wanted: Any) -> None:
+    """The first graph was made for the mean; its backward delivers what eager mode does."""
+    with compiling() as graphs:
+        models, called = compiled_and_eager(build_small, whole, graphs.backend())
+        for number, reduction in enumerate([wanted, "mean", wanted]):
+            for model, each in zip(models, called, strict=True):
+                model.zero_grad()
+                loss = loss_of(each(batch_of(number, dist.get_rank())))
+                if isinstance(reduction, float):
+                    model.set_gradient_divide_factor(reduction)
+                else:
+                    model.set_gradient_reduction(reduction)
+                loss.backward()
+            assert_same_gradients(models, f"in step {number}")
+
+
+# Full: two compilations.
+@multi_rank(2)
+@pytest.mark.full
+def test_other_parameters_that_are_trained_before_the_backward() -> None:
+    """The gradient of one is not taken for that of another of its size."""
+    with compiling() as graphs:
+        model = Swapped()
+        fully_shard(model)
+        called = whole(model, graphs.backend())
+        loss = called(batch_of(0, dist.get_rank())).sum()
+        model.p.requires_grad_(False)
+        model.q.requires_grad_(True)
+        called(batch_of(1, dist.get_rank()))
+        with pytest.raises(fsdp2.FSDPRuntimeError, match=r"require gradients.*Change it before the forward"):
+            loss.backward()
+        assert model.p.grad is None and model.q.grad is None
+        called(batch_of(1, dist.get_rank())).sum().backward()
+        assert model.p.grad is None and model.q.grad is not None
+
+
+def all_frozen(model: nn.Module, called: Any, x: Tensor) -> Callable[[], object]:
+    model.requires_grad_(False)
+    return called(x).sum().backward
+
+
+def of_inputs_alone(model: nn.Module, called: Any, x: Tensor) -> Callable[[], object]:
+    loss = called(x).sum()
+    return lambda: torch.autograd.grad(loss, x)
+
+
+def with_another_plan(model: nn.Module, called: Any, x: Tensor) -> Callable[[], object]:
+    loss = called(x).sum()
+
+    def backward() -> None:
+        model.set_gradient_divide_factor(3.0)
+        called(x)
+        loss.backward()
+
+    return backward
+
+
+def recomputed(model: nn.Module, called: Any, x: Tensor) -> Callable[[], object]:
+    return checkpoint(called, x, use_reentrant=False).sum().backward
+
+
+# Full: a compilation each.
+@multi_rank(2)
+@pytest.mark.full
+@pytest.mark.parametrize("begin", [all_frozen, of_inputs_alone, with_another_plan, recomputed])
+@pytest.mark.parametrize("compile", [whole, by_blocks])
+def test_writes_before_a_backward_are_refused(begin: Any, compile: Any) -> None:
+    """Whichever way backward comes to values that it gathers again."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model, reshard_after_forward=True)
+        called = compile(model, graphs.backend())
+        for writes in (False, True):
+            backward = begin(model, called, batch_of(0, dist.get_rank()).requires_grad_())
+            if not writes:
+                backward() if begin is not with_another_plan else None
+                continue
+            write_in_place(model, 1)
+            with pytest.raises(RuntimeError, match=r"changed between a forward and its backward|inplace operation"):
+                backward()
