@@ -415,6 +415,11 @@ def on_host(number: torch.Tensor) -> float:
     return kind.from_address(number.data_ptr()).value
 
 
+def bytes_on_host(tensor: torch.Tensor) -> bytes:
+    """Those of ``tensor``, contiguous in host memory; without an operator, as `on_host`."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
     return current_backward() != -1

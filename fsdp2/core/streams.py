@@ -263,7 +263,7 @@ class PendingReduce(CommHandle):
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
         self.ends_elsewhere = False
-        self.compute_stream = device.current_stream()
+        self.compute_stream = device.current_stream() if device.has_streams else None
         self._has_streams = device.has_streams
 
     def launch(self) -> None:
@@ -583,7 +583,10 @@ class FSDPCommContext:
                 each.leave()
             self._interrupted.append(pending)
         try:
-            self._wait_for_reduce(pending)
+            if self.device.has_streams:
+                self._wait_for_reduce(pending)
+            else:
+                self._wait_for(pending, Wait.REDUCED)
         except Exception:
             self.has_failed = True
             raise

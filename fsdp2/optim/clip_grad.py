@@ -138,6 +138,11 @@ def get_total_norm(
     return _total_norm(_Slots.of(every, every), norm_type, error_if_nonfinite, foreach, mesh)
 
 
+def norm_on_own_meshes(tensors: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """`get_total_norm` as DTensor knows it: of what other ranks of a root have in the place of ``tensors`` nothing."""
+    return _total_norm(_Slots.of(tensors, tensors, apart=True), norm_type, False, None, None)
+
+
 @checked(max_norm=at_least(0))
 def clip_grads_with_norm_(
     parameters: TensorOrTensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
@@ -311,15 +316,23 @@ class _Slots:
         tensors: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor | None],
         slices: list[torch.Tensor] | None = None,
+        *,
+        apart: bool = False,
     ) -> _Slots:
         """Sort the local tensors of ``gradients``, None where there is none, by the spread of ``tensors``.
 
-        ``slices``: what the gradients lie on, if they are as they were delivered.
+        Args:
+            tensors: parameters, or gradients.
+            gradients: of them.
+            slices: what the gradients lie on, if they are as they were delivered.
+            apart: what lies on a part of the ranks of its root is taken for all that there is.
 
         Raises:
             FSDPValueError: a gradient is spread otherwise than its tensor (`reduction_groups_of`), or has no norm yet.
         """
         self = cls(tensors)
+        if apart:
+            self._roots = {}
         if not self._take_alike(tensors, gradients, slices):
             self._widen_for(tensors)
             for index, (tensor, gradient) in enumerate(zip(tensors, gradients, strict=True)):

@@ -50,7 +50,7 @@ class _Seen:
         groups: all.
     """
 
-    signature: tuple[int, ...]
+    signature: list[int]
     ordinary: Ordinary | None
     write_counters: tuple[WriteCounter, ...]
     on_host: tuple[weakref.ref[FSDPParamGroup], ...]
@@ -87,11 +87,17 @@ class OptimizerGuard:
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        ordinary = self.look_through(optimizer).ordinary
+        seen = self.look_through(optimizer)
+        ordinary = seen.ordinary
+        for write_counter in seen.write_counters:  # here, too: where something raises, nothing is called after the step
+            write_counter.writes += 1
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
-        if ordinary is None or _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
+        if ordinary is None:
+            return None
+        if _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
+            ordinary.forget()
             return None
         stand_in = ordinary.stand_in(optimizer)
         return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
@@ -147,9 +153,13 @@ GUARD = OptimizerGuard()
 """The one guard of this process: torch's optimizer hooks are global too."""
 
 
-def _signature(optimizer: Optimizer) -> tuple[int, ...]:
-    """Changes when parameters were added to the optimizer, or any sharded parameter was created or replaced."""
-    return (FSDPParam.identity_changes, *(len(group["params"]) for group in optimizer.param_groups))
+def _signature(optimizer: Optimizer) -> list[int]:
+    """Changes when the optimizer was given other parameters, or any sharded parameter was created or replaced."""
+    found = [FSDPParam.identity_changes]
+    for group in optimizer.param_groups:
+        params = group["params"]
+        found += (len(params), id(params[0]), id(params[-1])) if params else (0,)
+    return found
 
 
 def _seen(optimizer: Optimizer) -> _Seen:

@@ -35,6 +35,7 @@ class Inside:
 
     Attributes:
         outside: the state as users see it, as of the last `show`.
+        may_have_runs: whether parameters may be stepped on together, if their gradients lie so.
 
     Raises:
         FSDPValueError: a parameter is Partial, or a state is not sharded like its parameter.
@@ -45,9 +46,11 @@ class Inside:
     ) -> None:
         self.outside = outside
         self._targets = []
+        self.may_have_runs = False
         for group in groups:
             params = group["params"]
             in_runs = [] if flat is None else [each for each in params if flat(group, each)]
+            self.may_have_runs = self.may_have_runs or len(in_runs) > 1
             self._targets.append(StepTargets(params, outside, flat=in_runs, earlier=earlier or []))
         self._kept = StepStateCache()
         self._others = {key: value for key, value in outside.items() if not isinstance(key, torch.Tensor)}
@@ -55,6 +58,10 @@ class Inside:
     def runs(self) -> list[FlatRun]:
         """Those that are stepped on as one tensor."""
         return known_in(self._targets)
+
+    def is_laid_out_anew(self) -> bool:
+        """Whether parameters of runs lie on other memory now."""
+        return any(flat_run.run.is_laid_out_anew() for flat_run in self.runs())
 
     def is_of(self, groups: Groups) -> bool:
         """Whether it was made of the parameters of ``groups``."""
@@ -107,16 +114,14 @@ class Inside:
             for each, states in lent:
                 inside.update(zip(each, states, strict=True))
         count = len(tensors)
+        if self._others:
+            self._others = {key: self.outside[key] for key in self._others if key in self.outside}
         inside.update(self._others)
         attributes = vars(optimizer)
         before = [attributes["state"]] if "state" in attributes else []
         attributes["state"] = inside
         try:
             step_with([tensors for tensors, _ in lent], optimizer, step)
-        except BaseException:
-            for targets in self._targets:
-                targets.note_writes()  # some may have been written, and no hook that follows a step is called
-            raise
         finally:
             del attributes["state"]
             if before:
@@ -135,9 +140,14 @@ class Inside:
 
 
 def step_with(params: Sequence[list[torch.Tensor]], optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    """Step with ``params`` in the place of those of the groups."""
+    """Step with ``params`` in the place of those of the groups.
+
+    A ``step`` that is not torch's may set ``.data`` of them: what it has set is copied to where they lie.
+    """
     groups = list(optimizer.param_groups)
     outer = [group["params"] for group in groups]
+    is_torchs = step.__module__[:12] == "torch.optim."
+    places = [] if is_torchs else [(each, each.detach()) for tensors in params for each in tensors]
     try:
         for group, tensors in zip(groups, params, strict=True):
             group["params"] = tensors
@@ -145,3 +155,7 @@ def step_with(params: Sequence[list[torch.Tensor]], optimizer: Optimizer, step: 
     finally:
         for group, outer_params in zip(groups, outer, strict=True):
             group["params"] = outer_params
+        for tensor, place in places:
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor.detach())
+                tensor.data = place

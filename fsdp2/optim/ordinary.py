@@ -17,6 +17,7 @@ and steps that `torch.compile` runs.
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections import defaultdict
 from itertools import chain
@@ -117,8 +118,14 @@ class Ordinary:
     def stand_in(self, optimizer: Optimizer) -> Any | None:
         """What takes the place of ``optimizer`` in a call of its class's ``step``; None: it goes the old way."""
         if not _Switch.is_on or any(group.get("differentiable") for group in optimizer.param_groups):
+            self.forget()
             return None
         return _StandIn(optimizer, self)
+
+    def forget(self) -> None:
+        """The state is written by a step that goes the old way: the next of this begins with what is there then."""
+        self._kept.clear()
+        self._made, self._shown, self._watches = [], [], []
 
     def step(self, optimizer: Optimizer) -> None:
         """That of ``optimizer``'s class, without a closure."""
@@ -131,7 +138,7 @@ class Ordinary:
         # Another mapping: it is offloaded since it was looked through.
         lent = self._lent(optimizer, outside) if type(outside) in (defaultdict, dict) else None
         if lent is None:
-            self._forget()
+            self.forget()
             step(optimizer)
             return
         inside = lent[0]
@@ -143,12 +150,12 @@ class Ordinary:
         inside = self._kept[0] if self._kept else None
         groups = optimizer.param_groups
         try:
-            if inside is None or not self._knows(inside, groups, outside):
+            if inside is None or not self._knows(inside, groups, outside) or self._tries_again(inside):
                 inside = self._anew(groups, outside, inside)
             inside.outside = outside
             lent = inside.lend()
             if lent is None:  # a gradient is missing, or lies elsewhere
-                self._breaks += 1
+                self._breaks += not inside.is_laid_out_anew()
                 inside = self._anew(groups, outside, inside)
                 lent = inside.lend()
         except FSDPValueError:
@@ -164,8 +171,15 @@ class Ordinary:
             and not any(run.has_written_counters() for run in inside.runs())
         )
 
+    def _tries_again(self, inside: Inside) -> bool:
+        """Whether runs are to be made, where there were none: what were gradients then may not be what is delivered."""
+        if not inside.may_have_runs or self._breaks > MANY_BREAKS or inside.runs():
+            return False
+        self._breaks += 1
+        return True
+
     def _anew(self, groups: Groups, outside: State, before: Inside | None) -> Inside:
-        self._forget()
+        self.forget()
         flat = may_be_flat if self._breaks <= MANY_BREAKS else None
         return Inside(groups, outside, flat=flat, earlier=None if before is None else before.runs())
 
@@ -175,7 +189,7 @@ class Ordinary:
         if self._kept and len(made) == len(self._made) and all(map(operator.is_, made, self._made)):
             inside.show_counters()
         else:
-            self._forget()
+            self.forget()
             inside.show()
             self._kept.append(inside)
             self._made, self._shown = made, _identities(inside.outside)
@@ -184,11 +198,7 @@ class Ordinary:
         inside.outside = {}  # state that is dropped (cleared, or loaded anew) must not live on here until the next step
 
     def _dropped(self, _: Any) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._kept.clear()
-        self._made, self._shown, self._watches = [], [], []
+        self.forget()
 
 
 def _values(state: Any) -> Any:
@@ -200,25 +210,38 @@ def _identities(outside: Any) -> list[int]:
     try:
         return list(map(id, chain(outside, chain.from_iterable(map(dict.values, outside.values())))))
     except TypeError:  # not all are mappings
-        return list(map(id, chain(outside, chain.from_iterable(map(_values, outside.values())))))
+        others = (each for each in outside.values() if not isinstance(each, dict))
+        return list(map(id, chain(outside, others, chain.from_iterable(map(_values, outside.values())))))
 
 
 class _StandIn:
-    """An optimizer to the ``step`` of its class; see the top of this file."""
+    """An optimizer to the ``step`` of its class; see the top of this file. Hooks may meet it, too."""
 
-    __slots__ = ("_optimizer", "_ordinary")
+    __slots__ = ("_optimizer", "_ordinary", "_raised", "_to_do")
 
     def __init__(self, optimizer: Optimizer, ordinary: Ordinary) -> None:
         self._optimizer = optimizer
         self._ordinary = ordinary
+        self._to_do = True
+        self._raised: AttributeError | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """None are left: they have been stepped on."""
-        self._ordinary.step(self._optimizer)
+        """None are left for the ``step`` that asks: they have been stepped on. Others see those of the optimizer."""
+        if sys._getframe(1).f_code.co_name != "step":
+            return self._optimizer.param_groups
+        if self._to_do:
+            self._to_do = False
+            try:
+                self._ordinary.step(self._optimizer)
+            except AttributeError as error:  # Python would look for an attribute of that name in another way
+                self._raised = error
+                raise
         return []
 
     def __getattr__(self, name: str) -> Any:
+        if self._raised is not None:
+            raise self._raised
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:

@@ -66,6 +66,9 @@ def step_on_owners(optimizer: Optimizer) -> None:
                 optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
         optimizer.step()
     finally:
+        for stand_in, owner in stand_ins.items():
+            if stand_in.data_ptr() != owner.local.data_ptr():  # the step has set .data
+                owner.local.copy_(stand_in.detach())
         for group in optimizer.param_groups:
             group["params"][:] = [stand_ins[p].sharded if p in stand_ins else p for p in group["params"]]
         states = {owner: optimizer.state.pop(p) for p, owner in stand_ins.items() if p in optimizer.state}

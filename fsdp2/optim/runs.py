@@ -62,6 +62,10 @@ class Run:
             _pick=operator.itemgetter(*(each.position for each in gradients)),
         )
 
+    def is_laid_out_anew(self) -> bool:
+        """Whether the parameters lie on other memory now."""
+        return self._memory.now() is None
+
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """(numel,) of the shard buffer, and of the gradients (None if there is none at all); None: no longer a run.
 

@@ -149,22 +149,32 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 class _Counters:
     """One counter of every parameter of a run: each has its own outside, and all are written at once."""
 
-    __slots__ = ("_all", "_version", "each")
+    __slots__ = ("_all", "_bytes", "_version", "each")
 
     def __init__(self, value: torch.Tensor, count: int) -> None:
         self._all = value.detach().repeat(count)
         self.each = self._all.unbind()
+        self._note()
+
+    def _note(self) -> None:
         self._version = _torch.version_of(self._all)
+        is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
+        self._bytes = _torch.bytes_on_host(self._all) if is_seen else None
 
     def write(self, value: torch.Tensor) -> None:
         """Make each of them ``value`` ()."""
         with torch.no_grad():
             self._all.copy_(value)
-        self._version = _torch.version_of(self._all)
+        self._note()
 
     def were_written(self) -> bool:
-        """Whether anyone else has written one since. (Views share the version of what they lie on.)"""
-        return _torch.version_of(self._all) != self._version
+        """Whether anyone else has written one since. (Views share the version of what they lie on.)
+
+        Where they can be read without waiting for a device, also in ways that no version counts.
+        """
+        if _torch.version_of(self._all) != self._version:
+            return True
+        return self._bytes is not None and _torch.bytes_on_host(self._all) != self._bytes
 
 
 class FlatRun:
@@ -217,10 +227,11 @@ class FlatRun:
         self._shown = []
         for index, (parameter, offset) in enumerate(zip(self.run.params, self.run.offsets, strict=True)):
             shown: State = outside.get(parameter, {})
+            known = dict(shown)
             shown.clear()
             for name, value in self.state.items():
                 if name in whole:
-                    shown[name] = dtensor_like(parameter, self._slice(value, offset, parameter))
+                    shown[name] = _shown_on(parameter, self._slice(value, offset, parameter), known.get(name))
                 else:
                     shown[name] = self._counters[name].each[index] if name in self._counters else value
             self._shown.append({name: _weakly(value) for name, value in shown.items()})
@@ -248,6 +259,25 @@ class FlatRun:
     def is_of(self, run: Run) -> bool:
         """Whether ``run`` is of the same parameters."""
         return len(run.params) == len(self.run.params) and all(map(operator.is_, run.params, self.run.params))
+
+
+def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DTensor:
+    """The state on ``local`` of ``parameter``: what is ``known`` outside, if it is alike, as programs may hold it."""
+    if isinstance(known, DTensor) and type(known) is DTensor and known.dtype == local.dtype:
+        spec, own = _torch.spec_of(known), _torch.spec_of(parameter)
+        if (spec.mesh, tuple(spec.placements), known.shape) == (own.mesh, tuple(own.placements), parameter.shape):
+            _torch.set_local(known, local)
+            return known
+    return dtensor_like(parameter, local)
+
+
+def _leave_runs(params: Sequence[torch.Tensor], outside: State, earlier: Sequence[FlatRun]) -> None:
+    """Of ``params``, those that were in runs of before have their state by themselves: else all of the run lives on."""
+    before = {id(parameter) for flat_run in earlier for parameter in flat_run.run.params}
+    for parameter in params:
+        for value in outside.get(parameter, {}).values() if id(parameter) in before else ():
+            if isinstance(value, DTensor):
+                _torch.set_local(value, _torch.local_of(value).clone())
 
 
 def _weakly(value: Any) -> Callable[[], Any]:
@@ -319,6 +349,7 @@ class StepTargets:
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
+        _leave_runs(rest, outside, earlier)
         self._sharded = [parameter for parameter in rest if isinstance(parameter, DTensor)]
         self._plain = [parameter for parameter in rest if not isinstance(parameter, DTensor)]
         self._specs = list(map(_torch.spec_of, self._sharded))
@@ -329,12 +360,6 @@ class StepTargets:
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether they are the parameters that these units are made of."""
         return len(params) == len(self._params) and all(map(operator.is_, params, self._params))
-
-    def note_writes(self) -> None:
-        """The parameters may have been written."""
-        for group in {owner.group for owner in map(fsdp_param_of, self._params) if owner is not None}:
-            if group is not None:
-                group.note_write()
 
     def show_counters(self) -> None:
         """`show`, where the step has made nothing new."""

@@ -183,7 +183,7 @@ class _Alike:
         """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
         order = float(norm_type)
         if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
-            found = clip_grad.get_total_norm(self._tensors, order).to(self.below[0].dtype)
+            found = clip_grad.norm_on_own_meshes(self._tensors, order).to(self.below[0].dtype)
         elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
             norms = torch.stack(_torch.foreach_norm(self.below, order, None))
             if self._mesh.size(self._dim) > 1:

@@ -154,6 +154,7 @@ SAID = {
     "whole_tensors.whole_tensors",
     "whole_tensors._pack",
     "step_targets._agreement",  # counters of optimizers, when runs of parameters are made anew
+    "slices._is_part_of",  # ranks of meshes, which lie on the host, once for each root
     "inside.step_with",  # torch's own optimizers, which read their counters on the host
 }
 """Who else makes the host wait for the device, as docs/design.md says: never in a step."""

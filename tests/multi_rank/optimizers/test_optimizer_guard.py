@@ -57,7 +57,7 @@ def test_the_guard_costs_nothing_per_parameter() -> None:
     with fake_world(2):
         few, many, more_groups = guard_calls(2, 2), guard_calls(40, 2), guard_calls(40, 10)
     assert few == many, "the same work for 4 and for 80 parameters"
-    assert few <= 25
+    assert few <= 27
     assert more_groups - many <= 2 * 8, "and next to none per group"
 
 

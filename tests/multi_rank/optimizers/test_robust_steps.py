@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -120,3 +121,221 @@ def test_a_norm_of_nan_ends_with_its_gradients() -> None:
             torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, equal_nan=True)
         for model in models:
             model.zero_grad(set_to_none=False)
+
+
+# ---- ordinary optimizers: what programs do between steps ----------------------------------------------
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+
+
+def both(make: Any, **arguments: Any) -> tuple[Any, Any]:
+    """A plain model and a sharded one, each with its optimizer."""
+    plain, model = layers(), fully_shard(layers())
+    return (plain, make(plain.parameters(), **arguments)), (model, make(model.parameters(), **arguments))
+
+
+def backward(model: Any, step: int = 0) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    model(x).square().sum().backward()
+
+
+def train(model: Any, optimizer: Any, steps: int = 1) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def assert_same(plain: nn.Module, model: nn.Module) -> None:
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected.detach())  # type: ignore[attr-defined]
+
+
+@multi_rank(2)
+def test_what_leaves_a_run_keeps_no_other_state_alive() -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    for each, its in ((plain, reference), (model, optimizer)):
+        train(each, its, 2)
+        backward(each)
+        next(each.parameters()).grad = None
+        its.step()
+        train(each, its)
+    assert_same(plain, model)
+    leaver = next(iter(model.parameters()))
+    moment = optimizer.state[leaver]["exp_avg"].to_local()
+    del optimizer, reference
+    moment = moment.untyped_storage()
+    assert moment.resizable(), "no part of another storage"
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", ["data", "broadcast", "other steps"])
+def test_counters_that_are_written_unseen_count(way: str) -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    for each, its in ((plain, reference), (model, optimizer)):
+        train(each, its, 3)
+        if way == "other steps" and each is model:
+            fsdp2.optim.set_local_steps(False)
+            train(each, its)
+            fsdp2.optim.set_local_steps(True)
+        elif way == "other steps":
+            train(each, its)
+        else:
+            for state in its.state.values():
+                zero = torch.zeros(())
+                if way == "broadcast":
+                    state["step"].copy_(zero) if each is plain else state["step"].data.copy_(zero)
+                else:
+                    state["step"].data.zero_()
+                state["exp_avg"].zero_()
+                state["exp_avg_sq"].zero_()
+        train(each, its, 2)
+    assert_same(plain, model)
+    counts = {float(state["step"]) for state in optimizer.state.values()}
+    assert counts == {6.0 if way == "other steps" else 2.0}
+
+
+class SetsData(torch.optim.Optimizer):
+    """As many older optimizers are written."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", ["local", "flat", "owners"])
+def test_a_step_that_sets_data_trains(way: str) -> None:
+    plain = layers()
+    mesh = init_device_mesh("cpu", (2,))
+    placing = {}
+    model = layers()
+    if way == "owners":
+        placing = {"shard_placement_fn": balanced_owners([p for p in model.parameters() if p.dim() == 2], mesh)}
+    fully_shard(model, mesh=mesh, **placing)
+    params: Any = [p for p in model.parameters() if p.dim() == 2]
+    if way == "owners":
+        optimizer: Any = SetsData(params)
+    else:
+        optimizer = fsdp2.optim.local(SetsData, params, elementwise=True, flat=way == "flat")
+    reference = SetsData([p for p in plain.parameters() if p.dim() == 2])
+    for step in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            backward(each, step)
+        reference.step()
+        step_on_owners(optimizer) if way == "owners" else optimizer.step()
+    assert_same(plain, model)
+
+
+@multi_rank(2)
+def test_an_error_inside_of_a_step_steps_once() -> None:
+    _, (model, optimizer) = both(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+    train(model, optimizer, 1)
+    backward(model, 1)
+    first, *_, last = model.parameters()
+    before = first.full_tensor()
+    state = optimizer.state[last]
+    state["momentum_buffer"] = 0
+    gradient = first.grad.full_tensor()
+    momentum_before = optimizer.state[first]["momentum_buffer"].full_tensor()
+    with pytest.raises(AttributeError):
+        optimizer.step()
+    stepped = before - 0.1 * (0.9 * momentum_before + gradient)
+    found = first.full_tensor()
+    assert torch.equal(found, before) or torch.allclose(found, stepped)
+
+
+@multi_rank(2)
+def test_hooks_of_steps_see_the_groups() -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1)
+    seen: list[int] = []
+
+    def look(_: Any, args: Any, kwargs: Any) -> None:
+        seen.append(sum(len(group["params"]) for group in args[0].param_groups))
+
+    for its in (reference, optimizer):
+        its.register_step_pre_hook(look)
+        its.register_step_post_hook(look)
+    for each, its in ((plain, reference), (model, optimizer)):
+        train(each, its, 2)
+    assert seen == [6] * 8
+    assert_same(plain, model)
+
+
+@multi_rank(2)
+def test_what_the_state_has_beside_that_of_parameters_is_the_programs() -> None:
+    _, (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    for epoch in range(1000, 1004):
+        optimizer.state["epoch"] = epoch
+        train(model, optimizer)
+        assert optimizer.state["epoch"] == epoch
+
+
+@multi_rank(2)
+def test_state_that_a_program_holds_stays_the_optimizers() -> None:
+    """As torch's: a dict of it that was made once is saved in every epoch."""
+    _, (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    train(model, optimizer)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    held = {index: state["exp_avg"] for index, state in optimizer.state_dict()["state"].items()}
+    train(model, optimizer, 3)
+    for index, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(held[index].full_tensor(), state["exp_avg"].full_tensor())
+
+
+@multi_rank(2)
+def test_runs_are_made_though_the_first_step_had_other_gradients() -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    for each, its in ((plain, reference), (model, optimizer)):
+        backward(each)
+        its.zero_grad()
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        its.step()
+        train(each, its, 3)
+    assert_same(plain, model)
+    locals_ = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+    ends = {each.data_ptr() + each.nbytes for each in locals_}
+    assert sum(each.data_ptr() in ends for each in locals_) >= 4, "one lies behind the other"
+
+
+@multi_rank(2)
+def test_an_optimizer_that_is_given_other_parameters_trains_them() -> None:
+    model = layers()
+    first, second = [*model[0].parameters()], [*model[1].parameters()]
+    fully_shard(model)
+    optimizer = torch.optim.SGD(first, lr=0.1)
+    train(model, optimizer)
+    optimizer.param_groups[0]["params"] = list(second)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    train(model, optimizer)
+    changed = [
+        not torch.equal(one, parameter.full_tensor()) for one, parameter in zip(before, model.parameters(), strict=True)
+    ]
+    assert changed == [False, False, True, True, False, False]
+
+
+@multi_rank(2)
+def test_a_hook_that_raises_after_a_step_hides_no_write() -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
+    model.set_reshard_after_backward(False)
+    for each, its in ((plain, reference), (model, optimizer)):
+        train(each, its)
+        its.zero_grad()
+        backward(each, 1)
+        handle = its.register_step_post_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            its.step()
+        handle.remove()
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
