@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import pickle
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -142,16 +141,11 @@ class OfSomeRanks(InBackground):
     use the store meanwhile.
     """
 
-    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, Counter[str]]] = WeakKeyDictionary()
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        members = "_".join(map(str, self.numbers))
-        everyone = dist.group.WORLD
-        assert everyone is not None, "there are several ranks"
-        made = self._made.setdefault(everyone, Counter())
-        made[members] += 1
-        self._store: Any = _torch.shared_store(f"fsdp2.checkpoint/{members}/{made[members]}")[0]
+        # Keys that nobody has had: the store may be older than the process groups, and has what was left in it.
+        drawn = Watched(group).all_gather(uuid.uuid4().hex, "the key of saves in the background")[0]
+        self._store: Any = _torch.shared_store(f"fsdp2.checkpoint/{drawn}")[0]
         self._round = 0
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
@@ -161,6 +155,7 @@ class OfSomeRanks(InBackground):
             RuntimeError: a rank has not come, or the default process group was destroyed meanwhile; from then on for
                 all ranks, as they are not at the same exchange any more.
         """
+        self._refuse_lost()
         number, self._round = self._round, self._round + 1
         self._store.set(f"{number}/{self.rank}", pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
         keys = [f"{number}/{rank}" for rank in range(self.size)]
@@ -169,20 +164,24 @@ class OfSomeRanks(InBackground):
             now = time.monotonic()
             if now - asked > _ASKED_EVERY or not dist.is_initialized():
                 asked = now
-                self._refuse_lost(keys, what, is_late=now - began > default_pg_timeout.total_seconds())
+                self._refuse_missing(keys, what, is_late=now - began > default_pg_timeout.total_seconds())
             time.sleep(_POLLED_EVERY)
+        self._refuse_lost()  # as by ranks that waited for this one, and have gone on without it
         found = [pickle.loads(self._store.get(key)) for key in keys]
         if number > 1:  # all have come to the round before this one, so that nobody reads what came before that
             self._store.delete_key(f"{number - 2}/{self.rank}")
         return found
 
-    def _refuse_lost(self, keys: Sequence[str], what: str, *, is_late: bool) -> None:
+    def _refuse_lost(self) -> None:
         if self._store.check([_LOST]):
             raise RuntimeError(self._store.get(_LOST).decode())
+
+    def _refuse_missing(self, keys: Sequence[str], what: str, *, is_late: bool) -> None:
+        self._refuse_lost()
         missing = [self.numbers[rank] for rank, key in enumerate(keys) if not self._store.check([key])]
         gone = gone_among(missing)
         if gone or is_late or not dist.is_initialized():
-            why = f", as the processes of {gone} are gone, or stopped" if gone else ""
+            why = f", as the processes of {gone} are gone" if gone else ""
             self._store.set(_LOST, f"ranks {missing} have not come to {what}{why}.")
             raise RuntimeError(self._store.get(_LOST).decode())
 

@@ -132,8 +132,8 @@ FAILED.append(_ask_why)
 
 
 def gone_among(ranks: Iterable[int]) -> list[int]:
-    """Those of ``ranks`` whose processes, on this host, are gone or stopped; none where nothing watches."""
-    return [] if _CHOSEN.watchdog is None else _CHOSEN.watchdog.gone_among(ranks)
+    """Those of ``ranks`` whose processes, on this host, are gone, not only stopped; none where nothing watches."""
+    return [] if _CHOSEN.watchdog is None else _CHOSEN.watchdog.gone_among(ranks, or_stopped=False)
 
 
 class _OfWatchdog(Lost):
@@ -146,7 +146,7 @@ class _OfWatchdog(Lost):
         if watchdog is None:
             return found
         try:
-            gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group))
+            gone = watchdog.gone_among(dist.get_process_group_ranks(exchange.group), or_stopped=True)
         except RuntimeError:  # who keeps the store is gone as well
             return found
         if not gone:

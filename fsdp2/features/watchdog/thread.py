@@ -323,13 +323,13 @@ class Watchdog:
         """Of exchanges over any group, since the last verdict."""
         return first_number(self._epoch)
 
-    def gone_among(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that are known to be gone, as their processes on this host are."""
+    def gone_among(self, ranks: Iterable[int], *, or_stopped: bool) -> list[int]:
+        """Those of ``ranks`` that are known to be gone, as their processes on this host are, ``or_stopped``."""
         found = []
         for rank in ranks:
             if rank != self._rank and self._store.check([f"here/{rank}"]):
                 host, pid = json.loads(self._store.get(f"here/{rank}"))
-                if host == _host() and not _runs(pid):
+                if host == _host() and not _runs(pid, _STOPPED + _GONE if or_stopped else _GONE):
                     found.append(rank)
         return found
 
@@ -420,10 +420,14 @@ def _host() -> str:
     return " ".join(found)
 
 
-def _runs(pid: int) -> bool:
-    """Whether the process ``pid`` of this host is there, and not stopped."""
+_STOPPED, _GONE = "Tt", "ZX"
+"""States of processes: by a signal or a debugger, who may let them go on; and of those that have ended."""
+
+
+def _runs(pid: int, ends: str = _STOPPED + _GONE) -> bool:
+    """Whether the process ``pid`` of this host is there, and in none of the states ``ends``."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TtZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ends
     except OSError:
         if os.path.isdir("/proc/self"):
             return False

@@ -29,6 +29,7 @@ from fsdp2.checkpoint import (
     load,
     save,
 )
+from fsdp2.checkpoint.ranks import OfSomeRanks, in_background
 from tests.harness.checkpoints import anew, assert_equal, begin, processes, saved, snapshot
 from tests.harness.multi_rank import others_full
 from tests.harness.report import RanksFailed
@@ -377,6 +378,44 @@ def test_a_rank_of_a_part_dies_before_the_others_save(tmp_path: Path) -> None:
     with processes(4) as pool, pytest.raises(RanksFailed):
         pool.run(dies_of_a_part, folder, timeout=60.0, grace=45.0)
     assert (folder / "said by 0").read_text() == (folder / "said by 2").read_text()
+
+
+def stops_in_a_part(folder: Path) -> list[str]:
+    """A process that a debugger stops for a while is waited for; one that comes too late is told so, in any round."""
+    parts = [dist.new_group([0, 1]), dist.new_group([2])]
+    rank, said = dist.get_rank(), []
+    if rank == 2:  # lets them go on
+        while not (folder / "pid").exists():
+            time.sleep(0.05)
+        pid = int((folder / "pid").read_text())
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.05)
+        time.sleep(4.5)  # the others have asked for it by then
+        os.kill(pid, signal.SIGCONT)
+    else:
+        fsdp2.fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(parts[0], "cpu"))  # begins to watch
+        ranks = in_background(parts[0])
+        assert isinstance(ranks, OfSomeRanks)
+        if rank == 1:
+            (folder / "made").write_text(str(os.getpid()))
+            (folder / "made").rename(folder / "pid")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        assert ranks.all_gather(rank, "the first") == [0, 1]
+        dist.barrier(parts[0])
+        if rank == 0:
+            ranks._store.set("lost", "ranks [1] have not come to the second.")
+        dist.barrier(parts[0])
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match=r"have not come to the second") as raised:
+                ranks.all_gather(rank, "the second")
+            said.append(str(raised.value))
+    dist.barrier()
+    return said
+
+
+def test_a_process_that_is_stopped_for_a_while_is_not_gone(tmp_path: Path) -> None:
+    said = anew(3, stops_in_a_part, tmp_path, timeout=30.0)
+    assert said[0] == said[1] and len(said[0]) == 3
 
 
 def newest(folder: Path) -> int:
