@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -402,6 +403,39 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     torch.save({"x": 1}, tmp_path / "rank0.pt")
     with pytest.raises(SystemExit, match="out exists already"):
         main([str(tmp_path / "rank0.pt"), str(tmp_path / "out"), "--to", "full", *WRAPPING, "--use-orig-params"])
+
+
+def test_what_is_made_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of files, and what the system refuses is a line."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def flushed(opened: int) -> None:
+        done.append(os.readlink(f"/proc/self/fd/{opened}"))
+        fsync(opened)
+
+    def renamed(path: Path, to: Path) -> Path:
+        done.append(f"{path.name} -> {to.name}")
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    torch.save({"model": tower().state_dict()}, tmp_path / "plain.pt")
+    options = ["--from", "full", "--to", "local", "--world-size", "2", "--no-use-orig-params", *WRAPPING]
+    main([str(tmp_path / "plain.pt"), str(tmp_path / "out"), *options])
+    at = done.index("made -> out")
+    assert {Path(each).name for each in done[:at]} == {"made", "rank_0.pt", "rank_1.pt"}
+    assert done[at + 1 :] == [str(tmp_path)]
+    with pytest.raises(SystemExit, match=r"fsdp1\.convert: .*No such file or directory: '.*absent\.pt'"):
+        main([str(tmp_path / "absent.pt"), str(tmp_path / "other"), *options])
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SystemExit, match=r"No space left on device"):
+        main([str(tmp_path / "plain.pt"), str(tmp_path / "other"), *options])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "plain.pt"]
 
 
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import shutil
 import sys
@@ -312,7 +313,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def write_full(whole: Whole, out: Path) -> None:
     """One file of whole tensors by name."""
-    torch.save(whole.tree(lambda model: model, _by_name), out)
+    _save(whole.tree(lambda model: model, _by_name), out)
 
 
 def write_dcp(whole: Whole, out: Path) -> None:
@@ -324,6 +325,12 @@ def write_dcp(whole: Whole, out: Path) -> None:
         # DCP says that it takes this for one process, also if it is told so.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save_dcp(whole.tree(lambda model: model, _by_name), checkpoint_id=out, no_dist=True)
+
+
+def _save(tree: Any, out: Path) -> None:
+    """As `torch.save`; to a file of Python, which says what the system says: of a full disk, for example."""
+    with out.open("wb") as file:
+        torch.save(tree, file)
 
 
 def _by_name(state: NamedState) -> dict[str, Any]:
@@ -341,7 +348,23 @@ def write_local(whole: Whole, out: Path, layout: FlatLayout, order: OptimizerOrd
         def optimizer(state: NamedState, rank: int = rank) -> dict[str, Any]:
             return write_optimizer(layout, state, rank, order, scratch.keep)
 
-        torch.save(whole.tree(model, optimizer), out / f"rank_{rank}.pt")
+        _save(whole.tree(model, optimizer), out / f"rank_{rank}.pt")
+
+
+def commit(made: Path, out: Path) -> None:
+    """Give what was made its name once all of it is on disk, so that no crash leaves a part of it there."""
+    for each in [made, *(made.rglob("*") if made.is_dir() else ())]:
+        _flush(each)
+    made.rename(out)
+    _flush(out.absolute().parent)
+
+
+def _flush(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def convert(
@@ -399,7 +422,7 @@ def convert(
             write_local(whole, made, target, order, scratch)
         else:
             (write_full if to == "full" else write_dcp)(whole, made)
-        made.rename(out)
+        commit(made, out)
 
 
 # ---- the command line -------------------------------------------------------------------------------
@@ -555,7 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     try:
         run(parser().parse_args(arguments))
-    except fsdp2.FSDPError as error:
+    except (fsdp2.FSDPError, OSError) as error:  # of the system: no permission, no space
         sys.exit(f"fsdp2.compat.fsdp1.convert: {error}")
 
 
