@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
-    except FSDPError as error:
+    except (FSDPError, OSError) as error:  # of the system: no permission, no such disk
         print(f"{error}", file=sys.stderr)
         return 1
 
@@ -71,7 +71,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def list_run(options: argparse.Namespace) -> int:
-    """A line for each checkpoint, the oldest first."""
+    """A line for each checkpoint, the oldest first; status 1 if one cannot be read, which has a line all the same."""
     run: Path = options.run
     steps = steps_in(run)
     if (run / METADATA).exists():
@@ -80,25 +80,32 @@ def list_run(options: argparse.Namespace) -> int:
         raise CheckpointIncomplete(f"there is no run {run}: no such folder.")
     found: list[dict[str, Any]] = []
     for step in steps:
-        with Opened(run / name_of(step)) as opened:
-            manifest = opened.source.manifest
-            found.append(
-                {
-                    "name": name_of(step),
-                    "step": step,
-                    "time": None if manifest is None else manifest.time,
-                    "ranks": None if manifest is None else manifest.ranks,
-                    "bytes": sum(opened.source.files().values()),
-                }
-            )
+        try:
+            with Opened(run / name_of(step)) as opened:
+                found.append(_listed(step, opened))
+        except (CheckpointError, OSError) as error:
+            found.append({**dict.fromkeys(("time", "ranks", "bytes")), "name": name_of(step), "step": step})
+            found[-1]["error"] = str(error)
+    wrong = [each["error"] for each in found if "error" in each]
     left = [str(each) for each in leftovers(run)]
     lines = [] if steps else [f"no checkpoints in {run}"]
     if steps:
         rows = [[each["name"], each["time"] or "", str(each["ranks"] or ""), _size(each["bytes"])] for each in found]
-        lines += _table([["checkpoint", "time", "ranks", "size"], *rows])
+        lines += [*_table([["checkpoint", "time", "ranks", "size"], *rows]), *wrong]
     says = "left by a process that did not come to its end; the next save or restore removes it"
     _say(options, {"checkpoints": found, "left": left}, [*lines, *(f"{each}: {says}" for each in left)])
-    return 0
+    return 1 if wrong else 0
+
+
+def _listed(step: int, opened: Opened) -> dict[str, Any]:
+    manifest = opened.source.manifest
+    return {
+        "name": name_of(step),
+        "step": step,
+        "time": None if manifest is None else manifest.time,
+        "ranks": None if manifest is None else manifest.ranks,
+        "bytes": sum(opened.source.files().values()),
+    }
 
 
 def show(options: argparse.Namespace) -> int:
@@ -228,7 +235,9 @@ def _table(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-def _size(nbytes: int) -> str:
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "unreadable"
     size, unit = float(nbytes), 0
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1

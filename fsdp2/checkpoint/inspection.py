@@ -162,6 +162,13 @@ def _largest(one: torch.Tensor, other: torch.Tensor) -> str:
         return ""
     if not (one.is_floating_point() or one.is_complex()):
         return f"{int((one != other).sum())} of {one.numel()} elements differ"
-    apart = (one.double() - other.double()).abs() if one.is_floating_point() else (one - other).abs()
-    most = apart.max().item()
-    return "" if most == 0 and not apart.isnan().any() else f"differs by up to {most:.3g}"
+    one, other = (each.double() if each.is_floating_point() else each for each in (one, other))
+    same = (one == other) | (one.isnan() & other.isnan())  # infinities too, whose difference is none
+    apart = (one - other).abs()[~same]
+    if not apart.numel():
+        return ""
+    odd = int((~apart.isfinite()).sum())
+    most = apart[apart.isfinite()]
+    found = [f"differs by up to {most.max().item():.3g}"] if most.numel() else []
+    found += [f"{odd} of {one.numel()} elements are NaN or infinite in one of them"] if odd else []
+    return ", ".join(found)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.checkpoint import Checkpoints, save_safetensors
+from fsdp2.checkpoint import Checkpoints, save, save_safetensors
 from fsdp2.checkpoint.commands import main
 from tests.harness.checkpoints import anew, begin, snapshot
 
@@ -73,6 +73,41 @@ def test_diff(made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.Capture
     assert "model.scale: differs by up to" in text and "model.counts: 4 of 4 elements differ" in text
     assert "model.frozen" not in text
     assert said(capsys, "diff", one, one, "--values").strip() == "no difference"
+
+
+def test_diff_of_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two that are NaN, or infinite, are the same."""
+    inf, nan = float("inf"), float("nan")
+    model = torch.nn.Module()
+    for name, values in {"one": [1.0, inf, nan, -inf], "two": [nan, 1.0, 2.0, inf], "all": [nan] * 2}.items():
+        model.register_buffer(name, torch.tensor(values))
+    save(tmp_path / "a", model)
+    model.two.copy_(torch.tensor([1.0, 1.5, 2.0, inf]))  # type: ignore[operator,union-attr]
+    save(tmp_path / "b", model)
+    assert said(capsys, "diff", tmp_path / "a", tmp_path / "a", "--values").strip() == "no difference"
+    text = said(capsys, "diff", tmp_path / "a", tmp_path / "b", "--values", status=1)
+    assert text.strip() == "model.two: differs by up to 0.5, 1 of 4 elements are NaN or infinite in one of them"
+
+
+def test_a_run_with_a_damaged_checkpoint_is_listed(
+    made: tuple[Path, dict[str, torch.Tensor]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = made
+    path = run / "step-00000020" / "manifest.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    text = said(capsys, "list", run, status=1)
+    found = json.loads(said(capsys, "list", run, "--json", status=1))["checkpoints"]
+    path.write_bytes(whole)
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == [f"step-{step:08d}" for step in (10, 20, 30)]
+    assert "step-00000020  " in text and "unreadable" in text and f"{path} is damaged" in text
+    assert [("error" in each, each["bytes"] is None) for each in found] == [(False,) * 2, (True,) * 2, (False,) * 2]
+
+    def refuses(_: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", refuses)
+    assert "Permission denied" in said(capsys, "list", run, status=1)
 
 
 def test_export(made: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
