@@ -51,6 +51,8 @@ _ALL_REDUCE = dist.all_reduce
 _ALL_GATHER_METHOD = (
     "all_gather_single" if has("torch.distributed:ProcessGroup.all_gather_single") else "_allgather_base"
 )
+_COALESCED_GATHER = "allgather_into_tensor_coalesced"  # of the torch that has the older names
+_FORGETS_OPTIONS = _ALL_GATHER_METHOD == "_allgather_base"  # their manager, of coalesced gathers
 _REDUCE_SCATTER_METHOD = (
     "reduce_scatter_single" if has("torch.distributed:ProcessGroup.reduce_scatter_single") else "_reduce_scatter_base"
 )
@@ -142,9 +144,21 @@ def coalescing(group: dist.ProcessGroup) -> Iterator[None]:
     try:
         with dist.distributed_c10d._coalescing_manager(group=group):
             yield
+            if _FORGETS_OPTIONS:
+                _gather_coalesced(dist.distributed_c10d._world.pg_coalesce_state[group], group)
     except BaseException:
         dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)
         raise
+
+
+def _gather_coalesced(batched: list[Any], group: dist.ProcessGroup) -> None:
+    """Launch all-gathers on the current stream: torch would forget to tell the backend that, which has its own."""
+    if batched and batched[0].redop is None:  # reductions have an operation
+        outputs, inputs = [each.dst_tensor for each in batched], [each.tensor for each in batched]
+        work = getattr(group, _COALESCED_GATHER)(outputs, inputs, _GATHER_OPTIONS[False])
+        batched.clear()
+        if work is not None:
+            work.wait()
 
 
 def make_dtensor(local: torch.Tensor, spec: Any) -> DTensor:

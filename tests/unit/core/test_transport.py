@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2 import FSDPValueError, _torch
 from fsdp2.core.plan import Scaling
@@ -76,6 +77,32 @@ def test_after_an_exception_a_group_does_not_batch_for_ever() -> None:
             _torch.all_gather_batched(whole, part, group)
             _torch.all_gather_batched(whole, part, group)
         assert collectives.counts == {"allgather_into_tensor_coalesced": 1}
+
+
+class Asynchronous(TorchDispatchMode):
+    """Notes of each collective whether its backend may take another stream than the current one, the default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, bool] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names = [argument.name for argument in func._schema.arguments]
+        self.found[func._opname] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}.get("async_op", True)
+        return func(*args, **(kwargs or {}))
+
+
+def test_several_members_are_exchanged_on_the_current_stream() -> None:
+    with fake_world(4):
+        group = dist.group.WORLD
+        assert group is not None
+        part, whole = torch.ones(2), torch.ones(8)
+        with Asynchronous() as asynchronous:
+            Native(group).all_gather([(whole, part)] * 2, None)
+            Native(group).reduce_scatter([(part, whole)] * 2, dist.ReduceOp.SUM, None)
+        assert asynchronous.found == dict.fromkeys(
+            ["allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"], False
+        )
 
 
 def test_reductions_that_multiply_by_other_factors_are_apart() -> None:
