@@ -29,7 +29,7 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 
 
 @functools.cache
-def prepares_graphs() -> Callable[[Any], bool]:
+def prepares_graphs() -> Callable[[Any], CompiledCall]:
     """`prepare_call`, of which Dynamo takes up no frame. (Made when it is needed: importing Dynamo takes a second.)"""
     return torch.compiler.disable(prepare_call)  # type: ignore[no-any-return]
 
@@ -61,8 +61,9 @@ def prepare_compile(model: nn.Module) -> None:
             f"fully_shard was not called on this {type(model).__name__}: prepare_compile() takes the outermost module "
             "that it was called on."
         )
-    if not prepare_call(model):
-        traced = state_of(model).graph_hooks  # type: ignore[union-attr]
+    prepare_call(model)
+    traced = state_of(model).graph_hooks  # type: ignore[union-attr]
+    if isinstance(traced, RefusedState):
         raise FSDPNotImplementedError(traced.reason)
 
 
@@ -74,13 +75,33 @@ def _set_up_compiler() -> None:
     _torch_compiler.reorder_graphs(overlap, source_hash())
 
 
-def prepare_call(module: nn.Module) -> bool:
+class CompiledCall:
+    """A compiled call that was prepared; a context manager around it. Nothing may be traced into without another.
+
+    Attributes:
+        is_captured: whether its module's own hooks can be part of the graph. If not, they run outside, as in eager
+            mode: also if those of a module below cannot, for Dynamo gives up for good what it could not trace once.
+    """
+
+    __slots__ = ("_outside", "is_captured")
+
+    def __init__(self, outside: list[tuple[FSDPState, Any]], *, is_captured: bool) -> None:
+        self._outside = outside
+        self.is_captured = is_captured
+
+    def __enter__(self) -> None:
+        """It begins."""
+
+    def __exit__(self, *_: object) -> None:
+        """It is over: one around it goes on as before."""
+        for state, hooks in self._outside:
+            state.graph_hooks = hooks
+
+
+def prepare_call(module: nn.Module) -> CompiledCall:
     """Make ``module``, whose compiled call begins, ready to be traced or run; all ranks of the mesh together.
 
     What is below it and cannot be part of a graph says so when it is traced.
-
-    Returns:
-        Whether its own hooks can be part of the graph. If not, they run outside, as in eager mode.
     """
     _set_up_compiler()
     state = state_of(module)
@@ -90,20 +111,30 @@ def prepare_call(module: nn.Module) -> bool:
     if not root.has_trained and torch.is_grad_enabled():
         root.begin_training()
     if state.own_root is root:
+        state.refuse_changed_structure()
         root.begin_compiled_call()
     below = state.states if state.own_root is root else tuple(states_below(module))
+    outside = [(each, each.graph_hooks) for each in below]
     reasons = {each: reason_against(each, below) for each in below}
-    held = _held_by_top(below) if reasons[state] is None else ()
+    is_captured = not any(reasons.values())
+    held = _held_by_top(below) if is_captured else ()
     for each in below:
         reason = reasons[each]
         if reason is not None:
-            if not isinstance(each.graph_hooks, RefusedState) or each.graph_hooks.reason != reason:
-                each.graph_hooks = RefusedState(reason)
+            _refuse_state(each, reason)
         elif each is state:
             _prepare_state(each, tuple(dict.fromkeys((*each.unit, *held))))
         else:
             _prepare_state(each, tuple(group for group in each.unit if group not in held))
-    return reasons[state] is None
+    for each in below:
+        each.graph_hooks = each.prepared_hooks
+    return CompiledCall(outside, is_captured=is_captured)
+
+
+def _refuse_state(state: FSDPState, reason: str) -> None:
+    before = state.prepared_hooks
+    if not isinstance(before, RefusedState) or before.reason != reason:
+        state.prepared_hooks = RefusedState(reason)
 
 
 def _held_by_top(below: tuple[FSDPState, ...]) -> tuple[FSDPParamGroup, ...]:
@@ -127,12 +158,12 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
             assert group.comm is not None, "a root has prepared it"
             group.prepare(group.comm)
         ready.append(_prepared(group, again, budget))
-    before = state.graph_hooks
+    before = state.prepared_hooks
     policy = dataclasses.replace(state.policy, inputs=None) if state.in_full_precision else state.policy
     if isinstance(before, TracedState) and before.groups == tuple(ready) and before.policy == policy:
         before.escapes = 0
     else:
-        state.graph_hooks = TracedState(tuple(ready), policy, state.modules[0])
+        state.prepared_hooks = TracedState(tuple(ready), policy, state.modules[0])
 
 
 def _gathers_again(state: FSDPState) -> bool:

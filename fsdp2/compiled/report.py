@@ -89,7 +89,7 @@ def compile_report(model: nn.Module) -> CompileReport:
 
 
 def _described(state: FSDPState, name: str) -> CompiledGroup:
-    traced = state.graph_hooks
+    traced = state.prepared_hooks
     if isinstance(traced, RefusedState):
         return CompiledGroup(name, False, traced.reason, None, "")
     if not isinstance(traced, TracedState):

@@ -138,8 +138,9 @@ def get_cls_to_fsdp_cls() -> Mapping[type, type]:
 ON_SHARDING: list[Callable[[], None]] = []
 """A port: what is to be installed once in a process; called whenever a module was sharded, or a sharded one copied."""
 
-PREPARES_GRAPHS: Port[Callable[[], Callable[[Any], bool]]] = Port(lambda: lambda module: False)
-"""Makes what prepares a compiled call of a sharded module, and says whether it is to be part of a graph."""
+PREPARES_GRAPHS: Port[Callable[[], Callable[[Any], Any]]] = Port(lambda: lambda module: None)
+"""Makes what prepares a compiled call of a sharded module: a context manager around it, which says whether the module's
+hooks are to be part of a graph (``is_captured``); or None."""
 
 EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] = Port(lambda state: nullcontext())
 """Around what converts or moves the parameters of a state, to explain why it fails."""
@@ -919,9 +920,15 @@ class FSDPModule:
         state: FSDPState = self.__dict__[STATE]
         try:
             state.calls += 1
-            if _torch_compiler.frame_callback() and PREPARES_GRAPHS.filling()(self):
-                with state.graph_hooks.called():
-                    return self._captured_call(*args, **kwargs)
+            compiler = _torch_compiler.frame_callback()
+            if compiler is not None and (call := PREPARES_GRAPHS.filling()(self)) is not None:
+                with call:
+                    if not call.is_captured:
+                        return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+                    with state.graph_hooks.called(compiles=compiler is not False):
+                        output = self._captured_call(*args, **kwargs)
+                state.await_backward_of_graph(output)
+                return output
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             state.forward_failed(self)  # type: ignore[arg-type]

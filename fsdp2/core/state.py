@@ -218,7 +218,8 @@ class FSDPState:
         backward_prefetch: the same in backward.
         arguments: the arguments of the call.
         module_hooks: what hangs on the modules.
-        graph_hooks: takes the place of the hooks in a graph.
+        graph_hooks: takes the place of the hooks in a graph, for as long as a compiled call lasts.
+        prepared_hooks: what did so in the last compiled call.
         is_captured: whether graphs may hold what the hooks do.
         own: those of the unit that no other state shares.
         calls: of its modules, or their methods, that have begun and not ended: one may be inside of another.
@@ -273,6 +274,7 @@ class FSDPState:
         self.arguments = arguments
         self.module_hooks = ModuleHooks()
         self.graph_hooks: Any = UNTRACED
+        self.prepared_hooks: Any = UNTRACED
         self.is_captured = True
         self._calls: list[weakref.ref[ForwardCall]] = []
         self._in_backward = False
@@ -430,6 +432,11 @@ class FSDPState:
         """Whether modules or parameters were added or removed below since it became a root, or last noticed."""
         return self._structure.has_changed()
 
+    def refuse_changed_structure(self) -> None:
+        """Refuse what `_refuse_unowned` refuses, if modules or parameters were added or removed below since."""
+        if self._structure.has_changed():
+            self._refuse_unowned()
+
     def quiesce(self, *, frees: bool = True) -> None:
         """Bring the parameters to rest, sharded, before the user's code looks at them or replaces them.
 
@@ -534,8 +541,7 @@ class FSDPState:
                 if root.is_disturbed:
                     self._reclaim(root)
                 root.begin_forward()
-                if self._structure.has_changed():
-                    self._refuse_unowned()
+                self.refuse_changed_structure()
         elif not root.iteration.in_forward:
             root.join()
         if self.unit:
@@ -691,6 +697,18 @@ class FSDPState:
         else:
             self._hides_all = True
         root.watch_parameters(self.unit)
+
+    def await_backward_of_graph(self, output: Any) -> None:
+        """The root's forward, a graph, has ended: its backward is to be noticed, so that one that fails is known."""
+        root = self.root
+        if root is None or not self.is_root or not torch.is_grad_enabled() or _torch.backward_is_running():
+            return
+        outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
+        before_backward_of_outputs(self._begin_backward_of_graph, outputs)
+
+    def _begin_backward_of_graph(self, gradient: torch.Tensor) -> None:
+        if self.root is not None:
+            self.root.begin_backward()
 
     def forward_failed(self, module: nn.Module) -> None:
         """An exception leaves the forward of ``module``, (one of) this state's.

@@ -6,8 +6,10 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -552,3 +554,65 @@ def test_writes_before_a_backward_are_refused(begin: Any, compile: Any) -> None:
             write_in_place(model, 1)
             with pytest.raises(RuntimeError, match=r"changed between a forward and its backward|inplace operation"):
                 backward()
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+@pytest.mark.parametrize("compile", [whole, by_method])
+def test_a_parameter_that_is_added_after_a_call_is_refused(compile: Any) -> None:
+    """As in eager mode: nobody would reduce its gradient."""
+    with compiling() as graphs:
+        model = build_small()
+        shard(model)
+        called = compile(model, graphs.backend())
+        step_once(called, 0, dist.get_rank())
+        model.head.register_parameter("scale", nn.Parameter(torch.ones(3)))
+        with pytest.raises(fsdp2.FSDPRuntimeError, match=r"head\.scale"):
+            step_once(called, 1, dist.get_rank())
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+@pytest.mark.parametrize("policy", ["keep_accumulated", "drop_step"])
+def test_what_a_step_has_computed_before_a_backward_that_raises(policy: Any) -> None:
+    """Is dropped by the next forward if asked for, as in eager mode."""
+    with compiling() as graphs:
+        models, called = compiled_and_eager(build_small, whole, graphs.backend())
+        for model, each in zip(models, called, strict=True):
+            model.set_recovery(on_error=policy)
+            weight = model.head.weight
+            step_once(each, 0, dist.get_rank())
+            output = each(batch_of(1, dist.get_rank()))
+            output.register_hook(interrupt)
+            with pytest.raises(ZeroDivisionError):
+                output.sum().backward()
+            assert weight.grad is not None
+            each(batch_of(2, dist.get_rank()))
+            assert (weight.grad is None) == (policy == "drop_step")
+            step_once(each, 3, dist.get_rank())
+        assert_same_gradients(models, "after the failure")
+        assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+def test_eager_on_recompile() -> None:
+    """A graph that fits is used, and another shape runs in eager mode, with its hooks."""
+    with compiling() as graphs, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=r".*outside of its graph.*")
+        models, called = compiled_and_eager(build_small, whole, graphs.backend())
+        rank = dist.get_rank()
+        (group,) = models[0]._get_fsdp_state().unit
+        gathers = group.unshard = Mock(wraps=group.unshard)
+        for rows in (4, 4, 3):
+            with torch.compiler.set_stance("eager_on_recompile" if graphs.forward else "default"):
+                losses = [loss_of(each(batch_of(rows, rank, rows))) for each in called]
+                for loss in losses:
+                    loss.backward()
+            assert_equal("loss", *(loss.detach() for loss in losses))
+            assert_same_gradients(models, f"of {rows} rows")
+            assert len(graphs.forward) == 1
+            assert (gathers.call_count > 0) == (rows != 4)
