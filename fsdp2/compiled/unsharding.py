@@ -66,13 +66,14 @@ class _Unshard(torch.autograd.Function):
         spec: GroupSpec = ctx.spec
         (handle,) = ctx.saved_tensors
         arrived: list[torch.Tensor | None] = []
+        like = next((gradient for gradient in gradients if gradient is not None), None)
+        if like is None:
+            return (None, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
         with _torch_compiler.tagged(CheckpointPolicy.MUST_SAVE, (ctx.unit, spec.budget), backward=True):
             for index, reduce in enumerate(spec.plan.reduces):
+                # Zeros of what has no gradient here, even if that is all in this dtype: other ranks may have some.
                 mine = [gradients[index] for index in reduce.params]
-                if all(each is None for each in mine):
-                    arrived += (None, None)
-                    continue
-                sent = _packed(spec, reduce, mine, reduce.dtype if handle is None else reduce.sent)
+                sent = _packed(spec, reduce, mine, reduce.dtype if handle is None else reduce.sent, like)
                 flat = _reduce(spec, reduce, sent) if handle is None else exchanges.reduce(handle, sent, index, reduce)
                 arrived += (flat, flat.new_empty(0) if any(each is None for each in mine) else None)
         return (None, None, None, *[None] * ctx.count, *arrived)
@@ -153,15 +154,21 @@ def _gather_packed(spec: GroupSpec, shards: Sequence[torch.Tensor]) -> list[torc
 
 
 def _packed(
-    spec: GroupSpec, reduce: ReducePlan, gradients: list[torch.Tensor | None], alone: torch.dtype
+    spec: GroupSpec,
+    reduce: ReducePlan,
+    gradients: list[torch.Tensor | None],
+    alone: torch.dtype,
+    like: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels ``alone``, as it lies."""
+    """What is sent, (ranks * n,) each: the packed row of ``reduce.layout``, then what travels ``alone``, as it lies.
+
+    Zeros are made ``like`` some gradient.
+    """
     layout, world_size = reduce.layout, spec.shard.size
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else reduce.dtype
     packed: list[torch.Tensor] = []
     direct: list[torch.Tensor] = []
-    like = next(gradient for gradient in gradients if gradient is not None)
     end = 0
     for slot, gradient in sorted(zip(layout.slots, gradients, strict=True), key=lambda each: each[0].offset):
         if not slot.shard_numel:

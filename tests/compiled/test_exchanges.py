@@ -506,3 +506,34 @@ def test_fully_shard_is_imported_for_its_operators() -> None:
         schema = getattr(torch.ops.fsdp2, name).default._schema
         assert not schema.is_mutable, "what they are given they only read"
         assert all(each.alias_info is None for each in schema.returns)
+
+
+class InTwoDtypes(nn.Module):
+    """Two weights whose gradients are reduced in a dtype each; ranks may use one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = x @ self.first
+        return x @ self.second if both else x
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+def test_a_dtype_of_which_a_rank_has_no_gradient() -> None:
+    """It reduces zeros, as in eager mode, where the other rank has some."""
+    dtypes = {"first": torch.float32, "second": torch.float64}
+    with compiling() as graphs:
+        models = [InTwoDtypes(), InTwoDtypes()]
+        for model in models:
+            fully_shard(model, mp_policy=lambda name, _: MixedPrecisionPolicy(reduce_dtype=dtypes[name]))
+        x = batch_of(0, dist.get_rank())
+        for each in (whole(models[0], graphs.backend()), models[1]):
+            each(x, dist.get_rank() == 0).sum().backward()
+        for found, expected in zip(*(model.parameters() for model in models), strict=True):
+            assert_equal("gradient", mine(found.grad), mine(expected.grad))
+            assert found.grad is not None
