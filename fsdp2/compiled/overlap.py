@@ -23,6 +23,7 @@ Unit = list[fx.Node]
 
 GATHERS = _torch_compiler.ALL_GATHERS | {BEGIN_GATHER}
 REDUCTIONS = _torch_compiler.REDUCE_SCATTERS | {BEGIN_REDUCE}
+BEGINS = frozenset({BEGIN_GATHER, BEGIN_REDUCE})
 COLLECTIVES = _torch_compiler.COLLECTIVES | GATHERS | REDUCTIONS
 WAITS = frozenset({_torch_compiler.WAIT, END_GATHER, END_REDUCE})
 
@@ -56,6 +57,9 @@ def overlap(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 after[wait] = following[0].all_input_nodes
     if scatters:
         _end_before(scatters[-1], graph.output_node(), graph)
+    # Ranks whose batches differ have graphs of other sizes, of which a compiler would order each by its own memory.
+    for before, node in itertools.pairwise([node for node in graph.nodes if node.target in BEGINS]):
+        after.setdefault(node, []).append(before)
     return {node: others for node, others in after.items() if others}
 
 
