@@ -25,6 +25,7 @@ from fsdp2.core.module import PREPARES_GRAPHS
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.plan import GroupPlan
 from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.core.trees import Replaced
 from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError
 
 
@@ -83,11 +84,17 @@ class CompiledCall:
             mode: also if those of a module below cannot, for Dynamo gives up for good what it could not trace once.
     """
 
-    __slots__ = ("_outside", "is_captured")
+    __slots__ = ("_outside", "_replaced", "_state", "is_captured")
 
-    def __init__(self, outside: list[tuple[FSDPState, Any]], *, is_captured: bool) -> None:
+    def __init__(self, state: FSDPState, outside: list[tuple[FSDPState, Any]], *, is_captured: bool) -> None:
+        self._state = state
         self._outside = outside
+        self._replaced = Replaced()
         self.is_captured = is_captured
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What to call a root with: its inputs on its device, to which eager hooks move them, and graphs would not."""
+        return self._state.on_device(args, kwargs, self._replaced) or (args, kwargs)
 
     def __enter__(self) -> None:
         """It begins."""
@@ -96,6 +103,7 @@ class CompiledCall:
         """It is over: one around it goes on as before."""
         for state, hooks in self._outside:
             state.graph_hooks = hooks
+        self._replaced.take_out()
 
 
 def prepare_call(module: nn.Module) -> CompiledCall:
@@ -128,7 +136,7 @@ def prepare_call(module: nn.Module) -> CompiledCall:
             _prepare_state(each, tuple(group for group in each.unit if group not in held))
     for each in below:
         each.graph_hooks = each.prepared_hooks
-    return CompiledCall(outside, is_captured=is_captured)
+    return CompiledCall(state, outside, is_captured=is_captured)
 
 
 def _refuse_state(state: FSDPState, reason: str) -> None:

@@ -925,6 +925,7 @@ class FSDPModule:
                 with call:
                     if not call.is_captured:
                         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
+                    args, kwargs = call.inputs(args, kwargs)
                     with state.graph_hooks.called(compiles=compiler is not False):
                         output = self._captured_call(*args, **kwargs)
                 state.await_backward_of_graph(output)

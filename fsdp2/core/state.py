@@ -497,9 +497,7 @@ class FSDPState:
                 self._was_hidden = self._hides_all = False
                 self._hides_outputs = self._awaits_hidden()
             self._on_real_parameters(self._gather_for_forward, root)
-            if self.is_root and self.mesh.device.type != "cpu":
-                device = self.mesh.device
-                inputs = map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, self._replaced)
+            inputs = self.on_device(args, kwargs, self._replaced)
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
@@ -513,6 +511,15 @@ class FSDPState:
         elif self._replaced_in_calls:  # of a call around this one
             self._replaced_in_calls.append(None)
         return inputs
+
+    def on_device(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The inputs of the root, where its parameters are; None if they stay."""
+        device = self.mesh.device
+        if not self.is_root or device.type == "cpu":
+            return None
+        return map_inputs(lambda tensor: moved_to(device, tensor), args, kwargs, replaced)
 
     def _restore_inputs(self) -> None:
         """The call is over: the caller's containers hold again what they held, but for what was written."""

@@ -537,3 +537,70 @@ def test_a_dtype_of_which_a_rank_has_no_gradient() -> None:
         for found, expected in zip(*(model.parameters() for model in models), strict=True):
             assert_equal("gradient", mine(found.grad), mine(expected.grad))
             assert found.grad is not None
+
+
+class Rows(nn.Module):
+    """Some rows of a table: so few that partitioners save them, or so many that they gather the table again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.weight[torch.arange(len(x))] * x)
+
+
+class ScalesByRows(nn.Module):
+    """The table, between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rows, self.head = nn.Linear(WIDTH, WIDTH), Rows(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(self.first(x)))
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+def test_ranks_whose_batches_differ_where_a_table_is_not_gathered_again() -> None:
+    """What the page about compilation advises: sizes then decide nothing of what graphs exchange."""
+    torch.manual_seed(0)
+    with compiling() as graphs:
+        model = ScalesByRows()
+        fully_shard(model.rows, reshard_after_forward=False)
+        fully_shard(model)
+        rows = 2 + dist.get_rank()
+        loss_of(whole(model, graphs.backend())(batch_of(0, dist.get_rank(), rows))).backward()
+        assert graphs.collectives() == [(2, 0), (0, 2)]
+        assert all(param.grad is not None for param in model.parameters())
+
+
+class Branches(nn.Module):
+    """Uses its weight on one rank; on others, its output only depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight if dist.get_rank() == 0 else x + 0 * self.weight.sum()
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+def test_a_module_that_one_rank_does_without() -> None:
+    """The other thing that the page about compilation advises: it gathers and reduces all the same."""
+    torch.manual_seed(0)
+    with compiling() as graphs:
+        models = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Branches(), nn.Linear(WIDTH, 3)) for _ in range(2)]
+        models[1].load_state_dict(models[0].state_dict())
+        for model in models:
+            fully_shard(model[1], reshard_after_forward=False)
+            fully_shard(model)
+        for each in (whole(models[0], graphs.backend()), models[1]):
+            loss_of(each(batch_of(0, dist.get_rank()))).backward()
+        for found, expected in zip(*(model.parameters() for model in models), strict=True):
+            assert_equal("gradient", mine(found.grad), mine(expected.grad))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -179,3 +180,32 @@ def test_evaluation_in_full_precision(compile: Any) -> None:
                 loss_of(each(batch_of(number, 1))).backward()
             for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
                 assert_equal(name, mine(ours.grad), mine(theirs.grad))
+
+
+# Full: a compilation.
+@multi_rank(2)
+@pytest.mark.full
+def test_inputs_are_moved_to_the_device() -> None:
+    """Before the graph, also in the caller's own containers, which hold again afterwards what they held."""
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(WIDTH))
+
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return inputs["x"] @ self.weight
+
+    with compiling() as graphs, pytest.MonkeyPatch.context() as patch:
+        model = Takes()
+        fully_shard(model)
+        called = torch.compile(model, backend=graphs.backend(), fullgraph=True)
+        inputs = {"x": torch.ones(4, WIDTH)}
+        called(inputs)
+        # As on an accelerator; "moved" is another value, as there is none.
+        patch.setattr(model._get_fsdp_state(), "mesh", SimpleNamespace(device=torch.device("cuda")))
+        patch.setattr("fsdp2.core.state.moved_to", torch.compiler.disable(lambda device, tensor: tensor + 1))
+        before = inputs["x"]
+        assert_equal("output", called(inputs), torch.full((4, WIDTH), 2.0))
+        assert inputs["x"] is before
+        assert len(graphs.forward) == 1
