@@ -711,11 +711,14 @@ class FSDPState:
         if root is None or not self.is_root or not torch.is_grad_enabled() or _torch.backward_is_running():
             return
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
-        before_backward_of_outputs(self._begin_backward_of_graph, outputs)
+        reference = weakref.ref(root)  # the graph keeps no model alive
 
-    def _begin_backward_of_graph(self, gradient: torch.Tensor) -> None:
-        if self.root is not None:
-            self.root.begin_backward()
+        def begin_backward(_: torch.Tensor) -> None:
+            living = reference()
+            if living is not None:
+                living.begin_backward()
+
+        before_backward_of_outputs(begin_backward, [each for each in outputs if each.grad_fn is not None])
 
     def forward_failed(self, module: nn.Module) -> None:
         """An exception leaves the forward of ``module``, (one of) this state's.
