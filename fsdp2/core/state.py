@@ -497,7 +497,8 @@ class FSDPState:
                 self._was_hidden = self._hides_all = False
                 self._hides_outputs = self._awaits_hidden()
             self._on_real_parameters(self._gather_for_forward, root)
-            inputs = self.on_device(args, kwargs, self._replaced)
+            if self.is_root:
+                inputs = self.on_device(args, kwargs, self._replaced)
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
@@ -718,7 +719,7 @@ class FSDPState:
             if living is not None:
                 living.begin_backward()
 
-        before_backward_of_outputs(begin_backward, [each for each in outputs if each.grad_fn is not None])
+        before_backward_of_outputs(begin_backward, [each for each in outputs if each.grad_fn is not None], output, -1)
 
     def forward_failed(self, module: nn.Module) -> None:
         """An exception leaves the forward of ``module``, (one of) this state's.

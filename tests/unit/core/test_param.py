@@ -326,5 +326,5 @@ def test_a_step_counts_as_a_write_for_the_groups_whose_parameters_it_writes() ->
     model(torch.ones(2, 4)).sum().backward()
     steps, before = WriteCounter.steps, [counter.writes for counter in counters]
     optimizer.step()
-    assert [counter.writes for counter in counters] == [before[0] + 1, before[1]]
+    assert counters[0].writes > before[0] and counters[1].writes == before[1]
     assert WriteCounter.steps == steps + 1 and not WriteCounter.unwatched
