@@ -184,6 +184,10 @@ class PackedGradients:
         """Let go of what was sent, once it has been."""
         self.members = []
         self.inputs = []
+        arrived = _torch.storage_of(self.output)
+        for buffer in self.taken:
+            if _torch.storage_of(buffer.flat) != arrived:
+                buffer.free()
 
 
 def _is_changed(slot: GradientSlot) -> bool:

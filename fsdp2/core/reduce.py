@@ -43,6 +43,10 @@ class _Sent(NamedTuple):
         """Neither free nor use again where a collective may write that nothing can wait for."""
         self.gradients.leave_buffer()
 
+    def release_inputs(self) -> None:
+        """Let go of what was sent: it has been reduced."""
+        self.packed.release_inputs()
+
 
 def _launches(sent: list[_Sent]) -> list[tuple[Any, list[Transfer]]]:
     """What is reduced with which operation: everything at once, unless dtypes are scaled differently."""
@@ -348,7 +352,7 @@ class GradientReducer:
         """
         if not self.buckets:
             return
-        comm.retire_reduces(comm.max_pending_reduces - 1)
+        comm.make_room()
         if self.is_reducing:
             comm.finish_reduces()
         if self._follow_arrivals:
@@ -436,7 +440,10 @@ class GradientReducer:
             if replicas is not None or self.settings.all_reduce_hook is not None:
                 stream = self.last_stream(comm)
                 if device.has_streams:
-                    comm.all_reduces_follow(stream)
+                    scattered = comm.all_reduces_follow(stream)
+                    # Not where the next reduction may be given the memory that is still to be reduced, or copied.
+                    if self._transport.allocate is None and not self._home.sums_on_host:
+                        pending.scattered = scattered
             if replicas is not None:
                 if not device.has_streams:
                     for each in sent:

@@ -18,7 +18,8 @@ and at the end of a backward in which parameters had no gradient on this rank, w
 * Gradients belong to compute. The reduce-scatter stream waits for GRADIENTS_READY, packs and reduces; the gradients
   are held until compute waits for REDUCED. Reduced gradients belong to the reduce-scatter stream, whose next
   GRADIENTS_READY also follows everything that read the previous ones. With replicas the all-reduce stream takes over:
-  it waits for REDUCE_SCATTERED, and compute waits for it.
+  it waits for REDUCE_SCATTERED, and compute waits for it: one reduction later, so that both streams are at work, while
+  unsharded gradients are held until their reduce-scatter is done.
 
 On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
 """
@@ -221,6 +222,9 @@ class Held(Protocol):
     def leave(self) -> None:
         """Neither free nor use again where a collective may write that nothing can wait for."""
 
+    def release_inputs(self) -> None:
+        """Let go of what was sent: it has been reduced."""
+
 
 class Lasting(Protocol):
     """What lies on memory that a captured graph writes."""
@@ -245,12 +249,14 @@ class PendingReduce(CommHandle):
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
         ends_elsewhere: ``event`` is not of the reduce-scatter stream, which what is held belongs to.
         compute_stream: where the backward ran, to which the unsharded gradients belong.
+        scattered: an event behind the reduce-scatter, if something follows that on another stream. What was sent may be
+            let go of then, while the rest goes on.
         owner: whose gradients they are, see `drop_reduces`.
     """
 
     __slots__ = (
-        "_has_streams", "compute_stream", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "stage",
-        "steps",
+        "_has_streams", "compute_stream", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "scattered",
+        "stage", "steps",
     )  # fmt: skip
     steps: Iterator[Stage]
     stage: Stage
@@ -258,6 +264,7 @@ class PendingReduce(CommHandle):
     def __init__(self, device: Device, owner: object = None) -> None:
         self.owner = owner
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
+        self.scattered: Any = None
         self.label, self.is_lost = UNNAMED, False
         self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
@@ -467,10 +474,11 @@ class FSDPCommContext:
         for stream in streams:
             self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
 
-    def all_reduces_follow(self, stream: Any) -> None:
-        """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far."""
+    def all_reduces_follow(self, stream: Any) -> Any:
+        """Let the all-reduce ``stream`` see what the reduce-scatter stream has written so far: up to this event."""
         event = self.device.record(self.reduce_scatter_stream)
         self.device.wait(stream, event, Wait.REDUCE_SCATTERED)
+        return event
 
     def __del__(self) -> None:
         """The groups go too: compute frees shards and gradients only after communication has read them.
@@ -481,7 +489,7 @@ class FSDPCommContext:
             with self.device.use(self._compute_stream):
                 self.compute_follows_reduces()
                 self.compute_follows_gathers()
-                for pending in self._pending:  # may end on a stream of the user's
+                for pending in (*self._all_reducing, *self._pending):  # may end on a stream of the user's
                     self._wait_for_reduce(pending)
 
     @property
@@ -504,11 +512,39 @@ class FSDPCommContext:
         """Keep a reduction that is about to be issued."""
         self._pending.append(pending)
 
+    def make_room(self) -> None:
+        """Wait until one reduction more may hold unsharded gradients.
+
+        Where there are streams, one whose reduce-scatter is done holds none, and one at a time goes on as such: the
+        next reduce-scatter runs beside its all-reduce.
+        """
+        if not self.device.has_streams:
+            self.retire_reduces(self.max_pending_reduces - 1)
+            return
+        while len(self._pending) >= self.max_pending_reduces:
+            self._finish_all_reduces()
+            pending = self._pending[0]
+            if pending.scattered is None:
+                self._wait(pending)
+                self._pending.popleft().deliver()
+            else:
+                self._wait_until_scattered(pending)
+                self._all_reducing.append(self._pending.popleft())
+
+    def _wait_until_scattered(self, pending: PendingReduce) -> None:
+        last, pending.event = pending.event, pending.scattered
+        self._wait_for_reduce(pending)
+        pending.event, pending.scattered = last, None
+        for each in pending.held:
+            each.release_inputs()
+
     def retire_reduces(self, keep: int) -> None:
         """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight.
 
         With replicas, one more may be in its second stage, the all-reduce, unless ``keep`` is 0.
         """
+        if self.device.has_streams:
+            self._finish_all_reduces()  # which are older
         while len(self._pending) > keep:
             pending = self._pending[0]
             self._wait(pending)

@@ -27,7 +27,7 @@ from fsdp2.core.gather import Transfer
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import FSDPState, state_of, states_below
-from fsdp2.core.streams import Device, FSDPCommContext
+from fsdp2.core.streams import Device, FSDPCommContext, PendingReduce
 from fsdp2.core.transport import Transport
 from fsdp2.errors import FSDPValueError
 from fsdp2.tools.observing.taps import Tap, Taps
@@ -541,14 +541,17 @@ def _around_wait(seen: Observation, comm: FSDPCommContext, call: Callable[..., N
         call(handle, why)
         return
     listener, name, device = seen.listener, seen.name_of(waited.group), comm.device
-    kind = waited.exchanges[-1].kind if waited.exchanges else waited.kind
+    # Where only the reduce-scatter is waited for, the all-reduce goes on.
+    goes_on = isinstance(handle, PendingReduce) and handle.event is handle.scattered is not None
+    ended = [each for each in waited.exchanges if not (goes_on and each.kind is Kind.ALL_REDUCE)]
+    kind = ended[-1].kind if ended else waited.kind
     listener.begin_wait(name, kind, device)
     try:
         call(handle, why)
     finally:
         listener.end_wait(name, kind, device)
-        for exchange in waited.exchanges:
+        for exchange in ended:
             listener.end_exchange(exchange, device)
-        waited.exchanges.clear()
+            waited.exchanges.remove(exchange)
     if waited.kind is Kind.GATHER:
         del seen._in_flight[id(handle)]

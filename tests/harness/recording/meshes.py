@@ -31,7 +31,7 @@ from fsdp2 import (
 from fsdp2.core import transport
 from fsdp2.core.gradients import GradientBucket
 from tests.harness.recording.recorder import Recorder
-from tests.harness.recording.training import STEPS, Expected, Stack, Training
+from tests.harness.recording.training import STEPS, Expected, Stack, Training, step_in_backward
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 """Gradients are reduced in another dtype than they are delivered in. (Left to itself, torch 2.15 reduces in fp32.)"""
@@ -95,6 +95,11 @@ def replicated_accumulated_reduced(recorder: Recorder) -> None:
         training.loss().backward()
         training.loss().backward()
         training.update()
+
+
+def replicated_stepped_in_backward(recorder: Recorder) -> None:
+    """What an all-reduce brings is read as soon as the reduction after the next one begins."""
+    step_in_backward(_replicated(recorder))
 
 
 def replicated_partly_frozen(recorder: Recorder) -> None:
@@ -323,7 +328,8 @@ MESHES = {
     for function in (
         replicated, replicated_direct, replicated_in_half, replicated_accumulating, replicated_accumulating_late,
         replicated_accumulated_reduced, replicated_partly_frozen, replicated_fails, all_reduce_fails, arrival_fails,
-        replicated_deleted_in_flight, only_replicated, two_meshes, two_meshes_of_shards, resharded_to_neighbours,
+        replicated_deleted_in_flight, replicated_stepped_in_backward, only_replicated, two_meshes,
+        two_meshes_of_shards, resharded_to_neighbours,
         resharded_to_neighbours_direct, resharded_to_neighbours_on_replicas, resharded_to_neighbours_out_of_order,
         resharded_to_neighbours_by_hand, tensor_parallel, other_dims,
     )

@@ -89,7 +89,10 @@ def gathers_ahead(recorded: Recording, begin: str, end: str) -> bool:
 
 
 def reduces_overlap(recorded: Recording) -> bool:
-    """Whether each reduction is free to run beside the next group's backward, and the one after that follows it."""
+    """Whether each reduction is free to run beside the next group's backward, and what comes after that follows it.
+
+    The backward follows its reduce-scatter, which reads unsharded gradients; the reduction follows all of it.
+    """
     passes, order = Passes(recorded), Order(recorded.trace)
     compute, reduces = passes.compute(BACKWARD, UPDATE), passes.reduces()
     groups = [group for group in compute if group != ROOT]  # the root's backward ends last
@@ -100,7 +103,12 @@ def reduces_overlap(recorded: Recording) -> bool:
         for reduce in reduces[current]
         for index in compute[following]
     ]
-    bounded = [
-        order.before(reduces[first][-1], compute[third][0]) for first, third in zip(groups, groups[2:], strict=False)
-    ]
+    bounded = []
+    for first, third in zip(groups, groups[2:], strict=False):
+        bounded += [order.before(reduce, reduces[third][0]) for reduce in reduces[first]]
+        bounded += [
+            order.before(reduce, compute[third][0])
+            for reduce in reduces[first]
+            if "reduce_scatter" in recorded.trace[reduce].name  # type: ignore[union-attr]
+        ]
     return all(beside) and all(bounded)

@@ -22,7 +22,7 @@ from tests.harness.recording.mishaps import MISHAPS
 from tests.harness.recording.offload import OFFLOADED
 from tests.harness.recording.recorder import Recorder, recording
 from tests.harness.recording.settings import SETTINGS
-from tests.harness.recording.training import STEPS, Branches, Stack, Training, write_whole
+from tests.harness.recording.training import STEPS, Branches, Stack, Training, step_in_backward, write_whole
 
 Scenario = Callable[[Recorder], None]
 train = Training.of_stack
@@ -245,18 +245,8 @@ def gradients_zeroed(recorder: Recorder) -> None:
 
 
 def stepped_in_backward(recorder: Recorder) -> None:
-    """An optimizer per parameter, which steps as soon as its gradient has been reduced."""
-    training = train(recorder)
-    for parameter in training.model.parameters():
-        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, foreach=True)
-
-        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
-    for _ in range(STEPS):
-        training.loss().backward()
+    """Parameters change while backward goes on."""
+    step_in_backward(train(recorder))
 
 
 def two_streams(recorder: Recorder) -> None:
