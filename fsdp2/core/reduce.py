@@ -440,10 +440,7 @@ class GradientReducer:
             if replicas is not None or self.settings.all_reduce_hook is not None:
                 stream = self.last_stream(comm)
                 if device.has_streams:
-                    scattered = comm.all_reduces_follow(stream)
-                    # Not where the next reduction may be given the memory that is still to be reduced, or copied.
-                    if self._transport.allocate is None and not self._home.sums_on_host:
-                        pending.scattered = scattered
+                    self._go_on(stream, comm, pending)
             if replicas is not None:
                 if not device.has_streams:
                     for each in sent:
@@ -464,6 +461,15 @@ class GradientReducer:
         pending.ends_elsewhere = device.has_streams and stream is not comm.reduce_scatter_stream
         yield Stage.DONE
         self._deliver(sent, comm, pending, delivers=not (ends_here or keeps))
+
+    def _go_on(self, stream: Any, comm: FSDPCommContext, pending: PendingReduce) -> None:
+        """What follows the reduce-scatter does so on ``stream``, beside the next reduction.
+
+        Not beside it where that may be given the memory which is still to be reduced, or copied to the host.
+        """
+        scattered = comm.all_reduces_follow(stream)
+        if self._transport.allocate is None and not self._home.sums_on_host:
+            pending.scattered = scattered
 
     def _deliver(self, sent: list[_Sent], comm: FSDPCommContext, pending: PendingReduce, *, delivers: bool) -> None:
         late = [each for each in sent if each.packed.presence is not None]
