@@ -352,7 +352,10 @@ class GradientReducer:
         """
         if not self.buckets:
             return
-        comm.make_room()
+        if comm.device.has_streams:
+            comm.make_room()
+        else:
+            comm.retire_reduces(comm.max_pending_reduces - 1)
         if self.is_reducing:
             comm.finish_reduces()
         if self._follow_arrivals:

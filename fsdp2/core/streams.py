@@ -513,14 +513,11 @@ class FSDPCommContext:
         self._pending.append(pending)
 
     def make_room(self) -> None:
-        """Wait until one reduction more may hold unsharded gradients.
+        """Wait, on streams, until one reduction more may hold unsharded gradients.
 
-        Where there are streams, one whose reduce-scatter is done holds none, and one at a time goes on as such: the
-        next reduce-scatter runs beside its all-reduce.
+        One whose reduce-scatter is done holds none, and one at a time goes on as such: the next reduce-scatter runs
+        beside its all-reduce.
         """
-        if not self.device.has_streams:
-            self.retire_reduces(self.max_pending_reduces - 1)
-            return
         while len(self._pending) >= self.max_pending_reduces:
             self._finish_all_reduces()
             pending = self._pending[0]
