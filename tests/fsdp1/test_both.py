@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -292,6 +293,37 @@ def test_names(kind: str, world_size: int) -> None:
     assert shown == expected
     with type(model).summon_full_params(model):  # torch leaves them out inside
         assert [plain_name(name) for name, _ in model.named_parameters()] == plain
+
+
+class Named(nn.Linear):
+    """Has attributes of names that a wrapper could have too."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.ignored, self.own_parameters, self.is_sharded, self.own_tensors = 1, 2, 3, 4
+        self.ranks, self.settings, self.buffer_dtypes, self.named_wrappers, self.cleaned = 5, 6, 7, 8, 9
+
+
+@multi_rank(2)
+@both
+def test_attributes_of_the_module_are_not_hidden(kind: str, world_size: int) -> None:
+    model = wrapped(kind, nn.Sequential(Named(), Named()), auto_wrap_policy=ModuleWrapPolicy({Named}))
+    names = ("ignored", "own_parameters", "is_sharded", "own_tensors")
+    names += ("ranks", "settings", "buffer_dtypes", "named_wrappers", "cleaned")
+    assert [getattr(model[0], name) for name in names] == list(range(1, 10))
+    for name in names:
+        setattr(model[0], name, "set")
+    assert model.state_dict().keys() == nn.Sequential(Named(), Named()).state_dict().keys()
+
+
+@multi_rank(2)
+@both
+def test_modules_go_by_the_names_of_their_own_classes(kind: str, world_size: int) -> None:
+    """Transformers' Trainer decides by `_get_name()` whether labels are shifted."""
+    model = wrapped(kind, nn.Sequential(Named(), Named()), auto_wrap_policy=ModuleWrapPolicy({Named}))
+    for each in (model, pickle.loads(pickle.dumps(model)) if kind == "fsdp2" else model):
+        assert each.module._get_name() == "Sequential" and each.module[0].module._get_name() == "Named"
+    assert repr(model.module).startswith("Sequential(")
 
 
 @multi_rank(2)

@@ -63,7 +63,7 @@ def flat_optim_state_dict(model: nn.Module, optim: Optimizer) -> dict[str, Any]:
     for unit in layout.units:
         values = _by_key(unit, kept)
         wrapper = wrappers[unit.name]
-        exchange = exchange_of(wrapper, unit, wrapper.own_parameters()) if values else None
+        exchange = exchange_of(wrapper, unit, wrapper._fsdp1_own_parameters()) if values else None
         for key, own in values.items():
             assert exchange is not None
             dtype = next(iter(own.values())).dtype
@@ -128,7 +128,7 @@ def flat_optim_state_dict_to_load(model: nn.Module, optim: Optimizer, optim_stat
     state = {name: named.of(name) if name in in_units else _copied(own[name]) for name in named.names}
     for unit in layout.units:
         wrapper, found = wrappers[unit.name], _by_key(unit, state)
-        exchange = exchange_of(wrapper, unit, wrapper.own_parameters()) if found else None
+        exchange = exchange_of(wrapper, unit, wrapper._fsdp1_own_parameters()) if found else None
         for key, values in found.items():
             assert exchange is not None
             dtype = next(iter(values.values())).dtype
@@ -214,7 +214,7 @@ def _wrapped(model: nn.Module) -> tuple[FlatLayout, dict[str, Any], Any]:
     root = next(iter(wrappers.values()))
     ranks = dist.get_process_group_ranks(root.process_group)
     for name, each in wrappers.items():
-        if each.is_sharded and dist.get_process_group_ranks(each.process_group) != ranks:
+        if each._fsdp1_is_sharded and dist.get_process_group_ranks(each.process_group) != ranks:
             raise fsdp2.FSDPNotImplementedError(
                 f"'{name}' is sharded over other ranks than the model, and then the state of flat parameters cannot be "
                 "read or written here: python -m fsdp2.compat.fsdp1.convert does it from files."

@@ -49,7 +49,7 @@ class FlatParameterView:
         _refuse("A flat parameter", name)
 
     def _parameters(self) -> list[nn.Parameter]:
-        return list(dict.fromkeys(self._wrapper.own_parameters().values()))
+        return list(dict.fromkeys(self._wrapper._fsdp1_own_parameters().values()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +68,7 @@ class FlatParameterView:
 
     @property
     def _fqns(self) -> tuple[str, ...]:
-        return tuple(self._wrapper.own_parameters())
+        return tuple(self._wrapper._fsdp1_own_parameters())
 
     def numel(self) -> int:
         """Of this rank's elements."""
@@ -153,13 +153,13 @@ class FlatParamHandleView:
     @property
     def uses_sharded_strategy(self) -> bool:
         """Whether anything is sharded."""
-        return bool(self._wrapper.is_sharded)
+        return bool(self._wrapper._fsdp1_is_sharded)
 
     def shard_metadata(self) -> FlatParamShardMetadata:
         """What of the unit this rank would hold under torch's FSDP1."""
         unit = unit_of(self._wrapper)
         assert unit is not None, "a handle has parameters"
-        return unit.shard_metadata(self._wrapper.rank if self._wrapper.is_sharded else 0)
+        return unit.shard_metadata(self._wrapper.rank if self._wrapper._fsdp1_is_sharded else 0)
 
     @property
     def _offload_params(self) -> bool:

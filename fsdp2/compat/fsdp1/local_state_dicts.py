@@ -64,7 +64,7 @@ def read(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: 
     assert given is not None, "on every rank"
     shard = torch.zeros(unit.shard_numel, dtype=given.dtype, device=device)
     shard[: given.numel()] = given.detach().to(device).reshape(-1)
-    parameters = wrapper.own_parameters()
+    parameters = wrapper._fsdp1_own_parameters()
     keys = {clean(name): f"{inner}{name}" for name in parameters}
     for entry, value in exchange_of(wrapper, unit, parameters).to_rows(shard).items():
         for name in unit.names_of(entry):

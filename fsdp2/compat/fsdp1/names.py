@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -31,6 +32,11 @@ def saved(name: str) -> str:
     for prefix in PREFIXES[:2]:
         name = name.replace(prefix, "")
     return name
+
+
+def cleaned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """``named`` with names as they are in state dicts."""
+    return ((saved(name), each) for name, each in named)
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

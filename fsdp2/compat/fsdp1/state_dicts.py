@@ -29,7 +29,7 @@ from fsdp2.compat.fsdp1.config import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp2.compat.fsdp1.names import WRAPPED
+from fsdp2.compat.fsdp1.names import WRAPPED, cleaned
 
 _CONFIGS = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
@@ -59,16 +59,16 @@ def after_state_dict(
 ) -> None:
     """Hook: names without the wrapper's, and values as the type of state dict says."""
     inner = f"{prefix}{WRAPPED}."
-    settings = wrapper.settings
+    settings = wrapper._fsdp1_settings
     kind, config = settings.state_dict_type, settings.state_dict_config
     offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
-    is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper.is_sharded
-    drops = is_full and config.rank0_only and not wrapper.ranks.is_first
-    is_whole = is_full or not wrapper.is_sharded
+    is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper._fsdp1_is_sharded
+    drops = is_full and config.rank0_only and not wrapper._fsdp1_ranks.is_first
+    is_whole = is_full or not wrapper._fsdp1_is_sharded
     same = _first_names(wrapper, inner)
-    buffers = {f"{inner}{name}": dtype for name, dtype in wrapper.buffer_dtypes().items()}
-    first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, wrapper.own_tensors())
-    below = tuple(f"{name}." for name, _ in wrapper.named_wrappers())  # their hooks have seen to what is theirs
+    buffers = {f"{inner}{name}": dtype for name, dtype in wrapper._fsdp1_buffer_dtypes().items()}
+    first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, wrapper._fsdp1_own_tensors())
+    below = tuple(f"{name}." for name, _ in wrapper._fsdp1_named_wrappers())  # their hooks have seen to what is theirs
     wholes = _whole_parameters(wrapper, offload=offload, first_only=first_only) if is_whole else {}
     done: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(inner)]:
@@ -92,7 +92,7 @@ def after_state_dict(
         if not drops:
             state_dict[prefix + key.removeprefix(inner)] = value
     if is_local:
-        keys = {name: f"{prefix}{name}" for name in wrapper.own_parameters() if f"{prefix}{name}" in state_dict}
+        keys = {name: f"{prefix}{name}" for name in wrapper._fsdp1_own_parameters() if f"{prefix}{name}" in state_dict}
         values = {name: state_dict.pop(key) for name, key in keys.items()}
         local = local_state_dicts.written(wrapper, values, offload=offload)
         state_dict.update({f"{prefix}{name}": value for name, value in local.items()})
@@ -103,7 +103,7 @@ def _is_cut_further(wrapper: Any, own: Mapping[str, torch.Tensor]) -> bool:
 
     Of tensor parallelism; or of the user's own, as ignored parameters and buffers.
     """
-    gathered = {id(each) for each in wrapper.own_parameters().values()}
+    gathered = {id(each) for each in wrapper._fsdp1_own_parameters().values()}
     further = (each for each in own.values() if isinstance(each, DTensor))
     return any(id(each) not in gathered or each.device_mesh.ndim > wrapper._device_mesh.ndim for each in further)
 
@@ -143,20 +143,20 @@ class _Gathering:
         if unit not in alike:  # it was asked for before, or is none of those below
             alike = [unit]
         self._waiting = [each for each in self._waiting if each not in alike]
-        own = {each: each.own_parameters().items() for each in alike}
+        own = {each: each._fsdp1_own_parameters().items() for each in alike}
         sharded = {each: [name for name, p in items if isinstance(p, DTensor)] for each, items in own.items()}
         modules = [each._unit for each, names in sharded.items() if names]
         with fsdp2.full_parameters(
             modules, recurse=False, writeback=False, rank0_only=first_only, offload_to_cpu=offload
         ):
             for each, names in sharded.items():
-                whole_ones = each.own_parameters() if names else {}
+                whole_ones = each._fsdp1_own_parameters() if names else {}
                 self._found[each] = {name: whole_ones[name].detach() for name in names}
 
 
 def _kind_of(unit: Any) -> tuple[Any, ...]:
     """Units of one kind are gathered for the same ranks."""
-    return unit.settings, unit.is_sharded, _is_cut_further(unit, unit.own_tensors())
+    return unit._fsdp1_settings, unit._fsdp1_is_sharded, _is_cut_further(unit, unit._fsdp1_own_tensors())
 
 
 _GATHERING: ContextVar[_Gathering | None] = ContextVar("_GATHERING", default=None)
@@ -165,7 +165,8 @@ _GATHERING: ContextVar[_Gathering | None] = ContextVar("_GATHERING", default=Non
 @contextmanager
 def gathering_below(wrapper: Any) -> Iterator[None]:
     """A call of ``wrapper.state_dict()``: the hooks of all wrappers below run inside, the innermost first."""
-    is_whole = wrapper.settings.state_dict_type is StateDictType.FULL_STATE_DICT or not wrapper.is_sharded
+    is_full = wrapper._fsdp1_settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    is_whole = is_full or not wrapper._fsdp1_is_sharded
     if not is_whole or _GATHERING.get() is not None:
         yield
         return
@@ -184,7 +185,7 @@ def _first_names(wrapper: Any, inner: str) -> dict[str, str]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     )
-    return {f"{inner}{name}": first.setdefault(id(tensor), f"{inner}{name}") for name, tensor in wrapper.cleaned(named)}
+    return {f"{inner}{name}": first.setdefault(id(tensor), f"{inner}{name}") for name, tensor in cleaned(named)}
 
 
 _PLACED = "_fsdp1_placed"
@@ -202,19 +203,19 @@ def before_load(
     if is_placed:
         return
     _place(wrapper, state_dict, inner, prefix)
-    for name, each in wrapper.named_wrappers():
+    for name, each in wrapper._fsdp1_named_wrappers():
         _place(each, state_dict, f"{inner}{name}.", f"{prefix}{name}.")
         state_dict[f"{inner}{name}.{_PLACED}"] = True
 
 
 def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefix: str) -> None:
     """Place what is of the wrapper's unit, whose keys begin with ``inner``, as its parameters are."""
-    own, shown = wrapper.own_tensors(), prefix.replace(f"{WRAPPED}.", "")
-    settings = wrapper.settings
+    own, shown = wrapper._fsdp1_own_tensors(), prefix.replace(f"{WRAPPED}.", "")
+    settings = wrapper._fsdp1_settings
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         local_state_dicts.read(wrapper, state_dict, inner, shown)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
-        _from_first_rank(state_dict, own, inner, shown, wrapper.ranks)
+        _from_first_rank(state_dict, own, inner, shown, wrapper._fsdp1_ranks)
     for name, tensor in own.items():
         key = f"{inner}{name}"
         value = state_dict.get(key)

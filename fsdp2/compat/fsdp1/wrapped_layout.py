@@ -25,8 +25,9 @@ def unit_of(wrapper: Any, *, use_orig_params: bool | None = None, world_size: in
     """
     module, below = wrapper._fsdp_wrapped_module, wrapper._wrappers_below()
     use_orig_params = wrapper._use_orig_params if use_orig_params is None else use_orig_params
-    own = wrapper.own_parameters()
-    taken = {parameter for each in below for parameter in each.own_parameters().values()}  # ties: the first has them
+    own = wrapper._fsdp1_own_parameters()
+    # Ties: the first has them.
+    taken = {parameter for each in below for parameter in each._fsdp1_own_parameters().values()}
     for name, parameter in own.items():
         if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > wrapper._device_mesh.ndim:
             raise fsdp2.FSDPNotImplementedError(
@@ -44,7 +45,8 @@ def unit_of(wrapper: Any, *, use_orig_params: bool | None = None, world_size: in
     if not unit.parameters:
         return None
     ranks = world_size or wrapper.world_size
-    (found,) = lay_out([unit], use_orig_params=use_orig_params, world_size=ranks if wrapper.is_sharded else 1).units
+    ranks = ranks if wrapper._fsdp1_is_sharded else 1
+    (found,) = lay_out([unit], use_orig_params=use_orig_params, world_size=ranks).units
     return found
 
 
@@ -96,5 +98,5 @@ def _is_hybrid(parameter: DTensor) -> bool:
 def wrappers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The wrappers in ``model``, by their clean names."""
     for name, each in model.named_modules():
-        if WRAPPED in each._modules and hasattr(type(each), "own_parameters"):
+        if WRAPPED in each._modules and hasattr(type(each), "_fsdp1_own_parameters"):
             yield clean(f"{name}.").removesuffix("."), each

@@ -29,6 +29,7 @@ from fsdp2.compat.fsdp1.config import (
 from fsdp2.compat.fsdp1.construction import (
     check,
     device_of,
+    go_by_name,
     ignored_below,
     materialize,
     mesh_of,
@@ -40,7 +41,7 @@ from fsdp2.compat.fsdp1.construction import (
     strategy_of,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
-from fsdp2.compat.fsdp1.names import WRAPPED, Inside, saved
+from fsdp2.compat.fsdp1.names import WRAPPED, Inside, cleaned, saved
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -57,7 +58,6 @@ class FullyShardedDataParallel(nn.Module):
         rank: of this process, among those the unit is sharded over.
         world_size: the number of these.
         compute_device: where forward and backward run.
-        ignored: what is left alone at and below it.
 
     Raises:
         FSDPTypeError: an argument of another kind.
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._use_orig_params = use_orig_params
         below = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
-        self.ignored = ignored_below(module, ignored_modules, ignored_states, below, FullyShardedDataParallel)
+        self._fsdp1_ignored = ignored_below(module, ignored_modules, ignored_states, below, FullyShardedDataParallel)
         self.compute_device = device_of(device_id, device_mesh)
         mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
         self._device_mesh = mesh
@@ -108,7 +108,8 @@ class FullyShardedDataParallel(nn.Module):
         self._is_nested = self._is_ready = self._in_full_precision = False
         self._reduces = True
         self._evaluates_in_full_precision = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        self._settings = StateDictSettings(
+        # Names that a model is not likely to have too: reads of others reach the module, by `__getattr__`.
+        self._fsdp1_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -130,12 +131,12 @@ class FullyShardedDataParallel(nn.Module):
                 "forward_prefetch": forward_prefetch,
                 "limit_all_gathers": limit_all_gathers,
                 "use_orig_params": use_orig_params,
-                "ignored_states": self.ignored.params,
+                "ignored_states": self._fsdp1_ignored.params,
                 "device_mesh": device_mesh,
             }
             if mixed_precision is not None:
                 self._leave_in_own_dtype(module)
-            wrap_submodules(module, auto_wrap_policy, self.ignored, arguments, FullyShardedDataParallel)
+            wrap_submodules(module, auto_wrap_policy, self._fsdp1_ignored, arguments, FullyShardedDataParallel)
         self._fsdp_wrapped_module = module
         self._make_unit(param_init_fn, sync_module_states)
         meshes = [parameter.device_mesh for parameter in self.parameters() if isinstance(parameter, DTensor)]
@@ -150,11 +151,11 @@ class FullyShardedDataParallel(nn.Module):
         """Let modules of the classes that mixed precision ignores compute in their own dtype, in whichever unit."""
         classes = tuple(self.mixed_precision._module_classes_to_ignore or ())
         found = [each for each in module.modules() if isinstance(each, classes)] if classes else []
-        compute_in_own_dtype([each for each in found if each not in self.ignored.modules])
+        compute_in_own_dtype([each for each in found if each not in self._fsdp1_ignored.modules])
 
     def _make_unit(self, param_init_fn: Any, sync_module_states: bool) -> None:
         """Give this unit's parameters their values, on their device, and shard them."""
-        module, ignored, device = self._fsdp_wrapped_module, self.ignored, self.compute_device
+        module, ignored, device = self._fsdp_wrapped_module, self._fsdp1_ignored, self.compute_device
         materialize(module, ignored, FullyShardedDataParallel, param_init_fn, device)
         move(module, ignored, FullyShardedDataParallel, device)
         if sync_module_states:
@@ -168,6 +169,7 @@ class FullyShardedDataParallel(nn.Module):
         kept = frozenset(
             parameter for each in self._own_modules() if computes_in_own_dtype(each) for parameter in each.parameters()
         )
+        name = module._get_name()
         fsdp2.fully_shard(
             module,
             mesh=self._device_mesh,
@@ -176,7 +178,8 @@ class FullyShardedDataParallel(nn.Module):
             **mixed_precision_of(precision, kept),
             **offload_of(self.cpu_offload),
         )
-        for parameter in self.own_parameters().values():
+        go_by_name(module, name)
+        for parameter in self._fsdp1_own_parameters().values():
             parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # by which Lightning knows them
 
     # -- what is below
@@ -187,11 +190,11 @@ class FullyShardedDataParallel(nn.Module):
         return self._device_mesh.get_group(self._device_mesh.ndim - 1)
 
     def _own_modules(self) -> Iterator[nn.Module]:
-        return own_modules(self._fsdp_wrapped_module, self.ignored, FullyShardedDataParallel)
+        return own_modules(self._fsdp_wrapped_module, self._fsdp1_ignored, FullyShardedDataParallel)
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
         for module in self._own_modules():
-            yield from (each for each in module.parameters(recurse=False) if each not in self.ignored.params)
+            yield from (each for each in module.parameters(recurse=False) if each not in self._fsdp1_ignored.params)
 
     def _wrappers_below(self) -> list[FullyShardedDataParallel]:
         return [each for each in self.modules() if each is not self and isinstance(each, FullyShardedDataParallel)]
@@ -372,19 +375,19 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- what programs read of flat parameters
 
-    def own_parameters(self) -> dict[str, nn.Parameter]:
+    def _fsdp1_own_parameters(self) -> dict[str, nn.Parameter]:
         """This unit's parameters that are not ignored, by all of their names below what is wrapped."""
-        own = self.own_tensors().items()
-        return {name: each for name, each in own if isinstance(each, nn.Parameter) and each not in self.ignored.params}
+        own, ignored = self._fsdp1_own_tensors().items(), self._fsdp1_ignored.params
+        return {name: each for name, each in own if isinstance(each, nn.Parameter) and each not in ignored}
 
     @property
-    def is_sharded(self) -> bool:
+    def _fsdp1_is_sharded(self) -> bool:
         """Whether its parameters are sharded, and not whole on every rank."""
         return self.sharding_strategy is not ShardingStrategy.NO_SHARD
 
     @property
     def _has_params(self) -> bool:
-        return bool(self.own_parameters())
+        return bool(self._fsdp1_own_parameters())
 
     @property
     def _is_root(self) -> bool:
@@ -418,20 +421,15 @@ class FullyShardedDataParallel(nn.Module):
             return super().state_dict(*args, **kwargs)
 
     @property
-    def ranks(self) -> whole.Ranks:
+    def _fsdp1_ranks(self) -> whole.Ranks:
         """All that hold a part of the model; of these, the first is the one that ``rank0_only`` means."""
         return whole.Ranks.of_mesh(self._whole_mesh)
 
-    @property
-    def settings(self) -> Any:
-        """The type of its state dicts, and their configurations."""
-        return self._settings
-
-    def buffer_dtypes(self) -> dict[str, torch.dtype]:
+    def _fsdp1_buffer_dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes in which buffers of this unit are saved, where mixed precision has cast them, by their names."""
         if not self._buffer_dtypes:
             return {}
-        places = dict(self.cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)))
+        places = dict(cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)))
         by_module: dict[nn.Module, list[str]] = {}
         for name, module in places.items():
             by_module.setdefault(module, []).append(f"{name}." if name else "")
@@ -441,21 +439,16 @@ class FullyShardedDataParallel(nn.Module):
             for prefix in by_module.get(module, ())
         }
 
-    @staticmethod
-    def cleaned(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Names as they are in state dicts."""
-        return ((saved(name), each) for name, each in named)
-
-    def named_wrappers(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    def _fsdp1_named_wrappers(self) -> Iterator[tuple[str, FullyShardedDataParallel]]:
         """The wrappers below, by all of their names below what is wrapped."""
-        for name, each in self.cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)):
+        for name, each in cleaned(self._fsdp_wrapped_module.named_modules(remove_duplicate=False)):
             if isinstance(each, FullyShardedDataParallel):
                 yield name, each
 
-    def own_tensors(self) -> dict[str, torch.Tensor]:
+    def _fsdp1_own_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of this unit, by all of their names below what is wrapped."""
         own = set(self._own_modules())
-        ignored = self.ignored.modules
+        ignored = self._fsdp1_ignored.modules
         found: dict[str, torch.Tensor] = {}
         for prefix, module in self._fsdp_wrapped_module.named_modules(remove_duplicate=False):
             if module in own or module in ignored:
@@ -479,7 +472,7 @@ class FullyShardedDataParallel(nn.Module):
         before = FullyShardedDataParallel.get_state_dict_type(module)
         settings = state_dicts.settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         for each in FullyShardedDataParallel.fsdp_modules(module):
-            each._settings = settings
+            each._fsdp1_settings = settings
         return before
 
     @staticmethod
@@ -489,7 +482,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             FSDPRuntimeError: they differ.
         """
-        found = [each._settings for each in FullyShardedDataParallel.fsdp_modules(module)]
+        found = [each._fsdp1_settings for each in FullyShardedDataParallel.fsdp_modules(module)]
         if any(each != found[0] for each in found):
             raise fsdp2.FSDPRuntimeError(
                 "wrappers below have different state dict types: call set_state_dict_type() on the outermost module."
@@ -503,14 +496,14 @@ class FullyShardedDataParallel(nn.Module):
     ) -> Iterator[None]:
         """`set_state_dict_type` inside; the settings of before are back after it, also after an exception."""
         wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        before = [each._settings for each in wrappers]
+        before = [each._fsdp1_settings for each in wrappers]
         settings = (state_dict_type, state_dict_config, optim_state_dict_config)
         FullyShardedDataParallel.set_state_dict_type(module, *settings)
         try:
             yield
         finally:
             for each, former in zip(wrappers, before, strict=True):
-                each._settings = former
+                each._fsdp1_settings = former
 
     # -- optimizers' state dicts
 
@@ -615,5 +608,5 @@ def _ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> whole.Ranks:
     """All that hold a part of ``model``; those of ``group`` if a program gives one."""
     found = FullyShardedDataParallel.fsdp_modules(model)
     if group is None and found:
-        return found[0].ranks
+        return found[0]._fsdp1_ranks
     return whole.Ranks([dist.group.WORLD if group is None else group])  # type: ignore[list-item]
