@@ -113,6 +113,43 @@ def test_prefetching_changes_no_number(kind: str, prefetch: str | None, ahead: b
         optimizer.zero_grad()
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+class WithIdleUnit(Branches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = Branches(), Branches()  # type: ignore[assignment]
+
+
+@multi_rank(2)
+@both
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("original", [False, True])
+def test_unused_parameters_of_a_used_unit_decay(kind: str, strategy: str, original: bool, world_size: int) -> None:
+    """They lie in a flat gradient, whose other elements are zeros; parameters of a unit that is not used have none."""
+    plain = WithIdleUnit()
+    before = copy.deepcopy(plain.state_dict())
+    arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": original}
+    model = wrapped(kind, plain, auto_wrap_policy=ModuleWrapPolicy({Branches}), **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = model.state_dict()
+    torch.testing.assert_close(after["used.idle.weight"], before["used.idle.weight"] * 0.95**2)
+    assert not torch.equal(after["used.used.weight"], before["used.used.weight"])
+    for name in (name for name in before if name.startswith("idle")):
+        assert torch.equal(after[name], before[name]), name
+
+
 @multi_rank(2)
 @both
 def test_no_sync_accumulates(kind: str, world_size: int) -> None:
@@ -234,10 +271,13 @@ def test_summoned_gradients(kind: str, world_size: int) -> None:
 def test_apply_sees_whole_parameters(kind: str, world_size: int) -> None:
     model = wrapped(kind)
     shapes: list[tuple[int, ...]] = []
+    layers = [each for each in model.modules() if isinstance(each, nn.Linear)]
 
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             shapes.append(tuple(module.weight.shape))
+            whole = [each.weight.dim() == 2 and not isinstance(each.weight, DTensor) for each in layers]
+            assert whole.count(True) == 1, "one unit at a time"
             with torch.no_grad():
                 module.weight.fill_(3.0)
 
@@ -369,6 +409,34 @@ def test_meta_modules(kind: str, own: bool, world_size: int) -> None:
     assert all((weights[f"{each}.bias"] == (5 if own else 0)).all() for each in (0, 1))
 
 
+@multi_rank(2)
+@both
+def test_param_init_fn_is_called_with_every_module_of_a_unit_on_meta(kind: str, world_size: int) -> None:
+    """Also with one that has no tensors of its own, and may fill those of modules below."""
+    called: list[str] = []
+
+    def param_init_fn(module: nn.Module) -> None:
+        called.append(type(module).__name__)
+        if isinstance(module, nn.ModuleDict):
+            module.to_empty(device="cpu")
+            for parameter in module.parameters():
+                nn.init.constant_(parameter, 3.0)
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pairs = nn.Sequential(nn.ModuleDict({"up": nn.Linear(2, 2), "way": nn.ReLU()}), nn.Identity())
+            self.last = nn.ModuleDict({"tanh": nn.Tanh(), "down": nn.Linear(2, 2)})
+
+    with torch.device("meta"):
+        plain = nn.Sequential(Holding(), nn.Sigmoid())
+    model = wrapped(kind, plain, auto_wrap_policy=ModuleWrapPolicy({Holding}), param_init_fn=param_init_fn)
+    below = ["Identity", "Linear", "ReLU", "Tanh", "Linear"]
+    assert called[:5] == ["Holding", "Sequential", "ModuleDict", "ModuleDict", "Identity"], called
+    assert sorted(called) == sorted([*called[:4], *below]), called
+    assert all((value == 3).all() for value in whole_weights(model).values())
+
+
 class Watching(nn.Module):
     """Notes the dtypes that it computes in."""
 
@@ -428,6 +496,35 @@ def test_inputs_are_cast_if_asked(kind: str, casts: bool, world_size: int) -> No
     model = wrapped(kind, Outer(), auto_wrap_policy=policy, mixed_precision=precision)
     model(torch.ones(2, 4)).float().sum().backward()
     assert seen == [torch.bfloat16 if casts else torch.float32] * 2
+
+
+class Tower(nn.Linear):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype, self.table.dtype
+        return super().forward(x)
+
+
+@multi_rank(2)
+@both
+def test_a_unit_that_is_called_without_the_root_is_a_root(kind: str, world_size: int) -> None:
+    table = torch.ones(2)
+    towers = nn.Sequential(Tower(table), Tower(table))
+    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16)
+    model = wrapped(kind, towers, auto_wrap_policy=ModuleWrapPolicy({Tower}), mixed_precision=precision)
+    tower = model[1]
+    tower(torch.ones(2, 4)).float().sum().backward()
+    assert tower.module.seen == (torch.bfloat16, torch.float16)
+    assert tower.check_is_root()
+    assert model[0].table is table and tower.table is table and table.dtype is torch.float16, "buffers stay shared"
+    if kind == "fsdp2":  # torch asserts that there is one root
+        model(torch.ones(2, 4)).float().sum().backward()
+        assert not tower.check_is_root() and model.check_is_root()
+        assert model[0].table is table and tower.table is table
+        assert all(model.state_dict()[f"{each}.table"].dtype is torch.float32 for each in (0, 1))
 
 
 @multi_rank(2)

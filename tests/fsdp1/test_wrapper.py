@@ -7,6 +7,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +31,8 @@ from fsdp2.compat.fsdp1 import (
     policies,
     wrap,
 )
+from fsdp2.compat.fsdp1.construction import device_of, use
+from fsdp2.compat.fsdp1.policies import Ignored
 from tests.harness import Accumulation, FakeWorlds, Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
 
@@ -333,6 +336,38 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.inner(self.embedding(x)))
+
+
+class Placed(nn.Module):
+    """Whose parameters are said to be on a device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.places = [torch.device("cpu"), torch.device(device)]
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return (Mock(device=each) for each in self.places)
+
+
+def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each rank is on its own, where no program has called ``torch.cuda.set_device()``."""
+    current = [0]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: current.__setitem__(0, index))
+    for given, placed, expected in (
+        (3, "cpu", 3),
+        (torch.device("cuda", 2), "cuda:1", 2),
+        (None, "cuda:1", 1),
+        (None, "meta", 1),
+        (torch.device("cuda"), "cpu", 1),
+        (None, "cpu", 1),
+    ):
+        device = device_of(given, None, Placed(placed), Ignored(frozenset(), frozenset()))
+        use(device)
+        assert device == torch.device("cuda", expected) and current == [expected], (given, placed)
+    use(device_of(CPU, None, Placed("cuda:2"), Ignored(frozenset(), frozenset())))
+    assert current == [1]
 
 
 @multi_rank(2)

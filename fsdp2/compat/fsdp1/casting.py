@@ -102,6 +102,16 @@ def cast_buffers(modules: Iterable[nn.Module], dtype: torch.dtype) -> dict[tuple
             continue
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                before[module, name] = buffer.dtype
-                module._buffers[name] = buffer.to(dtype)
+                # Of one that several modules share, and another unit has cast, the dtype of before that.
+                before[module, name] = vars(buffer).setdefault("_fsdp1_dtype", buffer.dtype)
+                set_buffer(module, name, buffer.to(dtype))
     return before
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Let a buffer have ``value``, of another dtype or on another device, and stay the object that others share."""
+    buffer = module._buffers[name]
+    if type(buffer) is torch.Tensor and type(value) is torch.Tensor:
+        buffer.data = value
+    else:
+        module._buffers[name] = value

@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
+from fsdp2.compat.fsdp1.casting import set_buffer
 from fsdp2.compat.fsdp1.config import ShardingStrategy
 from fsdp2.compat.fsdp1.policies import Ignored
 
@@ -75,17 +77,31 @@ def _listed(given: Any) -> list[Any]:
 # -- where
 
 
-def device_of(device_id: Any, device_mesh: DeviceMesh | None) -> torch.device:
-    """The device that computes: the one that is asked for, else the mesh's, else the accelerator if there is one."""
+def device_of(device_id: Any, device_mesh: DeviceMesh | None, module: nn.Module, ignored: Ignored) -> torch.device:
+    """The device that computes: the one that is asked for, else of the mesh's kind, else an accelerator, else the CPU.
+
+    Of that kind it is the one that parameters of ``module`` are on already, else the current one.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is not None:
         if isinstance(device_id, int):
             return torch.device("cpu" if accelerator is None else accelerator.type, device_id)
         device = torch.device(device_id)
         return device if device.index is not None or device.type == "cpu" else _current(device.type)
-    if device_mesh is not None:
-        return _current(device_mesh.device_type)
-    return torch.device("cpu") if accelerator is None else _current(accelerator.type)
+    if device_mesh is None and accelerator is None:
+        return torch.device("cpu")
+    kind = accelerator.type if device_mesh is None else device_mesh.device_type  # type: ignore[union-attr]
+    places = (parameter.device for parameter in module.parameters() if parameter not in ignored.params)
+    return next((place for place in places if place.type == kind != "cpu"), None) or _current(kind)
+
+
+def use(device: torch.device) -> None:
+    """Let ``device`` be the current one, if it is an accelerator: the engine computes and communicates there.
+
+    Programs that name a ``device_id`` need not have called ``torch.cuda.set_device()``.
+    """
+    if device.index is not None and device.type != "cpu" and device.index != torch.accelerator.current_device_index():
+        torch.accelerator.set_device_index(device.index)
 
 
 def _current(device_type: str) -> torch.device:
@@ -203,20 +219,19 @@ def materialize(
 ) -> None:
     """Give what is on meta in this unit values on ``device``: each module by itself, parents first; ties stay ties.
 
+    ``param_init_fn`` is called with every module of a unit of which something is on meta, as it may fill several.
+
     Raises:
         FSDPTypeError: ``param_init_fn`` cannot be called.
         FSDPValueError: no ``param_init_fn``, and a module without ``reset_parameters()``; or values are still missing.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise fsdp2.FSDPTypeError(f"param_init_fn must be a function of a module, got {type(param_init_fn).__name__}.")
-    on_meta = [
-        each
-        for each in own_modules(module, ignored, wrapper)
-        if any(tensor.is_meta for tensor in _own_tensors(each).values())
-    ]
-    places = {id(each): _own_tensors(each) for each in on_meta}
+    found = {each: _own_tensors(each) for each in _breadth_first(module, ignored, wrapper)}
+    on_meta = [each for each, own in found.items() if any(tensor.is_meta for tensor in own.values())]
+    given = [*found] if param_init_fn is not None and on_meta else on_meta
     with torch.no_grad():
-        for each in on_meta:
+        for each in given:
             if param_init_fn is not None:
                 param_init_fn(each)
             elif not callable(getattr(each, "reset_parameters", None)):
@@ -227,7 +242,7 @@ def materialize(
             else:
                 each.to_empty(device=device, recurse=False)
                 each.reset_parameters()  # type: ignore[operator]
-            for name, before in places[id(each)].items():
+            for name, before in found[each].items():
                 _keep_tie(each, name, before)
     for each in on_meta:
         missing = [name for name, tensor in _own_tensors(each).items() if tensor.is_meta]
@@ -236,6 +251,17 @@ def materialize(
                 f"'{missing[0]}' of {type(each).__name__} is on the meta device after param_init_fn: that must give "
                 "values to each module that it is called with, as by module.to_empty(device=..., recurse=False)."
             )
+
+
+def _breadth_first(module: nn.Module, ignored: Ignored, wrapper: type[nn.Module]) -> list[nn.Module]:
+    """The `own_modules`, in the order in which torch's FSDP1 gives them values: so random numbers are the same."""
+    own, waiting, seen = set(own_modules(module, ignored, wrapper)), deque([module]), {module: None}
+    while waiting:
+        for child in waiting.popleft().children():
+            if child not in seen and not isinstance(child, wrapper):
+                seen[child] = None
+                waiting.append(child)
+    return [each for each in seen if each in own]
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -263,7 +289,7 @@ def move(module: nn.Module, ignored: Ignored, wrapper: type[nn.Module], device: 
                     parameter.data = parameter.data.to(device)
             for name, buffer in each.named_buffers(recurse=False):
                 if not _is_there(buffer, device):
-                    each._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+                    set_buffer(each, name, moved.setdefault(id(buffer), buffer.to(device)))
 
 
 def _is_there(tensor: torch.Tensor, device: torch.device) -> bool:

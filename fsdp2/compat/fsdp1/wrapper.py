@@ -15,7 +15,13 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.compat.fsdp1 import optim_state, state_dicts, whole
-from fsdp2.compat.fsdp1.casting import cast_buffers, cast_inputs, compute_in_own_dtype, computes_in_own_dtype
+from fsdp2.compat.fsdp1.casting import (
+    cast_buffers,
+    cast_inputs,
+    compute_in_own_dtype,
+    computes_in_own_dtype,
+    set_buffer,
+)
 from fsdp2.compat.fsdp1.config import (
     BackwardPrefetch,
     CPUOffload,
@@ -39,6 +45,7 @@ from fsdp2.compat.fsdp1.construction import (
     own_modules,
     refuse_deferred,
     strategy_of,
+    use,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
 from fsdp2.compat.fsdp1.names import WRAPPED, Inside, cleaned, saved
@@ -101,7 +108,8 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         below = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         self._fsdp1_ignored = ignored_below(module, ignored_modules, ignored_states, below, FullyShardedDataParallel)
-        self.compute_device = device_of(device_id, device_mesh)
+        self.compute_device = device_of(device_id, device_mesh, module, self._fsdp1_ignored)
+        use(self.compute_device)
         mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
         self._device_mesh = mesh
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
@@ -179,6 +187,8 @@ class FullyShardedDataParallel(nn.Module):
             **offload_of(self.cpu_offload),
         )
         go_by_name(module, name)
+        # As a flat gradient has them: unused parameters of a unit in which others are used.
+        self._unit.set_reduce_scatter_unused_params(True, recurse=False)
         for parameter in self._fsdp1_own_parameters().values():
             parameter._fsdp_flattened = True  # type: ignore[attr-defined]  # by which Lightning knows them
 
@@ -230,7 +240,7 @@ class FullyShardedDataParallel(nn.Module):
             each._is_nested = True
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper is around this one."""
+        """Whether no other wrapper is around this one, or it has been called without them."""
         return not self._is_nested
 
     @staticmethod
@@ -273,8 +283,12 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def _begin(self) -> None:
-        """The first forward: what cannot be done before it is known which wrapper is the root."""
-        for each in (self, *self._wrappers_below()):
+        """The first forward: what cannot be done before it is known which wrapper is the root, the one called first."""
+        below = self._wrappers_below()
+        self._is_nested = False  # a tower that is called alone, also if a wrapper around it is called later
+        for each in below:
+            each._is_nested = True
+        for each in (self, *below):
             if not each._is_ready:
                 each._is_ready = True
                 if each.mixed_precision.buffer_dtype is not None:
@@ -290,7 +304,7 @@ class FullyShardedDataParallel(nn.Module):
             for (module, name), dtype in self._buffer_dtypes.items():
                 buffer = module._buffers[name]
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(dtype if full else self.mixed_precision.buffer_dtype)
+                    set_buffer(module, name, buffer.to(dtype if full else self.mixed_precision.buffer_dtype))
 
     def _refuse_below_root(self, what: str) -> None:
         if self._is_nested:
@@ -336,8 +350,9 @@ class FullyShardedDataParallel(nn.Module):
         self._unit.register_comm_hook(state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As of a plain module: ``fn`` finds whole parameters, and what it writes is kept."""
-        with fsdp2.full_parameters(self):
+        """As of a plain module: ``fn`` finds the unit's parameters whole, and those of units below in their turn."""
+        unit: Any = self._unit
+        with fsdp2.full_parameters(unit, recurse=False):
             super().apply(fn)
         return self
 
