@@ -28,6 +28,7 @@ from fsdp2.compat.fsdp1 import (
     flat_optim_state_dict_to_load,
 )
 from tests.harness import multi_rank
+from tests.harness.shared.fsdp1_both import both, class_of
 from tests.harness.shared.fsdp1_models import Block, blocks
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -73,11 +74,74 @@ def test_rank0_only_with_an_ignored_parameter_that_is_sharded_already(world_size
     model = FullyShardedDataParallel(module, ignored_states=[own])
     with OF_TYPE(model, FULL, ON_FIRST):
         state = model.state_dict()
+    assert torch.equal(state["own"], torch.arange(5.0)), "ignored: each rank has its own"
     if dist.get_rank():
-        assert not state
+        assert list(state) == ["own"]
     else:
-        assert torch.equal(state["0.table"], torch.arange(6.0)) and torch.equal(state["own"], torch.arange(5.0))
+        assert torch.equal(state["0.table"], torch.arange(6.0))
         assert torch.equal(state["0.weight"], plain[0].weight)
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return dist.get_rank()
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == dist.get_rank()
+
+
+class Experts(nn.Module):
+    """Of which each rank has one, beside one under a name that all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.mine = WithExtraState(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+        with torch.no_grad():
+            for parameter in (*self.mine.parameters(), *self.experts.parameters()):
+                parameter.fill_(1.0 + dist.get_rank())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
+@multi_rank(2)
+@both
+@pytest.mark.parametrize("argument", ["modules", "parameters"])
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Experts})], ids=["root", "units"])
+def test_rank0_only_leaves_each_rank_its_experts(kind: str, argument: str, policy: Any, world_size: int) -> None:
+    cls, rank = class_of(kind), dist.get_rank()
+
+    def wrapped(change: float = 0.0) -> Any:
+        blocks = [Experts() for _ in range(2)]
+        with torch.no_grad():
+            for parameter in (parameter for each in blocks for parameter in each.parameters()):
+                parameter.add_(change)
+        modules = [module for each in blocks for module in (each.mine, each.experts)]
+        given = modules if argument == "modules" else [p for each in modules for p in each.parameters()]
+        model = nn.Sequential(*blocks)
+        return cls(
+            model, auto_wrap_policy=policy, ignored_states=given, device_id=torch.device("cpu"), use_orig_params=True
+        )
+
+    config = FullStateDictConfig(offload_to_cpu=kind == "fsdp2", rank0_only=True)
+    model = wrapped()
+    with cls.state_dict_type(model, FULL, config):
+        state = model.state_dict()
+    router = {f"{block}.router.{name}" for block in (0, 1) for name in ("weight", "bias")}
+    own = {name.replace("router", each) for name in router for each in ("mine", f"experts.{rank}")}
+    extra = {f"{block}.router._extra_state" for block in (0, 1)}
+    assert set(state) == own | extra | (set() if rank else router)
+    assert all((state[name] == 1.0 + rank).all() for name in own)
+    if kind == "fsdp2":  # torch loads on every rank what that has, and needs all of it there
+        other = wrapped(9.0)
+        with cls.state_dict_type(other, FULL, config):
+            other.load_state_dict(state)
+        loaded, expected = other.state_dict(), model.state_dict()
+        for name, value in expected.items():
+            assert loaded[name] == value if name in extra else torch.equal(loaded[name], value), name
+        given = {name: value for name, value in state.items() if "mine" not in name or not rank}
+        with cls.state_dict_type(other, FULL, config):
+            other.load_state_dict(given)
+        assert (other.module[0].mine.weight == 1).all(), "a rank that has nothing gets the first's"
 
 
 @multi_rank(2)

@@ -6,7 +6,7 @@ before. Whole parameters are gathered for all of them at once, by the first that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -54,6 +54,10 @@ def settings_of(state_dict_type: Any, state_dict_config: Any, optim_state_dict_c
     return StateDictSettings(state_dict_type, *found)
 
 
+_EXTRA_STATE = "_extra_state"
+"""With which the names end of what modules' ``get_extra_state()`` returns: every rank has its own."""
+
+
 def after_state_dict(
     wrapper: Any, state_dict: MutableMapping[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
@@ -63,16 +67,20 @@ def after_state_dict(
     kind, config = settings.state_dict_type, settings.state_dict_config
     offload, is_full = config.offload_to_cpu, kind is StateDictType.FULL_STATE_DICT
     is_local = kind is StateDictType.LOCAL_STATE_DICT and wrapper._fsdp1_is_sharded
-    drops = is_full and config.rank0_only and not wrapper._fsdp1_ranks.is_first
+    is_dropped = is_full and config.rank0_only and not wrapper._fsdp1_ranks.is_first
     is_whole = is_full or not wrapper._fsdp1_is_sharded
     same = _first_names(wrapper, inner)
     buffers = {f"{inner}{name}": dtype for name, dtype in wrapper._fsdp1_buffer_dtypes().items()}
     first_only = is_full and config.rank0_only and not _is_cut_further(wrapper, wrapper._fsdp1_own_tensors())
     below = tuple(f"{name}." for name, _ in wrapper._fsdp1_named_wrappers())  # their hooks have seen to what is theirs
+    own_to_rank = _own_to_rank(wrapper)
     wholes = _whole_parameters(wrapper, offload=offload, first_only=first_only) if is_whole else {}
     done: dict[str, Any] = {}
     for key in [key for key in state_dict if key.startswith(inner)]:
         value = state_dict.pop(key)
+        name = key.removeprefix(inner)
+        is_kept = name.startswith(below) or name.endswith(_EXTRA_STATE) or own_to_rank(name)
+        drops = is_dropped and not is_kept
         if isinstance(value, torch.Tensor):
             first = same.get(key, key)
             if first in done:
@@ -80,9 +88,8 @@ def after_state_dict(
             else:
                 if key in buffers:
                     value = value.to(buffers[key])
-                if key.removeprefix(inner) in wholes:
-                    value = wholes[key.removeprefix(inner)]
-                is_own = not key.removeprefix(inner).startswith(below)
+                value = wholes.get(name, value)
+                is_own = not name.startswith(below)
                 if isinstance(value, DTensor) and is_whole and not first_only and is_own:
                     value = whole.whole(value, offload=offload)
                 elif offload and not drops:
@@ -90,12 +97,20 @@ def after_state_dict(
                 done[first] = None if drops else value
                 value = done[first]
         if not drops:
-            state_dict[prefix + key.removeprefix(inner)] = value
+            state_dict[prefix + name] = value
     if is_local:
         keys = {name: f"{prefix}{name}" for name in wrapper._fsdp1_own_parameters() if f"{prefix}{name}" in state_dict}
         values = {name: state_dict.pop(key) for name, key in keys.items()}
         local = local_state_dicts.written(wrapper, values, offload=offload)
         state_dict.update({f"{prefix}{name}": value for name, value in local.items()})
+
+
+def _own_to_rank(wrapper: Any) -> Callable[[str], bool]:
+    """Whether a name, below what is wrapped, is of something ignored, of which ranks may have different ones."""
+    params = {name for name, each in wrapper._fsdp1_own_tensors().items() if each in wrapper._fsdp1_ignored.params}
+    named = cleaned(wrapper._fsdp_wrapped_module.named_modules(remove_duplicate=False))
+    modules = tuple(f"{name}." if name else "" for name, each in named if each in wrapper._fsdp1_ignored.modules)
+    return lambda name: name in params or name.startswith(modules)
 
 
 def _is_cut_further(wrapper: Any, own: Mapping[str, torch.Tensor]) -> bool:
@@ -215,7 +230,7 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         local_state_dicts.read(wrapper, state_dict, inner, shown)
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT and settings.state_dict_config.rank0_only:
-        _from_first_rank(state_dict, own, inner, shown, wrapper._fsdp1_ranks)
+        _from_first_rank(wrapper, state_dict, inner, shown)
     for name, tensor in own.items():
         key = f"{inner}{name}"
         value = state_dict.get(key)
@@ -233,21 +248,23 @@ def _place(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, prefi
             state_dict[key] = whole.like(value, tensor)
 
 
-def _from_first_rank(
-    state_dict: MutableMapping[str, Any], own: dict[str, torch.Tensor], inner: str, shown: str, ranks: whole.Ranks
-) -> None:
+def _from_first_rank(wrapper: Any, state_dict: MutableMapping[str, Any], inner: str, shown: str) -> None:
     """Let all ranks have what the first has of this unit. Collective.
 
+    Of what is ignored each rank keeps what it has in ``state_dict``: only where it has nothing it gets the first's.
     DTensors, which PEFT makes of adapters for a model of DTensors, must be there on all ranks already.
 
     Raises:
         FSDPRuntimeError: what the first rank has is of another shape, or no tensor, on all ranks; or the first rank has
             a DTensor that this one lacks.
     """
+    own, ranks, own_to_rank = wrapper._fsdp1_own_tensors(), wrapper._fsdp1_ranks, _own_to_rank(wrapper)
     given = {name: state_dict[f"{inner}{name}"] for name in own if f"{inner}{name}" in state_dict}
     is_sharded = {name: isinstance(value, DTensor) for name, value in given.items()}
-    forms = {name: (is_sharded[name], _shape_of(value)) for name, value in given.items()}
-    forms = ranks.objects(forms)
+    ignored = {name: own[name].dtype for name in given if own_to_rank(name) and not is_sharded[name]}
+    shapes = {name: _shape_of(value) for name, value in given.items()}
+    forms = {name: (is_sharded[name], shape) for name, shape in shapes.items() if not own_to_rank(name)}
+    forms, ignored_forms = ranks.objects((forms, {name: (shapes[name], dtype) for name, dtype in ignored.items()}))
     for name, (_, shape) in forms.items():
         if name in own and shape != tuple(own[name].shape):
             raise fsdp2.FSDPRuntimeError(
@@ -259,7 +276,7 @@ def _from_first_rank(
         if tensor is None:
             raise fsdp2.FSDPRuntimeError(
                 f"the first rank has '{shown}{name}', and the model of rank {dist.get_rank()} does not: ranks must "
-                "have the same model."
+                "have the same model, but for what they ignore."
             )
         if not sharded:
             form = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -269,6 +286,12 @@ def _from_first_rank(
                 f"'{shown}{name}' is to be loaded with rank0_only, the first rank has a sharded tensor for it, and "
                 f"rank {dist.get_rank()} none: give the first rank whole tensors, or load without rank0_only."
             )
+    for name, (shape, dtype) in ignored_forms.items():
+        if shape is not None:
+            form = torch.empty(shape, dtype=dtype, device=wrapper.compute_device)
+            value = ranks.tensor(given[name] if ranks.is_first else None, form)
+            if name in own and name not in given:
+                state_dict[f"{inner}{name}"] = value
 
 
 def _shape_of(value: Any) -> tuple[int, ...] | None:
