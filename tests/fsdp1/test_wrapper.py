@@ -31,7 +31,7 @@ from fsdp2.compat.fsdp1 import (
     policies,
     wrap,
 )
-from fsdp2.compat.fsdp1.construction import device_of, use
+from fsdp2.compat.fsdp1.construction import device_of, used
 from fsdp2.compat.fsdp1.policies import Ignored
 from tests.harness import Accumulation, FakeWorlds, Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
@@ -363,10 +363,9 @@ def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch: pytes
         (torch.device("cuda"), "cpu", 1),
         (None, "cpu", 1),
     ):
-        device = device_of(given, None, Placed(placed), Ignored(frozenset(), frozenset()))
-        use(device)
+        device = used(device_of(given, None, Placed(placed), Ignored(frozenset(), frozenset())))
         assert device == torch.device("cuda", expected) and current == [expected], (given, placed)
-    use(device_of(CPU, None, Placed("cuda:2"), Ignored(frozenset(), frozenset())))
+    used(device_of(CPU, None, Placed("cuda:2"), Ignored(frozenset(), frozenset())))
     assert current == [1]
 
 

@@ -95,13 +95,14 @@ def device_of(device_id: Any, device_mesh: DeviceMesh | None, module: nn.Module,
     return next((place for place in places if place.type == kind != "cpu"), None) or _current(kind)
 
 
-def use(device: torch.device) -> None:
-    """Let ``device`` be the current one, if it is an accelerator: the engine computes and communicates there.
+def used(device: torch.device) -> torch.device:
+    """``device``, which is the current one now, if it is an accelerator: the engine computes and communicates there.
 
     Programs that name a ``device_id`` need not have called ``torch.cuda.set_device()``.
     """
     if device.index is not None and device.type != "cpu" and device.index != torch.accelerator.current_device_index():
         torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def _current(device_type: str) -> torch.device:

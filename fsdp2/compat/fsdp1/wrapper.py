@@ -45,7 +45,7 @@ from fsdp2.compat.fsdp1.construction import (
     own_modules,
     refuse_deferred,
     strategy_of,
-    use,
+    used,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
 from fsdp2.compat.fsdp1.names import WRAPPED, Inside, cleaned, saved
@@ -108,15 +108,13 @@ class FullyShardedDataParallel(nn.Module):
         self._use_orig_params = use_orig_params
         below = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
         self._fsdp1_ignored = ignored_below(module, ignored_modules, ignored_states, below, FullyShardedDataParallel)
-        self.compute_device = device_of(device_id, device_mesh, module, self._fsdp1_ignored)
-        use(self.compute_device)
+        self.compute_device = used(device_of(device_id, device_mesh, module, self._fsdp1_ignored))
         mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
         self._device_mesh = mesh
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         self._is_nested = self._is_ready = self._in_full_precision = False
         self._reduces = True
         self._evaluates_in_full_precision = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-        # Names that a model is not likely to have too: reads of others reach the module, by `__getattr__`.
         self._fsdp1_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )

@@ -383,6 +383,8 @@ def wrapped(drawn: Draw, *, seed: int = 0) -> Any:
             model.blocks = policies.wrap(model.blocks)  # type: ignore[arg-type]
             model.head = model.head if drawn.tied else policies.wrap(model.head)  # type: ignore[arg-type]
     found: Any = FullyShardedDataParallel(model, auto_wrap_policy=policy_of(drawn), **arguments)
+    # Else unused parameters of used units have gradients of zeros, as torch's: the plain model's have none.
+    found._unit.set_reduce_scatter_unused_params(False)
     if drawn.checkpointed:
         apply_activation_checkpointing(found, check_fn=lambda module: isinstance(module, Block))
     return found
