@@ -4,9 +4,10 @@ Beside tensor parallelism, a parameter that it does not cut is on several meshes
 all. Experts that each rank of expert parallelism has for itself lie no other way, and are different tensors.
 
 [Note: which of both]
-Where the gradient of a parameter is reduced over fewer ranks than those of the model's other parameters, its values are
-the same only if nobody has ever changed them: any difference counts. Else all ranks should have computed the same, but
-kernels may have rounded otherwise on some; so only what is far apart counts.
+Where ``shard_placement_fn`` has put a parameter on fewer ranks than the others of its module, its values are the same
+only if nobody has ever changed them: any difference counts. Else all ranks should have computed the same, but kernels
+may have rounded otherwise on some; so only what is far apart counts, and vectors do not: the gradient of a bias may be
+nothing but rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fsdp2.core.param import is_subclass
 from fsdp2.errors import FSDPRuntimeError
 from fsdp2.ragged.placement import Box
 
-_LOOKED_AT = 64
+_LOOKED_AT = 16
 """Elements of each, at equal distances."""
 
 _APART = 0.05
@@ -56,8 +57,6 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
     """
     held = [each for each in held if isinstance(each.tensor, DTensor) and not each.is_buffer]
     everyone = frozenset(ranks.numbers)
-    over = {each.param: each.param.sharding.mesh.device_mesh.size() for each in held if each.param is not None}
-    most = max(over.values(), default=0)
     chosen: dict[tuple[str, tuple[Box, ...]], bool] = {}
     parts: list[torch.Tensor] = []
     covering: dict[object, bool] = {}
@@ -66,10 +65,12 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
         if mesh not in covering:
             covering[mesh] = everyone.issubset(mesh.mesh.flatten().tolist())
         plain = local.is_floating_point() and not (local.is_meta or is_subclass(local))
-        boxes = None if covering[mesh] or not plain else boxes_here(each.tensor)
+        is_slice = _is_slice(each)
+        is_looked_at = plain and not covering[mesh] and (is_slice or each.tensor.dim() > 1)
+        boxes = boxes_here(each.tensor) if is_looked_at else None
         if boxes is None or not local.numel():
             continue
-        chosen[each.name, boxes] = each.param is not None and over[each.param] < most
+        chosen[each.name, boxes] = is_slice
         step = -(-local.numel() // _LOOKED_AT)
         parts.append(local.detach().reshape(-1)[::step].float().nan_to_num())
     if not parts:
@@ -80,6 +81,13 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
         key: Sample(tuple(of_one.tolist()), is_exact)
         for (key, is_exact), of_one in zip(chosen.items(), values, strict=True)
     }
+
+
+def _is_slice(held: Held) -> bool:
+    if held.param is None or held.param.group is None:
+        return False
+    whole = held.param.group.sharers[0].mesh.device_mesh
+    return held.param.sharding.mesh.device_mesh.size() < whole.size()  # type: ignore[no-any-return]
 
 
 def refusal_of_copies(found: Sequence[Samples], numbers: Sequence[int]) -> str:

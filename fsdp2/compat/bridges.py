@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import abc
 import copyreg
 import functools
 import sys
@@ -28,21 +29,35 @@ STATE_DICTS = ("torch.distributed.checkpoint.state_dict", "torch.distributed.opt
 def either(torchs: type, ours: type) -> type:
     """A class that stands for both in ``isinstance``, and is otherwise ``ours``: what is set on it is set there."""
 
-    class Either(type):
+    before: dict[str, object] = {}
+
+    class Either(abc.ABCMeta):  # which classes of programs may have beside it
         def __instancecheck__(cls, instance: object) -> bool:
-            return isinstance(instance, (torchs, ours))
+            return isinstance(instance, (torchs, ours)) if cls is made else super().__instancecheck__(instance)
 
         def __subclasscheck__(cls, subclass: type) -> bool:
-            return issubclass(subclass, (torchs, ours))
+            return issubclass(subclass, (torchs, ours)) if cls is made else super().__subclasscheck__(subclass)
 
         def __setattr__(cls, name: str, value: object) -> None:
+            if cls is not made or name.startswith("_abc_"):
+                super().__setattr__(name, value)
+                return
+            if name in vars(ours):
+                before.setdefault(name, vars(ours)[name])
             setattr(ours, name, value)
 
         def __delattr__(cls, name: str) -> None:
-            delattr(ours, name)
+            if cls is not made:
+                super().__delattr__(name)
+            elif name in before:  # who has patched it, and found nothing of that name in this class, undoes it so
+                setattr(ours, name, before[name])
+            else:
+                delattr(ours, name)
 
-    copyreg.pickle(Either, lambda cls: (_itself, (ours,)))
-    return Either(ours.__name__, (ours,), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+    made: type | None = None
+    made = Either(ours.__name__, (ours,), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+    copyreg.pickle(Either, lambda cls: (_itself, (ours,)) if cls is made else cls.__qualname__)
+    return made
 
 
 def _itself(cls: Any) -> Any:

@@ -97,9 +97,9 @@ class TracedState:
         return cast_named(cast, self._names, args, kwargs, _cast)
 
     @contextmanager
-    def called(self, *, compiles: bool) -> Iterator[None]:
-        """The compiled call of the module: its own hooks are to run in a graph, if it ``compiles`` what has none."""
-        self._is_called = compiles
+    def called(self) -> Iterator[None]:
+        """The compiled call of the module: its own hooks are to run in a graph."""
+        self._is_called = True
         try:
             yield
         finally:

@@ -46,8 +46,8 @@ def compared_over(
 ) -> tuple[str, int, bool]:
     """Whether the ranks say the same of each of ``meshes``. Collective over each of them, and twice over the first.
 
-    What differs on the first ends it there, on all of its ranks: they have other meshes, perhaps. What differs on
-    others is told to all ranks of the first.
+    What differs on the first, if that has all ranks, ends it there, for they have other meshes, perhaps. What differs
+    on others is told to all ranks of the first.
 
     Args:
         meshes: that this rank has, in the order of all; some of them may be the same.
@@ -58,7 +58,10 @@ def compared_over(
     Returns:
         How they differ, empty if they do not; the highest number; and whether the numbers differ.
     """
-    first, *others = {mesh.key: mesh for mesh in meshes}.values()
+    distinct = list({mesh.key: mesh for mesh in meshes}.values())
+    if not distinct:
+        return "", number, False
+    first, *others = distinct
     difference, highest, differ, has_others = "", number, False, bool(others)
 
     def compare(mesh: DataParallelMesh, text: str) -> None:
@@ -73,14 +76,19 @@ def compared_over(
                 differ = len({each // 4 for each in found}) > 1 or any(each & 2 for each in found)
                 has_others = any(each & 1 for each in found)
 
-    kinds = sorted({str(mesh) for mesh in others})
-    compare(first, "\n".join([described_on(first), *(f"a mesh of {kind}" for kind in kinds)]))
-    if difference or not has_others:
+    compare(first, described_on(first))
+    ranks = _ranks_of(first)
+    if not has_others or (difference and all(_ranks_of(mesh) <= ranks for mesh in others)):
         return difference, highest, differ
     for mesh in others:
         compare(mesh, described_on(mesh))
     compare(first, "")
     return difference, highest, differ
+
+
+def _ranks_of(mesh: DataParallelMesh) -> set[int]:
+    with _torch.unobserved():
+        return set(mesh.device_mesh.mesh.flatten().tolist())
 
 
 def _compared(

@@ -239,9 +239,10 @@ def before_backward_of_outputs(
 def before_backward_of_kept(callback: Callable[[torch.Tensor], None], module: nn.Module, began: int) -> None:
     """The same of tensors that ``module`` keeps as attributes, from the call that ``began`` on.
 
-    One that was computed after the outputs is differentiated before them.
+    One that was computed after the outputs is differentiated before them. Of a call of which nothing tells when it
+    began (no input requires a gradient) none is taken, as it may be another module's.
     """
-    for value in tuple(vars(module).values()):
+    for value in tuple(vars(module).values()) if began >= 0 else ():
         if type(value) is not torch.Tensor or value.grad_fn is None or _torch.order_of(value.grad_fn) < began:
             continue
         if callback not in (_torch.tensor_hooks(value) or {}).values():

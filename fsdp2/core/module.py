@@ -921,12 +921,12 @@ class FSDPModule:
         try:
             state.calls += 1
             compiler = _torch_compiler.frame_callback()
-            if compiler is not None and (call := PREPARES_GRAPHS.filling()(self)) is not None:
+            if compiler and (call := PREPARES_GRAPHS.filling()(self)) is not None:
                 with call:
                     if not call.is_captured:
                         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
                     args, kwargs = call.inputs(args, kwargs)
-                    with state.graph_hooks.called(compiles=compiler is not False):
+                    with state.graph_hooks.called():
                         output = self._captured_call(*args, **kwargs)
                 state.await_backward_of_graph(output)
                 return output

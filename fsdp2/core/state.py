@@ -643,7 +643,7 @@ class FSDPState:
         if awaits_backward:
             began = self._began() if len(outputs) > 1 else -1
             is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began)
-            if torch.Tensor in map(type, module.__dict__.values()):
+            if not recompute and torch.Tensor in map(type, module.__dict__.values()):
                 before_backward_of_kept(self._pre_backward, module, self._began())
             has_trained = self.is_root and root.iteration.trained  # and no other backward is to come
             hides_some = not is_seen or _torch.forward_ad._current_level >= 0

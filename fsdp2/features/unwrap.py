@@ -70,7 +70,7 @@ def unwrap(module: Module, *, optimizers: Iterable[Optimizer] = ()) -> Module:
         root.finish()
     groups = list(dict.fromkeys(group for state in states for group in state.unit))
     if states:
-        _refuse_groups(states[0].mesh, groups, _settled(states))
+        _refuse_groups(groups, _settled(states))
     for root in roots:
         root.dissolve()
     waiting = _made_plain(states, set())
@@ -140,11 +140,10 @@ def _refuse_parts_of_groups(module: nn.Module, states: Sequence[FSDPState]) -> N
             )
 
 
-def _refuse_groups(mesh: DataParallelMesh, groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
+def _refuse_groups(groups: Sequence[FSDPParamGroup], refused: FSDPError | None) -> None:
     """Refuse what this rank, or another, cannot make whole. Collective.
 
     Args:
-        mesh: of all ranks.
         groups: to be made whole.
         refused: why this rank cannot anyway.
 
@@ -163,7 +162,7 @@ def _refuse_groups(mesh: DataParallelMesh, groups: Sequence[FSDPParamGroup], ref
             [*map(_described, (group for group in groups if group.mesh.key == each.key)), str(error or "")]
         )
 
-    meshes = [mesh, *(group.mesh for group in groups)]
+    meshes = sorted([group.mesh for group in groups], key=lambda mesh: -mesh.device_mesh.size())  # all ranks' first
     difference, *_ = agreement.compared_over(meshes, described_on, "what is to be unwrapped")
     if error is not None:
         raise error

@@ -11,9 +11,12 @@ optimizer is looked through once; after that a step costs a comparison per param
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +92,11 @@ class OptimizerGuard:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         seen = self.look_through(optimizer)
         ordinary = seen.ordinary
-        for write_counter in seen.write_counters:  # here, too: where something raises, nothing is called after the step
-            write_counter.writes += 1
+        if not args[1:] and (
+            "closure" not in kwargs or kwargs["closure"] is None
+        ):  # its backward needs those of before
+            for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
+                write_counter.writes += 1
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
@@ -122,6 +128,16 @@ class OptimizerGuard:
             if group is not None and group.comm is not None:
                 group.comm.let_host_write_shards()
         return seen
+
+    @contextmanager
+    def knows_parameters_of(self, optimizer: Optimizer) -> Iterator[None]:
+        """A block in which ``optimizer``, looked through before, has others in the place of some parameters."""
+        seen = self._seen[optimizer]
+        self._seen[optimizer] = dataclasses.replace(seen, signature=_signature(optimizer))
+        try:
+            yield
+        finally:
+            self._seen[optimizer] = seen
 
     def _warn_of_gradients_that_wait(self, seen: _Seen) -> None:
         """Once: a step that finds no gradient of a group, for all that was computed waits to be reduced."""

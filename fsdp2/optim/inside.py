@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from fsdp2 import _torch
 from fsdp2.optim.state_cache import StepStateCache
 from fsdp2.optim.step_targets import FlatRun, State, StepTargets, known_in
 
@@ -156,6 +157,6 @@ def step_with(params: Sequence[list[torch.Tensor]], optimizer: Optimizer, step: 
         for group, outer_params in zip(groups, outer, strict=True):
             group["params"] = outer_params
         for tensor, place in places:
-            if tensor.data_ptr() != place.data_ptr():
+            if not _torch.is_fake(tensor) and tensor.data_ptr() != place.data_ptr():
                 place.copy_(tensor.detach())
                 tensor.data = place

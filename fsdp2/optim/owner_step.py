@@ -64,16 +64,17 @@ def step_on_owners(optimizer: Optimizer) -> None:
         for parameter, stand_in in swapped.items():
             if parameter in optimizer.state:
                 optimizer.state[stand_in] = _mapped(optimizer.state.pop(parameter), _torch.plain_of)
-        optimizer.step()
+        with GUARD.knows_parameters_of(optimizer):
+            optimizer.step()
     finally:
-        for stand_in, owner in stand_ins.items():
-            if stand_in.data_ptr() != owner.local.data_ptr():  # the step has set .data
-                owner.local.copy_(stand_in.detach())
         for group in optimizer.param_groups:
             group["params"][:] = [stand_ins[p].sharded if p in stand_ins else p for p in group["params"]]
         states = {owner: optimizer.state.pop(p) for p, owner in stand_ins.items() if p in optimizer.state}
         for owner, state in states.items():
             optimizer.state[owner.sharded] = _mapped(state, lambda value, owner=owner: _like(value, owner))
+    for stand_in, owner in stand_ins.items():
+        if not _torch.is_fake(stand_in) and stand_in.data_ptr() != owner.local.data_ptr():  # the step has set .data
+            owner.local.copy_(stand_in.detach())
     for owner in states:
         _refuse_other_shapes(owner, optimizer.state[owner.sharded])
 

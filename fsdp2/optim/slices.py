@@ -31,8 +31,9 @@ class Slices:
 
     def note(self, states: Sequence[Any], groups: Sequence[FSDPParamGroup]) -> None:
         """A root forms, of ``states``, its owner's first. No communication."""
-        whole: DeviceMesh = states[0].mesh.device_mesh
         for group in groups:
+            # Nested calls on smaller meshes may hold what other ranks have, too, as beside tensor parallelism.
+            whole: DeviceMesh = group.sharers[0].mesh.device_mesh
             wider = whole if _is_part_of(group.mesh.device_mesh, whole) else None
             if wider is not self._groups.pop(group, None):
                 self.changes += 1

@@ -272,7 +272,10 @@ def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DT
 
 
 def _leave_runs(params: Sequence[torch.Tensor], outside: State, earlier: Sequence[FlatRun]) -> None:
-    """Of ``params``, those that were in runs of before have their state by themselves: else all of the run lives on."""
+    """Of ``params``, those that were in runs of before, of which others go on in runs, have their state by themselves.
+
+    Else all that the run had would live on with it.
+    """
     before = {id(parameter) for flat_run in earlier for parameter in flat_run.run.params}
     for parameter in params:
         for value in outside.get(parameter, {}).values() if id(parameter) in before else ():
@@ -349,7 +352,7 @@ class StepTargets:
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
-        _leave_runs(rest, outside, earlier)
+        _leave_runs(rest, outside, [each for each in earlier if any(id(p) in in_runs for p in each.run.params)])
         self._sharded = [parameter for parameter in rest if isinstance(parameter, DTensor)]
         self._plain = [parameter for parameter in rest if not isinstance(parameter, DTensor)]
         self._specs = list(map(_torch.spec_of, self._sharded))

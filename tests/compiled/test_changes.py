@@ -6,10 +6,8 @@ import copy
 import gc
 import io
 import pickle
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -594,25 +592,3 @@ def test_what_a_step_has_computed_before_a_backward_that_raises(policy: Any) -> 
             step_once(each, 3, dist.get_rank())
         assert_same_gradients(models, "after the failure")
         assert len(graphs.forward) == len(graphs.backward) == 1
-
-
-# Full: a compilation.
-@multi_rank(2)
-@pytest.mark.full
-def test_eager_on_recompile() -> None:
-    """A graph that fits is used, and another shape runs in eager mode, with its hooks."""
-    with compiling() as graphs, warnings.catch_warnings():
-        warnings.filterwarnings("error", message=r".*outside of its graph.*")
-        models, called = compiled_and_eager(build_small, whole, graphs.backend())
-        rank = dist.get_rank()
-        (group,) = models[0]._get_fsdp_state().unit
-        gathers = group.unshard = Mock(wraps=group.unshard)
-        for rows in (4, 4, 3):
-            with torch.compiler.set_stance("eager_on_recompile" if graphs.forward else "default"):
-                losses = [loss_of(each(batch_of(rows, rank, rows))) for each in called]
-                for loss in losses:
-                    loss.backward()
-            assert_equal("loss", *(loss.detach() for loss in losses))
-            assert_same_gradients(models, f"of {rows} rows")
-            assert len(graphs.forward) == 1
-            assert (gathers.call_count > 0) == (rows != 4)

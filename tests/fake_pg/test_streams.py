@@ -259,6 +259,7 @@ def test_every_reason_that_is_given_is_one(scenario: str) -> None:
 
 NO_RACE = {
     ("root", "gather_postponed", "finish_reduces"),  # never where there are streams; see test_backward_memory
+    ("reduce", "reduce", "retire_reduces"),  # the same: there it is make_room
     ("root", "recover_if_failed", "drop_reduces"),  # so that nothing is delivered later; see test_what_meets
     ("staging", "_copy", "block_host"),  # a thread reads on the host what was copied there; see gpu/test_cuda.py
     ("root", "_end_iteration", "end_step"),  # ends the capture of a graph; see test_memory_pool

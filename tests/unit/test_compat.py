@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib
 import inspect
 import os
@@ -250,6 +251,15 @@ def test_replicated_modules_are_data_parallel_ones_too(simulate: FakeWorlds, mon
         assert model[1].of_a_program == 3
         monkeypatch.undo()
         assert not hasattr(fsdp2.FSDPModule, "of_a_program")
+        unshard = fsdp2.FSDPModule.unshard
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(public.FSDPModule, "unshard", None)
+            assert fsdp2.FSDPModule.unshard is None
+        assert fsdp2.FSDPModule.unshard is unshard
+        own = type("Own", (public.FSDPModule, nn.Module, abc.ABC), {"__module__": __name__})
+        own.tag = 1  # type: ignore[attr-defined]
+        assert not hasattr(fsdp2.FSDPModule, "tag")
+        assert not isinstance(model[0], own) and issubclass(own, public.FSDPModule)
 
 
 def test_pipelining_knows_modules_of_both(pipelining: list[ModuleType]) -> None:

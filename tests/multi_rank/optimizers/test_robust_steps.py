@@ -339,3 +339,40 @@ def test_a_hook_that_raises_after_a_step_hides_no_write() -> None:
     x = torch.ones(2, 8)
     with torch.no_grad():
         torch.testing.assert_close(model(x), plain(x))
+
+
+@multi_rank(2)
+def test_steps_on_owners_count_as_writes() -> None:
+    """Parameters that stay unsharded are gathered anew."""
+    plain, model = layers(), layers()
+    mesh = init_device_mesh("cpu", (2,))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    fully_shard(model, mesh=mesh, shard_placement_fn=balanced_owners(matrices, mesh))
+    model.set_reshard_after_backward(False)
+    optimizer = momentum([p for p in model.parameters() if p.dim() == 2])
+    reference = momentum([p for p in plain.parameters() if p.dim() == 2])
+    for step in range(3):
+        for each in (plain, model):
+            backward(each, step)
+        reference.step()
+        step_on_owners(optimizer)
+        reference.zero_grad()
+        optimizer.zero_grad()
+    model.reshard()
+    assert_same(plain, model)
+
+
+@multi_rank(2)
+def test_a_closure_may_run_the_backward_alone() -> None:
+    (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1)
+    for each, its in ((plain, reference), (model, optimizer)):
+        for step in range(2):
+            loss = each(torch.full((2, 8), float(step))).square().sum()
+
+            def closure(its: Any = its, loss: torch.Tensor = loss) -> float:
+                its.zero_grad()
+                loss.backward()
+                return float(loss.detach())
+
+            its.step(closure)
+    assert_same(plain, model)
