@@ -77,8 +77,7 @@ def compared_over(
                 has_others = any(each & 1 for each in found)
 
     compare(first, described_on(first))
-    ranks = _ranks_of(first)
-    if not has_others or (difference and all(_ranks_of(mesh) <= ranks for mesh in others)):
+    if not has_others or (difference and all(_ranks_of(mesh) <= _ranks_of(first) for mesh in others)):
         return difference, highest, differ
     for mesh in others:
         compare(mesh, described_on(mesh))
