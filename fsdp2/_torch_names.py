@@ -132,6 +132,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor:FakeTensorMode",
     ),
     _MODULES: (
+        "torch.nn:Module._get_name",
         "torch.nn:Module._forward_pre_hooks",
         "torch.nn:Module._forward_hooks",
         "torch.nn:Module._parameters",
