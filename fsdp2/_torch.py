@@ -429,9 +429,9 @@ def on_host(number: torch.Tensor) -> float:
     return kind.from_address(number.data_ptr()).value
 
 
-def bytes_on_host(tensor: torch.Tensor) -> bytes:
-    """Those of ``tensor``, contiguous in host memory; without an operator, as `on_host`."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+def memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """That of ``tensor``, contiguous on the host, for as long as it lives: read without an operator, as `on_host`."""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def backward_is_running() -> bool:

@@ -149,17 +149,18 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 class _Counters:
     """One counter of every parameter of a run: each has its own outside, and all are written at once."""
 
-    __slots__ = ("_all", "_bytes", "_version", "each")
+    __slots__ = ("_all", "_bytes", "_memory", "_version", "each")
 
     def __init__(self, value: torch.Tensor, count: int) -> None:
         self._all = value.detach().repeat(count)
         self.each = self._all.unbind()
+        is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
+        self._memory = _torch.memory_of(self._all) if is_seen else None
         self._note()
 
     def _note(self) -> None:
         self._version = _torch.version_of(self._all)
-        is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
-        self._bytes = _torch.bytes_on_host(self._all) if is_seen else None
+        self._bytes = None if self._memory is None else self._memory.raw
 
     def write(self, value: torch.Tensor) -> None:
         """Make each of them ``value`` ()."""
@@ -174,7 +175,7 @@ class _Counters:
         """
         if _torch.version_of(self._all) != self._version:
             return True
-        return self._bytes is not None and _torch.bytes_on_host(self._all) != self._bytes
+        return self._memory is not None and self._memory.raw != self._bytes
 
 
 class FlatRun:
