@@ -413,6 +413,8 @@ def stops_in_a_part(folder: Path) -> list[str]:
     return said
 
 
+# Full: 5 s.
+@pytest.mark.full
 def test_a_process_that_is_stopped_for_a_while_is_not_gone(tmp_path: Path) -> None:
     said = anew(3, stops_in_a_part, tmp_path, timeout=30.0)
     assert said[0] == said[1] and len(said[0]) == 3
