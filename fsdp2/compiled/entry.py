@@ -124,12 +124,8 @@ def prepare_call(module: nn.Module) -> CompiledCall:
     below = state.states if state.own_root is root else tuple(states_below(module))
     outside = [(each, each.graph_hooks) for each in below]
     reasons = {each: reason_against(each, below) for each in below}
-    # What Dynamo could not trace once, here modules below, it gives up for good: without groups nothing is lost.
-    is_captured = reasons[state] is None and (bool(state.unit) or not any(reasons.values()))
-    held = _held_by_top(below) if reasons[state] is None else ()
-    for each in below if held and not is_captured else ():
-        if reasons[each] is None and not _lies_apart(each, held):
-            reasons[each] = f"'{each.name}' shares parameters with a module that the graph does not hold"
+    is_captured = reasons[state] is None
+    held = _held_by_top(below) if is_captured else ()
     for each in below:
         reason = reasons[each]
         if reason is not None:
@@ -141,11 +137,6 @@ def prepare_call(module: nn.Module) -> CompiledCall:
     for each in below:
         each.graph_hooks = each.prepared_hooks
     return CompiledCall(state, outside, is_captured=is_captured)
-
-
-def _lies_apart(state: FSDPState, held: tuple[FSDPParamGroup, ...]) -> bool:
-    """Whether none of its groups is among those ``held`` by the top."""
-    return set(held).isdisjoint(state.unit)
 
 
 def _refuse_state(state: FSDPState, reason: str) -> None:

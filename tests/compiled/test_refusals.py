@@ -295,28 +295,6 @@ def test_capture_of_what_is_not_sharded() -> None:
         fsdp2.set_graph_capture(nn.Linear(2, 2), None)  # type: ignore[arg-type]
 
 
-# Full: two compilations.
-@multi_rank(2)
-@pytest.mark.full
-def test_a_call_that_was_refused_ends_no_compilation() -> None:
-    """Without fullgraph it runs in eager mode; the next call that nothing speaks against is one graph again."""
-    with compiling() as graphs:
-        model = made(linear)
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model.head)
-        fully_shard(model)  # has no parameters of its own
-        called = torch.compile(model, backend=graphs.backend())
-        model.set_requires_gradient_sync(False)
-        called(batch_of(0, rank())).sum().backward()
-        model.set_requires_gradient_sync(True)
-        model.zero_grad()
-        before = len(graphs.forward)
-        called(batch_of(1, rank())).sum().backward()
-        assert graphs.collectives()[before] == (3, 0), graphs.collectives()
-        assert fsdp2.compile_report(model).is_complete
-
-
 # Full: a compilation.
 @multi_rank(2)
 @pytest.mark.full
