@@ -84,10 +84,7 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
 
 
 def _is_slice(held: Held) -> bool:
-    if held.param is None or held.param.group is None:
-        return False
-    whole = held.param.group.sharers[0].mesh.device_mesh
-    return held.param.sharding.mesh.device_mesh.size() < whole.size()  # type: ignore[no-any-return]
+    return held.param is not None and held.param.group is not None and held.param.group.placed_within is not None
 
 
 def refusal_of_copies(found: Sequence[Samples], numbers: Sequence[int]) -> str:

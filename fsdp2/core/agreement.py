@@ -44,13 +44,13 @@ def disagreement(
 def compared_over(
     meshes: Iterable[DataParallelMesh], described_on: Callable[[DataParallelMesh], str], what: str, number: int = 0
 ) -> tuple[str, int, bool]:
-    """Whether the ranks say the same of each of ``meshes``. Collective over each of them, and twice over the first.
+    """Whether the ranks say the same of each of ``meshes``. Collective over each of them, and twice over the widest.
 
-    What differs on the first, if that has all ranks, ends it there, for they have other meshes, perhaps. What differs
-    on others is told to all ranks of the first.
+    That is the first. What differs on it, if it has all ranks, ends it there, for they have other meshes, perhaps. What
+    differs on others is told to all its ranks.
 
     Args:
-        meshes: that this rank has, in the order of all; some of them may be the same.
+        meshes: that this rank has; those of one size in the order of all. Some of them may be the same.
         described_on: what is to be the same on the ranks of one of them.
         what: they compare, for messages.
         number: which may differ.
@@ -58,7 +58,7 @@ def compared_over(
     Returns:
         How they differ, empty if they do not; the highest number; and whether the numbers differ.
     """
-    distinct = list({mesh.key: mesh for mesh in meshes}.values())
+    distinct = sorted({mesh.key: mesh for mesh in meshes}.values(), key=lambda mesh: -mesh.device_mesh.size())
     if not distinct:
         return "", number, False
     first, *others = distinct

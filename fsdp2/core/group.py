@@ -11,12 +11,13 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Offloading
 from fsdp2.core.gather import Gather, GroupStorage, Transfer
 from fsdp2.core.gradients import GradientBuffer
-from fsdp2.core.mesh import DataParallelMesh
+from fsdp2.core.mesh import DataParallelMesh, is_part_of
 from fsdp2.core.options import DECIDES_GRADIENTS, DEFAULT, GroupSettings, are_the_same
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
 from fsdp2.core.places import UNNAMED, label
@@ -155,6 +156,15 @@ class FSDPParamGroup:
     def is_shared(self) -> bool:
         """Whether weights are tied across `fully_shard` calls."""
         return len(self.sharers) > 1
+
+    @property
+    def placed_within(self) -> DeviceMesh | None:
+        """The mesh of the `fully_shard` call, if ``shard_placement_fn`` has put the parameters on a part of its ranks.
+
+        Their gradients are never reduced over the others, where parameters of the same place hold other values.
+        """
+        own, whole = self.mesh.device_mesh, self.sharers[0].mesh.device_mesh
+        return whole if is_part_of(own, whole) else None
 
     @property
     def transport(self) -> Transport:
@@ -846,8 +856,9 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
         if comm.device.is_capturing():  # what is captured writes there in every replay
             for _, cleared in together:
                 for buffer in cleared:
+                    if not buffer.stays:
+                        comm.held_for_graphs.append(buffer)
                     buffer.stays = True
-                    comm.held_for_graphs.append(buffer)
             continue
         if comm.device.has_streams:
             last = [group.reducer.last_stream(comm) for group, _ in together]

@@ -164,6 +164,14 @@ class DataParallelMesh:
         return sizes if self.replicate_group is None else f"{sizes} x {self.replicate_size} replicas"
 
 
+def is_part_of(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
+    """Whether the ranks of ``mesh`` are some of those of ``whole``, and not all."""
+    if mesh is whole or mesh.size() >= whole.size():
+        return False
+    with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
+        return set(mesh.mesh.flatten().tolist()).issubset(whole.mesh.flatten().tolist())
+
+
 ON_MESH: list[Callable[[DeviceMesh], None]] = []
 """A port: called with every mesh that is to be sharded over."""
 

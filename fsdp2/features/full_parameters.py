@@ -293,25 +293,23 @@ def _agree(found: _Taken, options: _Options, error: FSDPError | None) -> None:
     Raises:
         FSDPError: ``error``; or, on the other ranks, that one has it.
     """
-    difference: str | None = None
-    for mesh, params in _by_mesh(found):
+    by_mesh = {mesh.key: (mesh, params) for mesh, params in _by_mesh(found)}
+
+    def described_on(mesh: DataParallelMesh) -> str:
         lines = [f"{_NAME} with {options}" if error is None else f"refused: {error}"]
-        for param in params:
+        for param in by_mesh[mesh.key][1]:
             gradient = param.sharded.grad if options.with_grads and error is None else None
             state = " (whole already)" if param in _lent_of(param.group) else ""
             of_gradient = "" if gradient is None else f", gradient {gradient.dtype}"
             lines.append(f"{param.fqn} {list(param.shape)} {param.dtype}{of_gradient}{state}")
-        for process_group in (mesh.shard_group, mesh.replicate_group):
-            # All of them are asked, whatever the first says: other ranks wait there, and learn what the first have.
-            text = "\n".join([*lines, difference or ""])
-            difference = agreement.disagreement(text, process_group, mesh.device) or difference
-    meshes = [mesh for mesh, _ in _by_mesh(found)]
-    for mesh in meshes if len(meshes) > 1 else ():  # ranks of others may have found it since
-        for process_group in (mesh.shard_group, mesh.replicate_group):
-            difference = agreement.disagreement(difference or "", process_group, mesh.device) or difference
+        return "\n".join(lines)
+
+    difference, *_ = agreement.compared_over(
+        [mesh for mesh, _ in by_mesh.values()], described_on, f"what {_NAME} gathers"
+    )
     if error is not None:
         raise error
-    if difference is not None:
+    if difference:
         raise FSDPRuntimeError(f"the ranks differ in what {_NAME} is to gather. Difference:\n{difference}")
 
 

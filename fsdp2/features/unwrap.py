@@ -162,7 +162,7 @@ def _refuse_groups(groups: Sequence[FSDPParamGroup], refused: FSDPError | None) 
             [*map(_described, (group for group in groups if group.mesh.key == each.key)), str(error or "")]
         )
 
-    meshes = sorted([group.mesh for group in groups], key=lambda mesh: -mesh.device_mesh.size())  # all ranks' first
+    meshes = [group.mesh for group in groups]
     difference, *_ = agreement.compared_over(meshes, described_on, "what is to be unwrapped")
     if error is not None:
         raise error

@@ -15,8 +15,8 @@ sharded parameter took the place of which.
         all-reduce over dp  a              b                      2 numbers
         all-reduce over tp  a                                     1 number
 
-    A *slice* lies on a part of the ranks of its root (`optim/slices.py`), and on the others another one in its place:
-    its spread are the dims of the root's mesh, and of its replicas within its own mesh the first counts. So it shares
+    A *slice* lies on a part of the ranks of its module (`optim/slices.py`), and on the others another one in its place:
+    its spread are the dims of the module's mesh, and of its replicas within its own mesh the first counts. So it shares
     the slot of what is sharded over the whole, and nothing depends on how many slices a rank has.
 
     The norm of order 0 is torch's: how many tensors have an element that is not zero. There a slot is one number for
@@ -73,10 +73,10 @@ def clip_grad_norm_(
 
     Parameters may be DTensors on different meshes (1D, HSDP, with tensor or expert parallelism, offloaded) beside
     plain tensors, of several dtypes. Plain tensors, and mesh dims in which a DTensor is replicated, count once: their
-    gradients are expected to be the same on every rank. Those that lie on a part of the ranks of their root alone, as
-    experts by ``shard_placement_fn``, are others on the other ranks: all of them count. Parameters without gradient
-    count as zeros. Those from before `fully_shard`, and unsharded ones, stand for the sharded parameters that took
-    their place.
+    gradients are expected to be the same on every rank. Those that ``shard_placement_fn`` has
+    put on a part of their module's ranks, as experts, are others on the other ranks: all of them count. Parameters
+    without gradient count as zeros. Those from before `fully_shard`, and unsharded ones, stand for the sharded
+    parameters that took their place.
 
     All ranks that hold shards of ``parameters`` must call this with the same parameters in the same order, also where
     some or all gradients are None. One all-reduce of a few numbers for each process group over which something is
@@ -325,7 +325,7 @@ class _Slots:
             tensors: parameters, or gradients.
             gradients: of them.
             slices: what the gradients lie on, if they are as they were delivered.
-            apart: what lies on a part of the ranks of its root is taken for all that there is.
+            apart: what lies on a part of the ranks of its module is taken for all that there is.
 
         Raises:
             FSDPValueError: a gradient is spread otherwise than its tensor (`reduction_groups_of`), or has no norm yet.

@@ -6,8 +6,8 @@ optimizer are unscaled, and how the ranks learn that one of them was not finite.
 [Note: who must agree]
 Which ranks these are follows from the parameters of the optimizer, never from their gradients, which a rank may lack:
 those of all meshes that a parameter is on, replicas included; and of a parameter that lies on a part of the ranks of
-its root (`optim/slices.py`) those of the root, or else ranks would go on with different scales. One all-reduce over a
-process group that there is already. Where there is none of just these ranks (a mesh of two dims beside pipeline
+its module (`optim/slices.py`) those of the module, or else ranks would go on with different scales. One all-reduce over
+a process group that there is already. Where there is none of just these ranks (a mesh of two dims beside pipeline
 stages), the dims of the mesh that has them in turn: a maximum over rows and then over columns is one over all.
 """
 
@@ -38,7 +38,7 @@ class _Plan(Delivered):
     """How the gradients of one optimizer are unscaled, as long as it holds the same parameters.
 
     Attributes:
-        meshes: of the parameters, each once, and of the roots of slices.
+        meshes: of the parameters, each once, and of the modules of slices.
         changes: of `SLICES`, when it was made.
         reductions: over which the ranks of these are to agree, in turn.
     """
@@ -46,7 +46,7 @@ class _Plan(Delivered):
     def __init__(self, params: list[torch.Tensor]) -> None:
         super().__init__(params)
         meshes = [_torch.spec_of(param).mesh for param in params if isinstance(param, DTensor)]
-        meshes += SLICES.roots_of(params)
+        meshes += SLICES.wholes_of(params)
         self.changes = SLICES.changes
         self.meshes: tuple[DeviceMesh, ...] = tuple({id(mesh): mesh for mesh in meshes}.values())
 
@@ -66,9 +66,9 @@ class ShardedGradScaler(torch.amp.GradScaler):  # type: ignore[name-defined]  # 
     ones, together in one optimizer; gradients of plain ones are expected to be alike on all ranks.
 
     `unscale_`, or else `step`, must be called by all ranks that hold parts of an optimizer's parameters, also where
-    some or all gradients are None. Of parameters that lie on a part of the ranks of their root alone, as experts by
-    ``shard_placement_fn``, that is by all ranks of the root, in the same order if there are several optimizers: they
-    skip a step of their experts together, and go on with one scale.
+    some or all gradients are None. Of parameters that ``shard_placement_fn`` has put on a part of their
+    module's ranks, as experts, that is by all ranks of the module, in the same order if there are several optimizers:
+    they skip a step of their experts together, and go on with one scale.
 
     Args:
         device: the type of device that losses are on.
