@@ -67,7 +67,7 @@ class GradientBuffer:
         self.resizable = Resizable(flat)
         self._storage = self.resizable.storage
         self._baseline = self._counts()
-        self._slices: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, tuple[int, ...], tuple[int, ...]], torch.Tensor] = {}
 
     def _counts(self) -> list[int]:
         """Holders of the storage, then of each gradient and of its local tensor."""
@@ -75,11 +75,12 @@ class GradientBuffer:
         own = (count(self._storage), _torch.storage_use_count(self._storage))
         return [*own, *map(count, self.gradients), *map(count, self.locals)]
 
-    def slice(self, start: int, numel: int) -> torch.Tensor:
-        """(numel,) of the buffer; always the same tensor. Nobody keeps it: `is_free` does not see who holds it."""
-        known = self._slices.get((start, numel))
+    def view(self, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+        """``shape`` from ``start`` on; always the same tensor. Nobody keeps it: `is_free` does not see who holds it."""
+        known = self._views.get((start, shape, stride))
         if known is None:
-            known = self._slices[start, numel] = self.flat[start : start + numel]
+            known = self.flat.as_strided(shape, stride, self.flat.storage_offset() + start)
+            self._views[start, shape, stride] = known
             self._baseline[1] += 1  # the storage has one user more, which is this object
         return known
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -320,7 +320,7 @@ def make_process_group(caller: str) -> None:
 
 
 def default_mesh() -> DeviceMesh:
-    """One dim over all ranks, on the current accelerator if there is one, else on CPU.
+    """One dim over all ranks, on the current accelerator if there is one, else on CPU. The same as before, if it lives.
 
     Under a launcher such as ``torchrun`` the default process group is initialized from the environment if the program
     has not done so. Collective over all ranks.
@@ -331,5 +331,16 @@ def default_mesh() -> DeviceMesh:
     make_process_group("fully_shard")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
+    world, (known_world, known_mesh) = dist.group.WORLD, _DEFAULT.get(device_type, (None, None))
+    if known_world is not None and known_mesh is not None and known_world() is world:
+        known = known_mesh()
+        if known is not None:
+            return known
     with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    _DEFAULT[device_type] = ref(world), ref(mesh)
+    return mesh
+
+
+_DEFAULT: dict[str, tuple[ref[Any], ref[DeviceMesh]]] = {}
+"""By device type: the world that a `default_mesh` was made over last, and the mesh."""

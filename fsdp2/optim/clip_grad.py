@@ -300,14 +300,14 @@ class _Slots:
         delivered = delivered_of(parameters)
         slices = None if delivered is None else delivered.slices()
         with _torch.plain_attributes():
-            known = delivered.known if delivered is not None and slices is not None else None
-            if isinstance(known, _Alike) and known.changes == SLICES.changes:
-                assert delivered is not None and slices is not None, "else nothing is known"
-                return known.slots(slices, delivered.locals())
+            if delivered is not None and slices is not None:
+                known: _Alike | None = delivered.known.get(_Alike)
+                if known is not None and known.changes == SLICES.changes:
+                    return known.slots(slices, delivered.locals())
             self = cls.of(parameters, [each.grad for each in parameters], slices)
         if delivered is not None and self.written_unseen and self.device is not None:
             slot = self.slots[0]
-            delivered.known = _Alike(slot.spread, slot.where, SLICES.changes, self.device, self.dtype)
+            delivered.known[_Alike] = _Alike(slot.spread, slot.where, SLICES.changes, self.device, self.dtype)
         return self
 
     @classmethod

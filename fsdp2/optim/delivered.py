@@ -6,23 +6,36 @@ the ones that were delivered, the slice from the first to the last is one tensor
 the alignment of packed gradients, and the rows that this rank is short of. A slice ends before anything else: a
 parameter that is not among them (another optimizer may hold it), a gap between gradients that travelled alone, which
 nothing was ever written to, and the numbers that say which parameters had a gradient.
+
+[Note: norms of rows]
+On a CPU the norm of each of many small tensors costs a call each, while those of the rows of a matrix are one. Equal
+gradients lie side by side, in rows. A row is summed as a tensor of its size is, to the same bits, as long as torch
+leaves that to one thread: for less than 32768 elements. The kernels of accelerators are others.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fsdp2 import _torch
-from fsdp2.core.gradients import GradientBucket
+from fsdp2.core.gradients import GradientBucket, GradientBuffer
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.param import FSDPParam, Link, fsdp_param_of
 
 _gradient_of = operator.attrgetter("grad")
+
+_MOST_IN_A_ROW = 1 << 15
+"""Elements from which on torch may share a sum out among threads."""
+
+_View = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where something starts in a buffer, its shape, its strides."""
 
 
 class _Together(NamedTuple):
@@ -32,13 +45,19 @@ class _Together(NamedTuple):
         params: the sharded parameters, in the order in which their gradients lie.
         bucket: that delivers them.
         positions: of each, there.
-        pieces: (start, numel) in the buffer of what is one tensor.
+        pieces: of the buffer, each of which is one tensor, (numel,).
+        rows: (k, n) of the buffer, dense in each row: k > 1 of the parameters that follow each other.
+        apart: positions of those in no row.
+        order: of the parameters, as their norms come: those of `rows`, those `apart`.
     """
 
     params: tuple[torch.Tensor, ...]
     bucket: weakref.ref[GradientBucket]
     positions: tuple[int, ...]
-    pieces: tuple[tuple[int, int], ...]
+    pieces: tuple[_View, ...]
+    rows: tuple[_View, ...]
+    apart: tuple[int, ...]
+    order: tuple[int, ...]
 
     @classmethod
     def of(cls, params: Iterable[FSDPParam], bucket: GradientBucket) -> _Together:
@@ -63,7 +82,18 @@ class _Together(NamedTuple):
             elif numel:
                 pieces.append((slot.offset, numel))
         ordered = tuple(positions)
-        return cls(tuple(bucket.params[each].sharded for each in ordered), weakref.ref(bucket), ordered, tuple(pieces))
+        rows, in_rows = _rows(bucket, ordered)
+        among = {position: index for index, position in enumerate(ordered)}
+        apart = tuple(each for each in ordered if each not in in_rows)
+        return cls(
+            tuple(bucket.params[each].sharded for each in ordered),
+            weakref.ref(bucket),
+            ordered,
+            tuple((start, (numel,), (1,)) for start, numel in pieces),
+            rows,
+            apart,
+            tuple(among[each] for each in (*in_rows, *apart)),
+        )
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The gradients: slices of the buffer, or each by itself if one is not as it was delivered."""
@@ -77,7 +107,46 @@ class _Together(NamedTuple):
         found = map(_gradient_of, self.params)
         if delivered is None or not all(map(operator.is_, found, map(delivered.gradients.__getitem__, self.positions))):
             return None
-        return [delivered.slice(*piece) for piece in self.pieces]
+        return list(itertools.starmap(delivered.view, self.pieces))
+
+    def norms(self, order: float) -> Iterator[torch.Tensor]:
+        """(k,) each, all of one dtype: the norms of the gradients, in `order`. After `slices`."""
+        delivered = _delivered(self)
+        for rows in itertools.starmap(delivered.view, self.rows):
+            yield torch.linalg.vector_norm(rows, order, dim=1)
+        if self.apart:
+            yield torch.stack(_torch.foreach_norm([delivered.locals[each] for each in self.apart], order, None))
+
+
+def _delivered(together: _Together) -> GradientBuffer:
+    bucket = together.bucket()
+    delivered = None if bucket is None else bucket.delivered
+    assert delivered is not None, "slices were found"
+    return delivered
+
+
+def _rows(bucket: GradientBucket, positions: Sequence[int]) -> tuple[tuple[_View, ...], tuple[int, ...]]:
+    """What is rows of a matrix, of the gradients at ``positions`` in the order of the buffer; and whose, in turn."""
+    rows: list[_View] = []
+    members: list[int] = []
+    run: list[int] = []
+    starts = [slot.offset for slot in bucket.layout.slots]
+    sizes = list(map(math.prod, bucket.local_shapes))
+
+    def end_run() -> None:
+        if len(run) > 1:
+            rows.append((starts[run[0]], (len(run), sizes[run[0]]), (starts[run[1]] - starts[run[0]], 1)))
+            members.extend(run)
+        run.clear()
+
+    for position in positions:
+        is_equal = run and sizes[position] == sizes[run[-1]]
+        if not is_equal or (len(run) > 1 and starts[position] - starts[run[-1]] != starts[run[1]] - starts[run[0]]):
+            end_run()
+        if sizes[position] < _MOST_IN_A_ROW and not bucket.layout.slots[position].partition.order:
+            run.append(position)
+    end_run()
+    return tuple(rows), tuple(members)
 
 
 def _each(params: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -99,12 +168,11 @@ class Delivered:
     """Parameters, and where their gradients are delivered; good as long as they are the same, laid out as they were.
 
     Attributes:
-        known: what its user has found out about parameters that does not change before that does.
+        known: what its users have found out about parameters that does not change before that does, by its class.
     """
 
-    known: object = None
-
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.known: dict[type[Any], Any] = {}
         self._params = tuple(params)
         owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
         groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
@@ -114,6 +182,7 @@ class Delivered:
         self._together = [_Together.of(owners, bucket) for bucket in buckets]
         delivered = {id(param) for together in self._together for param in together.params}
         self._others = [param for param in params if id(param) not in delivered]
+        self._order: torch.Tensor | None = None
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether it was made of ``params``, whose gradients are laid out as they were."""
@@ -147,11 +216,20 @@ class Delivered:
         """
         found: list[torch.Tensor] = []
         for together in self._together:
-            bucket = together.bucket()
-            delivered = None if bucket is None else bucket.delivered
-            assert delivered is not None, "slices were found"
-            found += map(delivered.locals.__getitem__, together.positions)
+            found += map(_delivered(together).locals.__getitem__, together.positions)
         return tuple(found)
+
+    def norms(self, order: float) -> torch.Tensor:
+        """(n,): of each gradient, as the parameters were given; see [Note: norms of rows]. After `slices`.
+
+        All of them must be of one floating-point dtype and on the CPU.
+        """
+        if self._order is None:
+            found = [id(together.params[index]) for together in self._together for index in together.order]
+            at = {each: index for index, each in enumerate(found)}
+            self._order = torch.tensor([at[id(param)] for param in self._params])
+        norms = torch.cat([part for together in self._together for part in together.norms(order)])
+        return norms.index_select(0, self._order)
 
 
 def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:

@@ -2,6 +2,7 @@
 
 Torch's functions send every gradient through DTensor's dispatch, once for its norm, once to stack that, once to scale.
 Here the norms are taken of the local tensors, put together as DTensor does it, and the local tensors are scaled.
+On a CPU those that lie on buffers of groups, as they were delivered, are taken as rows there, and scaled as a whole.
 Gradients that do not lie alike, or are sharded over several dims of a mesh, go to torch's functions.
 (`fsdp2.clip_grad_norm_` is for those as well, and faster; its norm is a sum in float64 over the buffers of groups,
 whose last bits are others.)
@@ -17,7 +18,7 @@ import math
 import operator
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2 import _torch
 from fsdp2.core.module import ON_SHARDING
 from fsdp2.optim import clip_grad
+from fsdp2.optim.delivered import Delivered, delivered_of
 
 LOG = logging.getLogger("fsdp2")
 
@@ -92,7 +94,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """`torch.nn.utils.clip_grad_norm_`. Collective, as that is, over the mesh of the gradients if they are DTensors."""
     every = _as_list(parameters)
-    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    alike = None if foreach is False else _Alike.of_parameters(every)
     total = None if alike is None else alike.total_norm(norm_type, error_if_nonfinite)
     if alike is None or total is None:
         given = parameters if isinstance(parameters, types.GeneratorType) and not every else every  # which it warns of
@@ -118,7 +120,7 @@ def clip_grads_with_norm_(
 ) -> None:
     """`torch.nn.utils.clip_grads_with_norm_`. Not collective."""
     every = _as_list(parameters)
-    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    alike = None if foreach is False else _Alike.of_parameters(every)
     if alike is None or not alike.is_whole(total_norm):
         _torchs_clip_with_norm(every, max_norm, total_norm, foreach)
     else:
@@ -129,7 +131,7 @@ def clip_grads_with_norm_(
 def clip_grad_value_(parameters: TensorOrTensors, clip_value: float, foreach: bool | None = None) -> None:
     """`torch.nn.utils.clip_grad_value_`. Not collective."""
     every = _as_list(parameters)
-    alike = None if foreach is False else _Alike.of(_gradients_of(every))
+    alike = None if foreach is False else _Alike.of_parameters(every)
     if alike is None:
         _torchs_clip_value(every, clip_value, foreach)
     else:
@@ -140,7 +142,7 @@ def _as_list(tensors: TensorOrTensors) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _gradients_of(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with _torch.plain_attributes():
         return list(filter(_is_there, map(_gradient_of, parameters)))
 
@@ -159,6 +161,20 @@ class _Alike:
         self._dim = dim  # of the mesh
 
     @classmethod
+    def of_parameters(cls, parameters: list[torch.Tensor]) -> _Alike | None:
+        """`of` their gradients."""
+        delivered = None if torch.compiler.is_compiling() else delivered_of(parameters)
+        slices = None if delivered is None else delivered.slices()
+        if delivered is None or not slices or not _are_plain_numbers(slices):
+            return cls.of(_gradients_of(parameters))
+        if _Where not in delivered.known:
+            alike = cls.of(_gradients_of(parameters))
+            if alike is None:
+                return None
+            delivered.known[_Where] = _Where(alike._mesh, alike._dim)
+        return _AsDelivered(parameters, delivered, slices, delivered.known[_Where])
+
+    @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> _Alike | None:
         """None if ``tensors`` are anything else, or none, or while a graph is made of the call."""
         if torch.compiler.is_compiling():
@@ -175,17 +191,21 @@ class _Alike:
         examples = dict(zip(map(id, specs), specs, strict=True)).values()  # few: they are shared
         mesh, dims = specs[0].mesh, {_sharded_dim(spec.placements) for spec in examples}
         dim = dims.pop() if len(dims) == 1 else None
-        if dim is None or any(spec.mesh is not mesh for spec in examples) or mesh.get_coordinate() is None:
+        if dim is None or any(spec.mesh != mesh for spec in examples) or mesh.get_coordinate() is None:
             return None
         return cls(tensors, below, mesh, dim)
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """The DTensors."""
+        return self._tensors
 
     def total_norm(self, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor | None:
         """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
         order = float(norm_type)
         if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
-            found = clip_grad.norm_on_own_meshes(self._tensors, order).to(self.below[0].dtype)
+            found = clip_grad.norm_on_own_meshes(self.gradients(), order).to(self.below[0].dtype)
         elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
-            norms = torch.stack(_torch.foreach_norm(self.below, order, None))
+            norms = self.norms(order)
             if self._mesh.size(self._dim) > 1:
                 powers = norms**order
                 dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
@@ -197,9 +217,16 @@ class _Alike:
             return None
         return DTensor.from_local(found, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
 
+    def norms(self, order: float) -> torch.Tensor:
+        """(n,): of what this rank has of each."""
+        return torch.stack(_torch.foreach_norm(self.below, order, None))
+
     def scale(self, max_norm: float, total_norm: torch.Tensor) -> None:
         """Multiply them in place, without asking the device whether the factor is below 1."""
-        factor = torch.clamp(float(max_norm) / (_torch.plain_of(total_norm) + 1e-6), max=1.0)
+        self.multiply(torch.clamp(float(max_norm) / (_torch.plain_of(total_norm) + 1e-6), max=1.0))
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """By ``factor`` (), in place."""
         _torch.foreach_mul(self.below, factor)
 
     def is_whole(self, total_norm: torch.Tensor) -> bool:
@@ -209,6 +236,48 @@ class _Alike:
             and total_norm.device_mesh == self._mesh
             and all(each.is_replicate() for each in total_norm.placements)
         )
+
+
+class _Where(NamedTuple):
+    """What `_Alike` knows of gradients that were delivered."""
+
+    mesh: Any
+    dim: int
+
+
+class _AsDelivered(_Alike):
+    """Gradients on buffers of groups, on a CPU, as they were delivered there."""
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], delivered: Delivered, slices: list[torch.Tensor], where: _Where
+    ) -> None:
+        super().__init__(parameters, list(delivered.locals()), where.mesh, where.dim)
+        self._delivered = delivered
+        self._slices = slices
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        return _gradients_of(self._tensors)
+
+    def norms(self, order: float) -> torch.Tensor:
+        return self._delivered.norms(order)
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        if not math.isfinite(_torch.on_host(factor.double())):  # what lies between gradients is to remain zeros
+            super().multiply(factor)
+            return
+        _torch.foreach_mul(self._slices, factor)
+        torch.autograd.graph.increment_version(self.below)
+
+
+def _are_plain_numbers(tensors: list[torch.Tensor]) -> bool:
+    """Whether they are real, on the CPU, of one dtype, and none is a stand-in."""
+    first = tensors[0]
+    return (
+        first.is_cpu
+        and first.is_floating_point()
+        and set(map(type, tensors)) == {torch.Tensor}
+        and len(set(map(_dtype, tensors))) == len(set(map(_device_number, tensors))) == 1
+    )
 
 
 def _sharded_dim(placements: Sequence[Any]) -> int | None:

@@ -85,3 +85,40 @@ def test_a_part_a_twice_given_one_and_a_new_layout(simulate: FakeWorlds) -> None
     again = delivered_of(every)
     assert again is not known and again is not None and again.slices() is None, "a frozen one has no gradient there"
     clip_grad_norm_(model.parameters(), 0.5)
+
+
+SHAPES = [(8, 3), (8, 3), (5,), (8, 3), (7, 2), (7, 2), (1, 9), (300, 4), (300, 4), (300, 5), (2, 2), (2, 2), (3, 6)]
+
+
+class SumOfSquares(nn.Module):
+    """Of parameters that start at ``values``."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(map(nn.Parameter, values))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([each.square().sum() for each in self.values]).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_norms_of_rows_are_those_of_each(dtype: torch.dtype, simulate: FakeWorlds) -> None:
+    """Bit for bit, in the order of the parameters, whichever of them are given, also of ranks that have no rows."""
+    for world_size, rank in ((1, 0), (2, 1), (4, 0), (4, 3), (8, 7)):
+        simulate(world_size, rank)
+        torch.manual_seed(rank)
+        large = (world_size * 1024, 40)  # more than torch leaves to one thread
+        values = [torch.randn(shape, dtype=dtype) for shape in (*SHAPES, large, large)]
+        model = SumOfSquares([*values, torch.randn(6, 4, dtype=dtype).t()])
+        fully_shard(model)
+        model().backward()
+        every = list(model.parameters())
+        for params in (every, every[::-1], every[1::2]):
+            for each in params:
+                each.grad.to_local().normal_()  # type: ignore[union-attr]
+            plan = delivered_of(params)
+            assert plan is not None and plan.slices() is not None
+            below = [each.grad.to_local() for each in params]  # type: ignore[union-attr]
+            for order in (2.0, 1.0, 0.5, 3.0):
+                found, expected = plan.norms(order), torch.stack(torch._foreach_norm(below, order))
+                assert found.dtype == expected.dtype and torch.equal(found, expected), (world_size, rank, order)

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2.compat
 from fsdp2 import Owned, fully_shard
+from fsdp2.core.mesh import default_mesh
 from fsdp2.optim import torch_clipping
+from fsdp2.optim.delivered import delivered_of
 from tests.harness import Reference, assert_same, fake_world, multi_rank
 from tests.harness.models import FROZEN, PARTLY_USED, TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.shared.clipping import MAX_NORM, TRAINED, Kind, make, named_mesh
@@ -221,12 +223,54 @@ def test_owned_parameters_are_torchs_to_refuse() -> None:
     assert_alike("norm", mine, torchs)
 
 
-class CountsDTensors(TorchDispatchMode):
-    """How many operations reach DTensors."""
+@multi_rank(1, 2, full=[4])  # 2 s more
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, 0.0])  # inf is not taken so
+@pytest.mark.parametrize("case", [CASE, UNEVEN_MLP], ids=str)
+def test_gradients_as_they_were_delivered(case: ModelCase, norm_type: float) -> None:
+    """The same bits; also once they were replaced, and where they are not finite: then padding remains zeros."""
 
-    count = 0
+    def trained(value: float | None) -> list[nn.Parameter]:
+        model = shard(case)
+        loss_of(case, model).backward()
+        parameters = trainable(model)
+        if value is not None:
+            parameters[0].grad.to_local().fill_(value)  # type: ignore[union-attr]
+        return parameters
+
+    for value in (None, float("nan"), float("inf")):
+        first, second, third, fourth = [trained(value) for _ in range(4)]
+        before = [each.grad.to_local()._version for each in first]  # type: ignore[union-attr]
+        for each in fourth:
+            each.grad = each.grad.clone()  # type: ignore[union-attr]
+        torchs = outcome(lambda p=second: nn.utils.clip_grad_norm_(p, MAX_NORM, norm_type))
+        for parameters in (first, fourth):
+            assert_alike("norm", outcome(lambda p=parameters: clip(p, norm_type)), torchs)
+            assert_gradients_same(parameters, second)
+        if isinstance(torchs, Tensor):
+            torch_clipping.clip_grads_with_norm_(third, MAX_NORM, torchs)
+            assert_gradients_same(third, second)
+            for each, version in zip(first, before, strict=True):
+                local = each.grad.to_local()  # type: ignore[union-attr]
+                assert local._version > version or not local.numel() or norm_type == 0
+        delivered = delivered_of(first)
+        assert delivered is not None
+        slices = delivered.slices()
+        assert slices is not None
+        of_parameters = sum(each.grad.to_local().isfinite().logical_not().sum() for each in first)  # type: ignore
+        assert sum(each.isfinite().logical_not().sum() for each in slices) == of_parameters
+
+
+def clip(parameters: list[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    return torch_clipping.clip_grad_norm_(parameters, MAX_NORM, norm_type)
+
+
+class CountsDTensors(TorchDispatchMode):
+    """How many operations there are, and reach DTensors."""
+
+    count = every = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.every += 1
         self.count += any(issubclass(each, DTensor) for each in types)
         return func(*args, **(kwargs or {}))
 
@@ -245,6 +289,35 @@ def test_no_gradient_goes_through_dtensor() -> None:
         with CountsDTensors() as counted, fsdp2.compat.install():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert counted.count == 0
+
+
+def test_modules_that_were_sharded_by_themselves() -> None:
+    """Over equal meshes: what `fully_shard` takes where none is given is one mesh, others need not be."""
+    with fake_world(4):
+        for mesh in (lambda: None, lambda: named_mesh(shard=4)):
+            model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 12), nn.Linear(12, 16))
+            for module in (*model, model):
+                fully_shard(module, mesh=mesh())
+            model(torch.ones(2, 4)).sum().backward()
+            meshes = {id(each.device_mesh) for each in model.parameters()}  # type: ignore[attr-defined]
+            assert len(meshes) == (1 if mesh() is None else 3)
+            with CountsDTensors() as counted:
+                torch_clipping.clip_grad_norm_(model.parameters(), 1.0)
+            assert counted.count == 0
+    with fake_world(4):
+        assert default_mesh() is not model[0].weight.device_mesh, "which is of a world that is gone"
+
+
+def test_equal_gradients_cost_no_operation_each() -> None:
+    with fake_world(4):
+        found = []
+        for layers in (4, 16):
+            model = sharded(layers)
+            torch_clipping.clip_grad_norm_(model.parameters(), 1.0)
+            with CountsDTensors() as counted:
+                torch_clipping.clip_grad_norm_(model.parameters(), 1.0)
+            found.append(counted.every)
+        assert found[0] == found[1] < 20, found
 
 
 @contextmanager
