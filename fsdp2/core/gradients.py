@@ -371,7 +371,8 @@ class GradientBucket:
         else:
             packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
         self._pack(packing, world_size, packed.view(world_size, -1))
-        members = [(output[: layout.packed_numel], packed), *direct]
+        row = output if numel == layout.packed_numel else output[: layout.packed_numel]
+        members = [(row, packed), *direct]
         # Gradients may be delivered where they arrived if that is their buffer.
         delivered = output if self._buffer is not None and output is self._buffer.flat else None
         return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)

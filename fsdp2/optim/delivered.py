@@ -19,7 +19,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ class _Together(NamedTuple):
     Attributes:
         params: the sharded parameters, in the order in which their gradients lie.
         bucket: that delivers them.
-        positions: of each, there.
+        pick: what belongs to each, of a sequence of what belongs to all parameters of the bucket.
         pieces: of the buffer, each of which is one tensor, (numel,).
         rows: (k, n) of the buffer, dense in each row: k > 1 of the parameters that follow each other.
         apart: positions of those in no row.
@@ -53,16 +53,15 @@ class _Together(NamedTuple):
 
     params: tuple[torch.Tensor, ...]
     bucket: weakref.ref[GradientBucket]
-    positions: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], Iterable[Any]]
     pieces: tuple[_View, ...]
     rows: tuple[_View, ...]
     apart: tuple[int, ...]
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, params: Iterable[FSDPParam], bucket: GradientBucket) -> _Together:
-        """Those of ``bucket`` that are among ``params``; see [Note: what is one tensor]."""
-        held = set(params)
+    def of(cls, held: set[FSDPParam], bucket: GradientBucket) -> _Together:
+        """Those of ``bucket`` that are ``held``; see [Note: what is one tensor]."""
         slots = bucket.layout.slots
         positions: list[int] = []
         pieces: list[tuple[int, int]] = []
@@ -84,11 +83,11 @@ class _Together(NamedTuple):
         ordered = tuple(positions)
         rows, in_rows = _rows(bucket, ordered)
         among = {position: index for index, position in enumerate(ordered)}
-        apart = tuple(each for each in ordered if each not in in_rows)
+        apart = tuple(among.keys() - set(in_rows))
         return cls(
             tuple(bucket.params[each].sharded for each in ordered),
             weakref.ref(bucket),
-            ordered,
+            _picking(ordered),
             tuple((start, (numel,), (1,)) for start, numel in pieces),
             rows,
             apart,
@@ -105,7 +104,7 @@ class _Together(NamedTuple):
         bucket = self.bucket()
         delivered = None if bucket is None else bucket.delivered
         found = map(_gradient_of, self.params)
-        if delivered is None or not all(map(operator.is_, found, map(delivered.gradients.__getitem__, self.positions))):
+        if delivered is None or not all(map(operator.is_, found, self.pick(delivered.gradients))):
             return None
         return list(itertools.starmap(delivered.view, self.pieces))
 
@@ -116,6 +115,13 @@ class _Together(NamedTuple):
             yield torch.linalg.vector_norm(rows, order, dim=1)
         if self.apart:
             yield torch.stack(_torch.foreach_norm([delivered.locals[each] for each in self.apart], order, None))
+
+
+def _picking(positions: tuple[int, ...]) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    """What takes those at ``positions`` out of a sequence, in one call."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return operator.itemgetter(slice(positions[0], positions[0] + 1) if positions else slice(0))
 
 
 def _delivered(together: _Together) -> GradientBuffer:
@@ -179,7 +185,8 @@ class Delivered:
         self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = tuple(map(weakref.ref, groups))
         buckets = [bucket for group in groups for bucket in group.reducer.buckets]
         self._buckets = tuple(map(weakref.ref, buckets))
-        self._together = [_Together.of(owners, bucket) for bucket in buckets]
+        held = set(owners)
+        self._together = [_Together.of(held, bucket) for bucket in buckets]
         delivered = {id(param) for together in self._together for param in together.params}
         self._others = [param for param in params if id(param) not in delivered]
         self._order: torch.Tensor | None = None
@@ -216,7 +223,7 @@ class Delivered:
         """
         found: list[torch.Tensor] = []
         for together in self._together:
-            found += map(_delivered(together).locals.__getitem__, together.positions)
+            found += together.pick(_delivered(together).locals)
         return tuple(found)
 
     def norms(self, order: float) -> torch.Tensor:

@@ -379,12 +379,13 @@ class StepTargets:
             FSDPValueError: a gradient is not sharded like its parameter. Call `swap_out` then, too.
         """
         self._lent = tensors = []
-        for flat_run in self.flats:
-            found = flat_run.run.tensors()
-            if found is None:
-                return None
-            found[0].grad = found[1]
-            tensors.append(found[0])
+        with _torch.plain_attributes():
+            for flat_run in self.flats:
+                found = flat_run.run.tensors()
+                if found is None:
+                    return None
+                found[0].grad = found[1]
+                tensors.append(found[0])
         states = [flat_run.state for flat_run in self.flats]
         locals_ = list(map(_torch.local_of, self._sharded))
         tensors += locals_

@@ -215,7 +215,8 @@ class _Alike:
             return None
         if error_if_nonfinite and not math.isfinite(found.item()):
             return None
-        return DTensor.from_local(found, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+        spec = _torch.make_spec(self._mesh, [Replicate()] * self._mesh.ndim, (), (), found.dtype)
+        return _torch.make_dtensor(found, spec)
 
     def norms(self, order: float) -> torch.Tensor:
         """(n,): of what this rank has of each."""
