@@ -5,7 +5,8 @@ An implementation is a `fully_shard` function with torch's signature, or a `Full
 `ddp` torch's DistributedDataParallel around it. Suffixes say more, in this order:
 
 * `-zero2` (of torch and fsdp2) keeps parameters from forward to backward;
-* `-pooled` (of fsdp2) keeps the memory of communication, `-no-prefetch` (of fsdp2) gathers nothing ahead;
+* `-pooled` (of fsdp2) keeps the memory of communication, `-no-prefetch` (of fsdp2) gathers nothing ahead, `-cached` (of
+  fsdp2) casts shards once in a step, if they are cast (`cache_shards`);
 * `-own-mesh` (of torch and fsdp2) says the mesh of each parameter by a `shard_placement_fn`, the one that all have;
 * `-whole` is compiled as one graph, `-blocks` block by block, `-hooks` (of fsdp2) block by block with communication
   outside of the graphs, as it is with torch's;
@@ -33,12 +34,14 @@ UNSHARDED = "unsharded"
 AGAIN = "-again"
 ZERO2 = "-zero2"
 OWN_MESH = "-own-mesh"
+CACHED = "-cached"
 # What may follow the name of ours, and the first two that of torch's -> what is called on the model.
 VARIANTS: dict[str, tuple[str, object] | None] = {
     ZERO2: ("set_reshard_after_forward", False),
     OWN_MESH: None,
     "-pooled": ("set_communication_memory_pool", True),
     "-no-prefetch": ("set_prefetch_budget", 0),
+    CACHED: None,
 }
 # What may follow: what of the model is compiled.
 WHOLE, BLOCKS, HOOKS = COMPILED = ("-whole", "-blocks", "-hooks")
@@ -200,7 +203,7 @@ def shard_blocks(name: str, model: nn.Module, *, mesh: DeviceMesh, options: Shar
     if base_name == UNSHARDED:
         return
     variant = NameParts.of(name).variant
-    fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options, says_meshes=variant == OWN_MESH)
+    fully_shard = _bind_fully_shard(base_name, mesh=mesh, options=options, variant=variant)
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)  # type: ignore[arg-type]
     fully_shard(model)
@@ -234,17 +237,18 @@ def shard_group(name: str, module: nn.Module, *, mesh: DeviceMesh, options: Shar
 
 
 def _bind_fully_shard(
-    name: str, *, mesh: DeviceMesh, options: ShardingOptions, says_meshes: bool = False
+    name: str, *, mesh: DeviceMesh, options: ShardingOptions, variant: str = ""
 ) -> Callable[[nn.Module], object]:
     module = importlib.import_module(SHARDING_MODULES[name])
     arguments: dict[str, object] = {"mesh": mesh}
     if options.reshard_after_forward is not None:
         arguments["reshard_after_forward"] = options.reshard_after_forward
     if options.param_dtype != torch.float32:
+        further = {"cache_shards": True} if variant == CACHED else {}
         arguments["mp_policy"] = module.MixedPrecisionPolicy(
-            param_dtype=options.param_dtype, reduce_dtype=torch.float32
+            param_dtype=options.param_dtype, reduce_dtype=torch.float32, **further
         )
-    if says_meshes:
+    if variant == OWN_MESH:
         kinds = importlib.import_module(PLACEMENT_MODULES[name])
         placement = kinds.ShardPlacementResult(Shard(0), kinds.FSDPMeshInfo(mesh, shard_mesh_dim=0))
         arguments["shard_placement_fn"] = lambda parameter: placement
