@@ -385,7 +385,7 @@ class _States(Source):
 
     def _pieces(self, key: str, mesh: Any, placements: Sequence[Any]) -> Iterator[_Sent]:
         """Of a DTensor: each part once, from the first rank that has it."""
-        ranks, value = torch.tensor(mesh), self.values[key]
+        ranks, value = torch.tensor(mesh, device="cpu"), self.values[key]
         seen: set[Box] = set()
         for coordinate in torch.ones(ranks.shape).nonzero().tolist():
             boxes = boxes_of(ranks.shape, placements, value.shape, coordinate)

@@ -331,7 +331,7 @@ def handle_of(group: FSDPParamGroup, budget: int | None) -> torch.Tensor:
     """
     exchanges = GroupExchanges(group, budget)
     with torch.inference_mode(False):
-        handle = torch.tensor(exchanges.number)
+        handle = torch.tensor(exchanges.number, device="cpu")
     handle.exchanges = exchanges  # type: ignore[attr-defined]
     return handle
 
@@ -358,7 +358,7 @@ def members_of(layout: GradientLayout) -> list[tuple[int, int]]:
 
 
 def _begin_gather(handle: torch.Tensor, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor(_of(handle).begin_gather())
+    return torch.tensor(_of(handle).begin_gather(), device="cpu")
 
 
 def _end_gather(
@@ -372,7 +372,7 @@ def _end_gather(
 
 
 def _begin_reduce(handle: torch.Tensor, sent: Sequence[torch.Tensor], reduce: int) -> torch.Tensor:
-    return torch.tensor(_of(handle).begin_reduce(sent, reduce))
+    return torch.tensor(_of(handle).begin_reduce(sent, reduce), device="cpu")
 
 
 def _end_reduce(

@@ -102,7 +102,7 @@ def moved_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` in host memory, once its device has come that far: whoever reads it waits for an event after this."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type != "cpu")
     return copy.copy_(tensor, non_blocking=True)
 
 
@@ -347,7 +347,7 @@ class Offloading:
     def zeros(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat buffer of zeros in the dtype of ``like``: in host memory if offloaded, else where ``like`` is."""
         if self.is_host:
-            return torch.zeros(numel, dtype=like.dtype, pin_memory=self._pinned)
+            return torch.zeros(numel, dtype=like.dtype, device="cpu", pin_memory=self._pinned)
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -356,7 +356,7 @@ class Offloading:
 
     def empty_on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer in host memory, whatever this place is."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self.pins)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pins)
 
     @property
     def key(self) -> tuple[object, ...]:

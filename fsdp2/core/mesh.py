@@ -338,7 +338,8 @@ def default_mesh() -> DeviceMesh:
             return known
     with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
         mesh = init_device_mesh(device_type, (dist.get_world_size(),))
-    _DEFAULT[device_type] = ref(world), ref(mesh)
+    if mesh.get_group() is world:  # else it has a group of its own, which all ranks must make as often
+        _DEFAULT[device_type] = ref(world), ref(mesh)
     return mesh
 
 

@@ -36,7 +36,7 @@ def reduce_scatter(members: Sequence[Transfer], op: Any, group: dist.ProcessGrou
 def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """Show one all-reduce of ``tensor`` to whoever looks."""
     with _torch.unobserved(), torch.no_grad():
-        shown = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        shown = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     dist.all_reduce(shown, op=op, group=_shown(group))
 
 
@@ -46,7 +46,7 @@ def _buffers(members: Sequence[Transfer]) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
     nbytes = [sum(pair[side].numel() * pair[1].dtype.itemsize for pair in members) for side in (0, 1)]
     with _torch.unobserved(), torch.no_grad():
-        received, sent = (torch.zeros(each // dtype.itemsize, dtype=dtype) for each in nbytes)
+        received, sent = (torch.zeros(each // dtype.itemsize, dtype=dtype, device="cpu") for each in nbytes)
     return sent, received
 
 

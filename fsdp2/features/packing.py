@@ -46,7 +46,7 @@ def _cast_chunks(tensors: Sequence[torch.Tensor], world_size: int, packed: torch
     if dtype is packed.dtype or packed.nbytes > DIRECT_THRESHOLD_BYTES:
         _torch.chunk_cat(tensors, world_size, packed)
         return
-    uncast = torch.empty(packed.shape, dtype=dtype)
+    uncast = torch.empty(packed.shape, dtype=dtype, device=packed.device)
     _torch.chunk_cat(tensors, world_size, uncast)
     packed.copy_(uncast)
 

@@ -190,6 +190,7 @@ class Delivered:
         delivered = {id(param) for together in self._together for param in together.params}
         self._others = [param for param in params if id(param) not in delivered]
         self._order: torch.Tensor | None = None
+        self._in_turn: Callable[[Sequence[Any]], Iterable[Any]] | None = None
 
     def is_of(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether it was made of ``params``, whose gradients are laid out as they were."""
@@ -217,14 +218,18 @@ class Delivered:
         return None if any(each is None for each in found) else [part for each in found if each for part in each]
 
     def locals(self) -> tuple[torch.Tensor, ...]:
-        """The local tensors of all gradients, those of one buffer after those of another. After `slices`.
+        """The local tensors of all gradients, in the order of the parameters. After `slices`.
 
         Not to be kept: a buffer whose gradients somebody holds is not used again.
         """
         found: list[torch.Tensor] = []
         for together in self._together:
             found += together.pick(_delivered(together).locals)
-        return tuple(found)
+        if self._in_turn is None:
+            places = [id(param) for together in self._together for param in together.params]
+            at = {each: index for index, each in enumerate(places)}
+            self._in_turn = _picking(tuple(at[id(param)] for param in self._params))
+        return tuple(self._in_turn(found))
 
     def norms(self, order: float) -> torch.Tensor:
         """(n,): of each gradient, as the parameters were given; see [Note: norms of rows]. After `slices`.
@@ -234,7 +239,7 @@ class Delivered:
         if self._order is None:
             found = [id(together.params[index]) for together in self._together for index in together.order]
             at = {each: index for index, each in enumerate(found)}
-            self._order = torch.tensor([at[id(param)] for param in self._params])
+            self._order = torch.tensor([at[id(param)] for param in self._params], device="cpu")
         norms = torch.cat([part for together in self._together for part in together.norms(order)])
         return norms.index_select(0, self._order)
 

@@ -38,6 +38,7 @@ from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.optim.ordinary import Ordinary, ordinary_of
+from fsdp2.optim.step_targets import is_counter
 
 LOG = logging.getLogger("fsdp2")
 
@@ -278,7 +279,7 @@ def _move_gradient(parameter: torch.nn.Parameter, successor: torch.nn.Parameter)
 def _shard_state(state: Any, sharded: torch.nn.Parameter) -> Any:
     if not isinstance(state, dict):
         return state
-    return {key: _shard_value(value, sharded) for key, value in state.items()}
+    return {key: value if is_counter(key, value) else _shard_value(value, sharded) for key, value in state.items()}
 
 
 def _shard_value(value: Any, sharded: Any) -> Any:

@@ -111,7 +111,12 @@ def _is_whole(name: str, value: Any, shape: torch.Size) -> bool:
     """Whether ``value`` of a state inside, for a tensor of ``shape``, has an element for each of its."""
     if not isinstance(value, torch.Tensor):
         return False
-    return value.shape == shape and not (value.dim() == 0 and name in COUNTERS)
+    return value.shape == shape and not is_counter(name, value)
+
+
+def is_counter(name: str, value: Any) -> bool:
+    """Whether ``value`` of a state is one number for the parameter, also of a parameter that has no dims itself."""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and name in COUNTERS
 
 
 def _check_made(parameter: torch.Tensor, state: State, shape: torch.Size) -> None:
@@ -258,8 +263,10 @@ class FlatRun:
         )
 
     def is_of(self, run: Run) -> bool:
-        """Whether ``run`` is of the same parameters."""
-        return len(run.params) == len(self.run.params) and all(map(operator.is_, run.params, self.run.params))
+        """Whether ``run`` is of the same parameters, as far from each other."""
+        return (run.offsets, run.numel) == (self.run.offsets, self.run.numel) and all(
+            map(operator.is_, run.params, self.run.params)
+        )
 
 
 def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DTensor:

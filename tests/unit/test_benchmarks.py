@@ -223,7 +223,7 @@ def test_unknown_implementation_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown implementation 'torch-pooled'"):
         available("torch-pooled")
     assert base_of("fsdp2-pooled-again") == base_of("fsdp2-no-prefetch") == "fsdp2"
-    assert available("fsdp2-pooled") and available("fsdp2-cached") and available("fsdp2-no-prefetch") and available("torch-again")
+    assert all(map(available, ("fsdp2-pooled", "fsdp2-cached", "fsdp2-no-prefetch", "torch-again")))
 
 
 @pytest.mark.full  # 6 s

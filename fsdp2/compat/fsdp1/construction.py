@@ -189,7 +189,9 @@ def _make_mesh(process_group: Any, is_hybrid: bool, device_type: str) -> DeviceM
     shard, replicate = process_group
     rows: list[Any] = [None] * dist.get_world_size(replicate)
     dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-    return DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=names
+    )
 
 
 # -- real values

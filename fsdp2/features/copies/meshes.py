@@ -54,7 +54,7 @@ class MeshRecord:
         known = _KNOWN.get(_key(self.device_type, self.ranks, self.names))
         if known is not None and _is_alive(known):
             return known
-        ranks = torch.tensor(self.ranks, dtype=torch.int)
+        ranks = torch.tensor(self.ranks, dtype=torch.int, device="cpu")
         if int(ranks.max()) >= dist.get_world_size():
             raise FSDPRuntimeError(
                 f"a sharded module that was pickled on a mesh of the ranks {self.ranks} cannot be unpickled in a job "

@@ -113,7 +113,7 @@ class Releases:
         if done in self._done or tag in {tag_of(each.label, each.number) for each in records}:
             return
         self._done.add(done)
-        part = torch.zeros(nbytes, dtype=torch.uint8)
+        part = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         peer = dist.get_group_rank(group, rank)
         exchange = _torch.send if arrives else _torch.receive
         _HELD.extend([part, exchange(part, peer, group, tag)])
@@ -130,6 +130,6 @@ class Releases:
             return
         self._closed.add((key, peer))
         try:
-            _torch.receive(torch.zeros(1), peer, group, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            _torch.receive(torch.zeros(1, device="cpu"), peer, group, _UNUSED_TAG).wait(timedelta(milliseconds=1))
         except RuntimeError:
             return  # as it is meant to

@@ -199,6 +199,24 @@ def test_order_zero_counts_gradients_like_torch(row: int) -> None:
         assert_sharded_same("clipped gradients", *gradients, tolerance=NORMS)
 
 
+@multi_rank(2)
+def test_order_zero_where_one_rank_has_replaced_a_gradient() -> None:
+    """Ranks that know how the gradients lie and ranks that look at each speak of the same ones."""
+    model = nn.Sequential(*[nn.Linear(4, rows, bias=False) for rows in (2, 6, 4)])  # which do not lie so: largest first
+    model.forward = lambda x: torch.cat([each(x) for each in model], 1).sum()  # type: ignore[method-assign, assignment]
+    fully_shard(model)
+    for replaced in (False, True):
+        model(torch.ones(2, 4)).backward()
+        small, large, middle = model.parameters()
+        for each, rank in ((small, 0), (large, 1)):  # each has elements on one rank alone, the third on none
+            each.grad.to_local().fill_(float(dist.get_rank() == rank))
+        middle.grad.to_local().zero_()
+        if replaced and dist.get_rank() == 0:
+            large.grad = large.grad.clone()
+        assert clip_grad_norm_(model.parameters(), 1.0, 0.0).item() == 2
+        model.zero_grad()
+
+
 @multi_rank(4)
 def test_order_zero_over_further_ranks() -> None:
     """Stages add up; a gradient that is sharded over a dim of ``mesh`` counts once there."""

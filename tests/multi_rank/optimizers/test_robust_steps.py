@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import balanced_owners, fully_shard, offload_optimizer_state, step_on_owners
+from fsdp2.optim import torch_clipping
 from tests.harness import multi_rank
 
 
@@ -376,3 +377,90 @@ def test_a_closure_may_run_the_backward_alone() -> None:
 
             its.step(closure)
     assert_same(plain, model)
+
+
+class TwoNumbers(nn.Module):
+    """A layer between a scale and a shift, which have no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.tensor(0.5))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale + self.shift
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("way", ["made with its state", "stepped before"])
+def test_state_from_before_of_parameters_without_dims(way: str, world_size: int) -> None:
+    """Its counters are one number for a parameter, as the parameter is."""
+    model, plain = TwoNumbers(), TwoNumbers()
+    plain.load_state_dict(model.state_dict())
+    make = torch.optim.Adagrad if way == "made with its state" else torch.optim.AdamW
+    made = [make(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(4):
+        if step == (0 if way == "made with its state" else 2):
+            fully_shard(model)
+        for each, optimizer in zip((model, plain), made, strict=True):
+            each(torch.linspace(-1, step, 8).view(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        torch.testing.assert_close(one.full_tensor(), other.data)
+
+
+@multi_rank(2)
+def test_a_run_that_is_laid_out_anew_takes_its_state_along() -> None:
+    """Alignment counts elements of another dtype then."""
+    model = nn.Sequential(nn.Linear(19, 8, bias=False), nn.Linear(8, 19, bias=False))
+    fully_shard(model)
+    optimizer = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9, flat=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        model(torch.ones(2, 19, dtype=dtype)).square().sum().backward()
+        before = [each.full_tensor().clone() for each in model.parameters()]  # type: ignore[attr-defined]
+        optimizer.step()
+        for old, each in zip(before, model.parameters(), strict=True):
+            assert not torch.equal(each.full_tensor(), old), "it was stepped on"  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+
+
+class Branches(nn.Module):
+    """Two layers, of which only ranks that want it use the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        once = self.always(x).square().sum()
+        return once + self.sometimes(x).sum() if both else once
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_default_device_is_not_where_the_engine_takes_memory(offloads: bool, world_size: int) -> None:
+    """Mixed precision, a parameter that one rank does not use, clipping: as without."""
+    found = []
+    inputs = torch.ones(2, 4)
+    for device in (None, "meta"):
+        torch.manual_seed(0)
+        model = Branches()
+        offload = fsdp2.CPUOffloadPolicy() if offloads else fsdp2.OffloadPolicy()
+        policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        torch.set_default_device(device)
+        try:
+            fully_shard(model, mp_policy=policy, offload_policy=offload)
+            optimizer = momentum(model.parameters())
+            for _ in range(2):
+                model(inputs, dist.get_rank() == 0).backward()
+                torch_clipping.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_default_device(None)
+        found.append([each.full_tensor() for each in model.parameters()])  # type: ignore[attr-defined]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
