@@ -414,7 +414,8 @@ def test_state_from_before_of_parameters_without_dims(way: str, world_size: int)
 @multi_rank(2)
 def test_a_run_that_is_laid_out_anew_takes_its_state_along() -> None:
     """Alignment counts elements of another dtype then."""
-    model = nn.Sequential(nn.Linear(19, 8, bias=False), nn.Linear(8, 19, bias=False))
+    model = nn.Sequential(nn.Linear(19, 8, bias=False), nn.Linear(19, 8, bias=False))
+    model.forward = lambda x: model[0](x) * model[1](x)  # type: ignore[method-assign, assignment]
     fully_shard(model)
     optimizer = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9, flat=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
