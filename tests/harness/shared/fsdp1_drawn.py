@@ -397,8 +397,11 @@ def _on_meta(drawn: Draw, plain: Any) -> tuple[Callable[[nn.Module], None], Any]
     if plain.own is not None:
         model.own = plain.own
     source = dict(zip(model.modules(), plain.modules(), strict=True))
+    ignored = set() if plain.own is None else set(plain.own.modules())
 
     def give_values(module: nn.Module) -> None:
+        if module in ignored:  # which has them; it is called with all modules of a unit, as torch's
+            return
         module.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
