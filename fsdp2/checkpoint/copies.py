@@ -1,7 +1,8 @@
-"""What ranks hold under one name on different meshes: copies of one tensor, or tensors that only have a name in common.
+"""What ranks hold under one name, each for itself: copies of one tensor, or tensors that only have a name in common.
 
 Beside tensor parallelism, a parameter that it does not cut is on several meshes of data parallelism, and is the same on
-all. Experts that each rank of expert parallelism has for itself lie no other way, and are different tensors.
+all; so is one that nothing shards, on all ranks. Experts that each rank of expert parallelism has for itself lie no
+other way, and are different tensors.
 
 [Note: which of both]
 Where ``shard_placement_fn`` has put a parameter on fewer ranks than the others of its module, its values are the same
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
@@ -51,28 +53,29 @@ Samples = Mapping[tuple[str, tuple[Box, ...]], Sample]
 
 
 def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
-    """Of the parameters on meshes that not all of ``ranks`` are on: mostly of none.
+    """Of the parameters on meshes that not all of ``ranks`` are on, and of those on none: mostly of none.
 
     Stream: the current one, which the host waits for if there is one.
     """
-    held = [each for each in held if isinstance(each.tensor, DTensor) and not each.is_buffer]
+    held = [each for each in held if not each.is_buffer]
     everyone = frozenset(ranks.numbers)
     chosen: dict[tuple[str, tuple[Box, ...]], bool] = {}
     parts: list[torch.Tensor] = []
-    covering: dict[object, bool] = {}
+    covering: dict[DeviceMesh | None, bool] = {}
     for each in held if len(everyone) > 1 else ():
-        mesh, local = _torch.spec_of(each.tensor).mesh, each.local
+        mesh, local = _torch.spec_of(each.tensor).mesh if isinstance(each.tensor, DTensor) else None, each.local
         if mesh not in covering:
-            covering[mesh] = everyone.issubset(mesh.mesh.flatten().tolist())
-        plain = local.is_floating_point() and not (local.is_meta or is_subclass(local))
+            covering[mesh] = mesh is not None and everyone.issubset(mesh.mesh.flatten().tolist())
         is_slice = _is_slice(each)
-        is_looked_at = plain and not covering[mesh] and (is_slice or each.tensor.dim() > 1)
+        # (What FSDP1 has in the place of its parameters are vectors: each rank's own part.)
+        is_looked_at = not covering[mesh] and (is_slice or each.tensor.dim() > 1) and _is_readable(local)
         boxes = boxes_here(each.tensor) if is_looked_at else None
         if boxes is None or not local.numel():
             continue
-        chosen[each.name, boxes] = is_slice
-        step = -(-local.numel() // _LOOKED_AT)
-        parts.append(local.detach().reshape(-1)[::step].float().nan_to_num())
+        flat, is_rounded = local.detach().reshape(-1), _is_rounded(local)
+        numbers = flat if is_rounded else flat.view(torch.uint8)
+        chosen[each.name, boxes] = is_slice or not is_rounded
+        parts.append(numbers[:: -(-numbers.numel() // _LOOKED_AT)].float().nan_to_num())
     if not parts:
         return {}
     sizes = [part.numel() for part in parts]
@@ -81,6 +84,16 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
         key: Sample(tuple(of_one.tolist()), is_exact)
         for (key, is_exact), of_one in zip(chosen.items(), values, strict=True)
     }
+
+
+def _is_readable(local: torch.Tensor) -> bool:
+    is_dense = local.layout is torch.strided and not (local.is_meta or is_subclass(local))
+    return is_dense and not (local.is_complex() or local.is_quantized)
+
+
+def _is_rounded(local: torch.Tensor) -> bool:
+    """Whether its numbers are results of arithmetic, and not codes, or two of them in a byte."""
+    return local.is_floating_point() and local.dtype is not torch.float4_e2m1fn_x2
 
 
 def _is_slice(held: Held) -> bool:
@@ -100,11 +113,11 @@ def refusal_of_copies(found: Sequence[Samples], numbers: Sequence[int]) -> str:
             other, known = first.setdefault(key, (number, sample))
             if not _are_copies(known, sample):
                 return (
-                    f"'{key[0]}' is on a mesh of some of the ranks, and rank {number} has other values in it than rank "
+                    f"'{key[0]}' is on no mesh of all ranks, and rank {number} has other values in it than rank "
                     f"{other}: they are different tensors of one name, of which one would be kept. Make it a DTensor "
                     "on a mesh of all of these ranks, as experts on (edp, ep) that are sharded over both; or take the "
-                    "ranks of each mesh by themselves: save(..., process_group=) to a folder for each, "
-                    "iter_full_parameters() of the module that holds the experts."
+                    "ranks that have the same by themselves: save(..., process_group=) to a folder for each, of the "
+                    "module that holds the experts; iter_full_parameters() of it, if they are on a mesh of their own."
                 )
     return ""
 

@@ -377,7 +377,7 @@ def test_experts_of_one_name_are_refused_where_one_would_be_kept(whole: bool, tm
         return fsdp2.fully_shard(model, mesh=everyone if whole else mesh["edp"], shard_placement_fn=place)
 
     model = shard(Mixture(0, ep))
-    says = r"'experts\.(weight|bias)' is on a mesh of some of the ranks, and rank 2 has other values in it than rank 0"
+    says = r"'experts\.(weight|bias)' is on no mesh of all ranks, and rank 2 has other values in it than rank 0"
     with pytest.raises(SaveFailed, match=says):
         save(tmp_path / "c", model)
     assert not (tmp_path / "c").exists()
@@ -414,8 +414,39 @@ def test_copies_beside_tensor_parallelism_may_have_been_rounded_otherwise(tmp_pa
     save(tmp_path / "d", model)
     with torch.no_grad():
         other[0].weight.mul_(1 + mesh.get_local_rank("tp"))
-    with pytest.raises(SaveFailed, match=r"'0\.weight' is on a mesh of some of the ranks"):
+    with pytest.raises(SaveFailed, match=r"'0\.weight' is on no mesh of all ranks"):
         save(tmp_path / "e", other)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_experts_that_nothing_shards_are_refused_where_one_would_be_kept(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those that are the same on all ranks are saved, whatever is in them, and roundings apart."""
+    rank = dist.get_rank()
+    model = Mixture(0, rank)
+    for parameter in model.experts.parameters():
+        parameter.requires_grad_(False).copy_(parameter * 100)
+        parameter.data = parameter.to(dtype)
+    fsdp2.fully_shard(model, ignored_params=set(model.experts.parameters()))
+    says = r"'experts\.weight' is on no mesh of all ranks, and rank 1 has other values in it than rank 0"
+    with pytest.raises(SaveFailed, match=says):
+        save(tmp_path / "c", model)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=says):
+        fsdp2.checkpoint.iter_full_parameters(model)
+    with pytest.raises(fsdp2.FSDPRuntimeError, match=says):
+        save_safetensors(model, tmp_path / "st")
+    own = [dist.new_group([each]) for each in range(2)][rank]
+    save(tmp_path / f"of{rank}", model.experts, process_group=own)
+    before = [parameter.clone() for parameter in model.experts.parameters()]
+    with torch.no_grad():
+        for parameter in model.experts.parameters():
+            parameter.fill_(1)
+            if dtype.is_floating_point:
+                parameter.view(-1)[0] = float("nan")
+                parameter.view(-1)[1] += rank * 1e-4
+    save(tmp_path / "same", model)
+    load(tmp_path / f"of{rank}", model.experts, process_group=own)
+    assert all(torch.equal(*each) for each in zip(model.experts.parameters(), before, strict=True))
 
 
 @multi_rank(2)
