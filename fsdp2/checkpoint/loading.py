@@ -261,7 +261,8 @@ class Load:
         """What must be the same on all ranks."""
         options, wanted, contents = self._options, self._wanted, self._contents
         functions = {name for name in ("only", "rename") if callable(getattr(options, name))}
-        lines = [
+        lines = [f"the checkpoint with {self._source.told_by}"]  # folders of nodes may be of different ones
+        lines += [
             f"{name}={'a function' if name in functions else getattr(options, name)}" for name in options.__slots__
         ]
         lines += [f"shared: {sorted(contents.shared)}", f"per_rank: {sorted(contents.per_rank)}"]

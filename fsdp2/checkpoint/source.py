@@ -36,6 +36,7 @@ class Source:
         metadata: of `torch.distributed.checkpoint`, by our names.
         original: of each of our names the one in the files.
         tails: of names of optimizer states that lie inside of lists and dicts, which: after that of the parameter.
+        told_by: what tells it from other checkpoints of the same things, for people.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Source:
     metadata: Metadata
     original: Mapping[str, str]
     tails: Mapping[str, Tail]
+    told_by: str
 
     @property
     def names(self) -> Iterable[str]:
@@ -101,8 +103,8 @@ def open_source(path: Path, names: Iterable[str] = (), rename: Rename = None) ->
     manifest = read_manifest(path)
     file = path / METADATA
     try:
-        data = file.read_bytes()
-        if manifest is not None and crc_text(zlib.crc32(data)) != manifest.metadata_crc32:
+        crc = crc_text(zlib.crc32(file.read_bytes()))
+        if manifest is not None and crc != manifest.metadata_crc32:
             raise CheckpointDamaged(f"{file} is not what was written: its checksum differs from the manifest's.")
         found = FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
@@ -116,7 +118,8 @@ def open_source(path: Path, names: Iterable[str] = (), rename: Rename = None) ->
         is_written = manifest is not None or isinstance(error, OSError)
         kind = CheckpointError if is_written else CheckpointDamaged
         raise kind(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
-    return _named(path, manifest, found, frozenset(names), rename)
+    told_by = f"{METADATA} {crc}" if manifest is None else f"{METADATA} {crc} of {manifest.time}"
+    return _named(path, manifest, found, frozenset(names), rename, told_by)
 
 
 def _hint(path: Path) -> str:
@@ -124,7 +127,9 @@ def _hint(path: Path) -> str:
     return f" It is a run, with {steps[-1]}: name that." if steps else ""
 
 
-def _named(path: Path, manifest: Manifest | None, found: Metadata, names: frozenset[str], rename: Rename) -> Source:
+def _named(
+    path: Path, manifest: Manifest | None, found: Metadata, names: frozenset[str], rename: Rename, told_by: str
+) -> Source:
     """``found`` by our names."""
     keys = list(found.state_dict_metadata)
     front = f"{MODEL}." if manifest is not None else _front_of_model(keys, names)
@@ -154,7 +159,7 @@ def _named(path: Path, manifest: Manifest | None, found: Metadata, names: frozen
         and tuple(paths[key][:2]) == (OPTIMIZER, "state")
         and len(paths[key]) > 4
     }
-    return Source(path, manifest, metadata, ours, tails)
+    return Source(path, manifest, metadata, ours, tails, told_by)
 
 
 def _front_of_model(keys: Iterable[str], names: frozenset[str]) -> str:

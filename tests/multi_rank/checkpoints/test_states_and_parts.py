@@ -7,6 +7,7 @@ import errno
 import functools
 import logging
 import re
+import shutil
 import zlib
 from collections import namedtuple
 from pathlib import Path
@@ -231,6 +232,28 @@ def test_a_part_of_the_ranks_saves_beside_the_program(world_size: int, tmp_path:
 
 
 Ema = namedtuple("Ema", "weights decay")
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("torchs", [False, True])
+def test_ranks_that_open_different_checkpoints_load_none(torchs: bool, tmp_path: Path) -> None:
+    """As on nodes with folders of their own, one of which has an older copy."""
+    for node in range(2):
+        model, folder = build(seed=node), tmp_path / f"node{node}" / "c"
+        if torchs:
+            torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder)
+        else:
+            save(folder, model)
+    own = tmp_path / f"node{dist.get_rank()}" / "c"
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    says = r"ranks 0 and 1 ask for different things: the checkpoint with \.metadata \w+.* and the checkpoint with "
+    with pytest.raises(CheckpointError, match=says):
+        load(own, model)
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    if dist.get_rank():
+        shutil.rmtree(own)
+        shutil.copytree(tmp_path / "node0" / "c", own)
+    load(own, model)
 
 
 @multi_rank(2)
