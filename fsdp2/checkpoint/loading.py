@@ -187,6 +187,7 @@ class Load:
         self._contents: Contents
         self._source: Source
         self._wanted: _Wanted
+        self._taken: frozenset[str]
         self._copies: set[str] = set()
         self._step: int | None = None
 
@@ -276,6 +277,10 @@ class Load:
         names = frozenset(contents.state) | frozenset(contents.names.buffers)
         source = self._source = open_source(self._path, names, self._options.rename)
         source.refuse_wrong_sizes(sorted(source.files())[self._ranks.rank :: self._ranks.size])
+        first = contents.names.first
+        every = dict.fromkeys([*contents.state, *contents.names.parameters])
+        # Any of the names of what is tied takes it.
+        self._taken = frozenset(first.get(name, name) for name in every if self._options.takes(name))
         tensors, extra = self._compare_model()
         with Reader(source, sums=self._options.verify != "no") as reader:
             self._step = step_of(source, reader)
@@ -294,17 +299,18 @@ class Load:
         Raises:
             CheckpointError: naming them.
         """
-        only, names = self._options.only, list(self._contents.state)
+        only, names, strict = self._options.only, list(self._contents.state), self._options.strict
         if only is not None and not callable(only):
             for pattern in [only] if isinstance(only, str) else only:
                 if names and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
                     near = difflib.get_close_matches(pattern.rstrip("*."), names, 1, 0.0)
                     raise CheckpointError(f"only={pattern!r} takes nothing of the model: its names are as '{near[0]}'.")
-        if takes or not names or self._options.strict:
+        if takes or not names:
             return
-        if only is not None and not self._missing:
+        is_for_values = strict and (self._contents.shared or self._contents.per_rank)
+        if only is not None and not self._missing and not is_for_values:
             raise CheckpointError(f"only={only!r} takes nothing of the model: its names are as '{names[0]}'.")
-        if self._unexpected:
+        if self._unexpected and not strict:
             hint = hint_of_names(names, self._unexpected)
             raise CheckpointError(
                 f"the checkpoint has nothing of the model: its names are as '{self._unexpected[0]}', and those of the "
@@ -322,7 +328,7 @@ class Load:
             of_first.setdefault(contents.names.first.get(name, name), []).append(name)
         found: str | None
         for first, tied in of_first.items():
-            if not options.takes(first):
+            if first not in self._taken:
                 continue
             found = next((each for each in tied if f"{MODEL}.{each}" in there), None)
             wanted = contents.state[first]
@@ -371,7 +377,7 @@ class Load:
         wanted = contents.optimizers.groups
         if not wanted:
             return [], {}
-        names = frozenset(name for name in contents.optimizers.parameters if options.takes(name))
+        names = self._taken.intersection(contents.optimizers.parameters)
         saved = _groups(reader, saved_groups(source), options.rename, wanted)
         first = contents.names.first
         state = split_state(source, names, options.rename, first)

@@ -669,6 +669,26 @@ def test_state_of_a_tied_weight_whose_first_name_is_another(tmp_path: Path) -> N
 
 
 @multi_rank(1, 2)
+def test_any_name_of_a_tied_weight_takes_it(tmp_path: Path) -> None:
+    models = [fsdp2.fully_shard(Tied(("a", "b"))) for _ in range(2)]
+    made = [adamw(model) for model in models]
+    models[0](torch.ones(2, 4)).square().sum().backward()
+    made[0].step()
+    save(tmp_path / "c", models[0], made[0])
+    for only in ("b.*", "a.*", lambda name: name == "b.weight"):
+        with torch.no_grad():
+            models[1].a.weight.zero_()
+        made[1].state.clear()
+        report = load(tmp_path / "c", models[1], made[1], only=only)
+        assert report.loaded == report.optimizer == ("a.weight",)
+        assert torch.equal(models[1].a.weight.full_tensor(), models[0].a.weight.full_tensor())
+        assert made[1].state[models[1].a.weight]["step"] == 1
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=r"only=.* takes nothing of the model"):
+            load(tmp_path / "c", models[1], only=lambda name: False, strict=strict)
+
+
+@multi_rank(1, 2)
 def test_hyperparameters_that_are_tensors_stay_the_programs(tmp_path: Path) -> None:
     """Where they are: a graph, a compiled step, or a schedule reads them there."""
     model = build()
