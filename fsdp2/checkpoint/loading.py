@@ -155,7 +155,8 @@ class _Wanted(NamedTuple):
 
     Attributes:
         tensors: of the model: for names in the checkpoint, theirs in the model.
-        state: of optimizers: by parameter, by state, names in the checkpoint.
+        state: of optimizers: by parameter, by state, names in the checkpoint. Empty where it has none of a parameter,
+            which then has none afterwards.
         groups: for each parameter group, hyperparameters, or None.
         values: of the program, read already: ``shared`` and ``per_rank`` by name.
         extra: of the model, what is no tensor.
@@ -400,6 +401,7 @@ class Load:
         for line in lines:
             self._differ("group", line)
         self._compare_classes()
+        state = {name: state.get(name, {}) for name in sorted(names & (in_saved | set(state)))}
         return matched if options.only is None else [None] * len(wanted), state
 
     def _compare_classes(self) -> None:
@@ -533,6 +535,7 @@ class Load:
             }
             if self._options.only is not None or not self._options.strict:  # what was not taken stays
                 state = {**contents.optimizers.state(), **state}
+            state = {name: of_one for name, of_one in state.items() if of_one}
             contents.optimizers.load(state, wanted.groups, casts=self._options.cast)
         for values, name, value in wanted.values:
             state = filled(value.inside, value.places) if isinstance(value, _Nested) else value[0]
@@ -558,7 +561,7 @@ class Load:
             cast=dict(self._cast),
             unwritten=tuple(name for name, tensor in here.items() if tensor.is_meta),
             unverified=tuple(loaded) if self._options.verify == "no" else (),
-            optimizer=tuple(sorted(wanted.state)),
+            optimizer=tuple(name for name, keys in wanted.state.items() if keys),
             values=tuple(name for _, name, _ in wanted.values),
             bytes_read=self._bytes_read,
         )

@@ -271,6 +271,14 @@ def unused_state(folder: Path) -> None:
     run.model.unused.grad = torch.zeros_like(run.model.unused)
     run.optimizer.step()
     assert run.optimizer.state[unused]["step"] == 1 and run.optimizer.state[run.model.scale]["step"] == 2
+    for how in ({"only": "unused"}, {"only": ["unused", "scale"]}, {"strict": False}):
+        run.optimizer.zero_grad()
+        run.model.unused.grad = torch.zeros_like(run.model.unused)
+        run.optimizer.step()
+        others = {p for p in run.optimizer.state if p is not unused}
+        report = load(folder / "saved", run.model, run.optimizer, **how)  # type: ignore[arg-type]
+        assert not run.optimizer.state.get(unused) and "unused" not in report.optimizer
+        assert {p for p in run.optimizer.state if p is not unused} == others, "what was not taken stays"
 
 
 def make_adamw(folder: Path) -> None:
