@@ -135,7 +135,7 @@ def load(
         CheckpointIncomplete: there is no complete checkpoint.
         CheckpointMismatch: it does not fit: all differences, and nothing was loaded.
         CheckpointDamaged: files are not what was written. If that shows only while they are read, forwards of the
-            model raise until a load has succeeded.
+            model and of its parts raise until a load has succeeded.
         CheckpointError: a value could not be handed over, by its ``load_state_dict``.
     """
     ranks = ranks_of(process_group)
@@ -202,19 +202,12 @@ class Load:
         self._agree(failure)
         if self._options.verify == "first":
             self._refuse(self._exchange(self._attempt(self._verify_files), "its checksums"))
-        sums = self._options.verify == "reading"
-        with Reader(self._source, sums=sums) as reader:
-            failure = self._attempt(lambda: self._read(reader))
-            try:
-                self._finish_reading(reader, failure)
-            except CheckpointError as error:
-                block(model, str(error).splitlines()[0])
-                raise
-        failure = self._attempt(self._hand_over)
         try:
-            self._refuse(self._exchange(failure, "the end of the load"))
-        except CheckpointError as error:
-            block(model, str(error).splitlines()[0])
+            with Reader(self._source, sums=self._options.verify == "reading") as reader:
+                self._finish_reading(reader, self._attempt(lambda: self._read(reader)))
+            self._refuse(self._exchange(self._attempt(self._hand_over), "the end of the load"))
+        except BaseException as error:  # of the keyboard, too
+            block(model, error)
             raise
         unblock(model)
         return self._report()

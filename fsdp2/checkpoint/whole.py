@@ -140,14 +140,14 @@ def load_from(model: nn.Module, source: Source, caller: str, *, arguments: str, 
     def make_room() -> None:
         materialize(model, [each.held for each in fit.wanted])
 
-    for action in (make_room, write):  # ranks write together, so that all must have room before
-        with torch.inference_mode(False), torch.no_grad():
-            error = _caught(action)
-        try:
+    try:
+        for action in (make_room, write):  # ranks write together, so that all must have room before
+            with torch.inference_mode(False), torch.no_grad():
+                error = _caught(action)
             agree(ranks, error, [], caller)
-        except Exception as raised:
-            block(model, str(raised).splitlines()[0])
-            raise
+    except BaseException as raised:  # of the keyboard, too
+        block(model, raised)
+        raise
     unblock(model)
     nbytes = sum(ranks.all_gather(nbytes, f"how much {caller} has read"))
     return LoadReport(

@@ -25,11 +25,13 @@ from fsdp2.checkpoint import (
     Checkpoints,
     SaveFailed,
     load,
+    loading,
     save,
     save_safetensors,
 )
 from fsdp2.checkpoint.reading import Reader, key_of
 from fsdp2.checkpoint.source import open_source
+from fsdp2.checkpoint.whole import _States
 from tests.harness import multi_rank
 
 
@@ -594,6 +596,46 @@ def test_a_program_without_checksums_of_its_own_has_those_of_checkpoints(asynchr
         load(tmp_path / "torchs", model, verify="first")
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])
+def test_every_part_of_what_was_written_in_part_refuses_to_run(stop: type[BaseException], tmp_path: Path) -> None:
+    """Whichever was passed, until it is loaded, alone or with what it is a part of."""
+    model = nn.ModuleDict({"g": build(), "d": build(1)})
+    whole_g = {name: p.full_tensor() for name, p in model["g"].named_parameters()}  # type: ignore[operator]
+    save(tmp_path / "all", model)
+    save(tmp_path / "g", model["g"])
+
+    def failing(module: nn.Module, *, whole: bool = False) -> None:
+        read, write = loading.read_tensors, _States.write
+
+        def stopped(*arguments: Any) -> None:
+            (write if whole else read)(*arguments)  # type: ignore[operator]
+            raise stop()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*((_States, "write", stopped) if whole else (loading, "read_tensors", stopped)))
+            with pytest.raises((stop, CheckpointError)):
+                fsdp2.checkpoint.load_full(module, whole_g) if whole else load(tmp_path / "all", module)
+
+    def refuses(*parts: Any) -> None:
+        for part in parts:
+            with pytest.raises(CheckpointDamaged, match="half-way"):
+                part(torch.ones(2, 8))
+
+    g, d = model["g"], model["d"]
+    failing(model)
+    refuses(g, d, g[0], d[1])  # type: ignore[index]
+    load(tmp_path / "g", g)
+    g(torch.ones(2, 8))
+    refuses(d)
+    load(tmp_path / "all", model)
+    d(torch.ones(2, 8))
+    failing(g, whole=True)
+    refuses(g, g[0])  # type: ignore[index]
+    load(tmp_path / "all", model)
+    g(torch.ones(2, 8))
 
 
 @multi_rank(1, 2)
