@@ -110,7 +110,7 @@ class Contents:
 
     def to_save(self, step: int | None, rank: int) -> dict[Path, Any]:
         """Everything, by its path in the nested dict that programs with plain torch get."""
-        found: dict[Path, Any] = {(MODEL, name): value for name, value in self.state.items()}
+        found: dict[Path, Any] = {(MODEL, name): _of_model(name, value) for name, value in self.state.items()}
         for name, states in self.optimizers.state().items():
             of_one: dict[Path, Any] = {}
             for key, value in states.items():
@@ -132,6 +132,18 @@ class Contents:
         if step is not None:
             found[STEP,] = step
         return found
+
+
+def _of_model(name: str, value: Any) -> Any:
+    """What is saved of a model under ``name``: a tensor, or what its `get_extra_state` returns."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor and any(isinstance(each, DTensor) for each in tensors_anywhere_in(value)):
+        raise CheckpointError(
+            f"'{name}', which get_extra_state() returns, holds a sharded tensor inside of a {type(value).__name__}, "
+            "which would be pickled with the rows of one rank: let it be a buffer or a parameter, or return its "
+            "full_tensor()."
+        )
+    return value
 
 
 def _lies_on(value: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2.checkpoint.writing import with_checksums
+from fsdp2.checkpoint.writing import Pickled, with_checksums
 from fsdp2.core.sharding import dtensor_over
 from fsdp2.core.streams import device_for
 
@@ -88,8 +87,8 @@ def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         device.block_host(device.record(device.current_stream()))
 
 
-def _pickled(value: Any) -> io.BytesIO:
-    found = io.BytesIO()
+def _pickled(value: Any) -> Pickled:
+    found = Pickled()
     with with_checksums():
         torch.save(value, found)
     return found

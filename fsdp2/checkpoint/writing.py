@@ -6,6 +6,7 @@ of their names; the CRC-32 of each item is read from the zip that was just writt
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names
 from fsdp2.checkpoint.zips import Slice, directory_of
 from fsdp2.core.plan import fingerprint
+
+
+class Pickled(io.BytesIO):
+    """A value as it is written. (A program's own `io.BytesIO` is a value that is to be pickled.)"""
 
 
 class Planner(DefaultSavePlanner):
@@ -86,7 +91,7 @@ class Planner(DefaultSavePlanner):
     def transform_object(self, write_item: Any, object: Any) -> Any:
         """What is pickled already stays."""
         is_value = write_item.type == WriteItemType.BYTE_IO
-        if is_value and hasattr(object, "getbuffer"):
+        if is_value and isinstance(object, Pickled):
             return object
         return super().transform_object(write_item, object)
 

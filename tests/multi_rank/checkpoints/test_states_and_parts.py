@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import io
 import logging
 import re
 import shutil
@@ -266,6 +267,43 @@ def test_sharded_tensors_in_other_containers_are_refused(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"shared\['ema'\] holds a sharded tensor inside of a Ema.*use lists"):
         save(tmp_path / "c", model, shared={"ema": Ema(weights, 0.9)})
     save(tmp_path / "d", model, shared={"ema": {"weights": weights, "more": Ema([torch.ones(2)], 0.9)}})
+
+
+class Extra(nn.Linear):
+    """A layer with a state of its own."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(8, 8)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_extra_state_that_is_a_stream_comes_back_as_one(asynchronous: bool, tmp_path: Path) -> None:
+    """As those of layers in eight bits."""
+    model = fsdp2.fully_shard(nn.Sequential(Extra(io.BytesIO(b"scales"))))
+    with Checkpoints(tmp_path / "run", model) as checkpoints:
+        checkpoints.save(1, asynchronous=asynchronous)
+    model[0].extra = io.BytesIO()  # type: ignore[attr-defined]
+    assert checkpoints.restore(verify="first") == 1
+    assert model[0].extra.getvalue() == b"scales"  # type: ignore[attr-defined]
+
+
+@multi_rank(2)
+def test_a_sharded_tensor_in_an_extra_state_is_refused(tmp_path: Path) -> None:
+    """It would be pickled with the rows of one rank."""
+    model: Any = fsdp2.fully_shard(nn.Sequential(Extra(None)))
+    model[0].extra = {"ema": [model[0].weight.detach().clone()]}
+    with pytest.raises(SaveFailed, match=r"'0\._extra_state', which get_extra_state\(\) returns, holds a sharded tensor"):
+        save(tmp_path / "c", model)
+    model[0].extra = {"ema": [torch.ones(2)]}
+    save(tmp_path / "c", model)
 
 
 @multi_rank(1)
