@@ -217,6 +217,10 @@ class Reader:
             CheckpointDamaged: they differ.
             CheckpointError: a file cannot be read.
         """
+        read: dict[tuple[int, int], Piece] = {}
+        for piece in pieces:
+            if read.setdefault((piece.start, piece.nbytes), piece) != piece:  # as where nodes have folders of their own
+                raise self._damaged(key, "ranks have read different bytes in the same place")
         found = covered(pieces)
         parts = [(piece.start, piece.nbytes, piece.crc) for piece in found.pieces]
         parts += [(start, nbytes, self.rest(key, start, nbytes)) for start, nbytes in found.gaps]

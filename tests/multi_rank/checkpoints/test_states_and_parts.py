@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import errno
 import functools
@@ -257,6 +258,22 @@ def test_ranks_that_open_different_checkpoints_load_none(torchs: bool, tmp_path:
         shutil.rmtree(own)
         shutil.copytree(tmp_path / "node0" / "c", own)
     load(own, model)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("node", [0, 1])
+def test_what_one_rank_alone_has_read_wrongly_is_noticed(node: int, tmp_path: Path) -> None:
+    """Of what nothing shards all read the same, each its own: from the folder of its node."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    save(tmp_path / "c", model)
+    own = tmp_path / f"node{dist.get_rank()}" / "c"
+    shutil.copytree(tmp_path / "c", own)
+    content = ctypes.string_at(model.weight.data_ptr(), model.weight.nbytes)
+    for path in own.glob("*.distcp") if dist.get_rank() == node else ():
+        path.write_bytes(path.read_bytes().replace(content, content[:-1] + b"\0"))
+    with pytest.raises(CheckpointDamaged, match=r"'model\.weight': "):
+        load(own, model)
 
 
 @multi_rank(2)
