@@ -40,7 +40,7 @@ from fsdp2.checkpoint.rules import BYTES_RULE, RENAME_RULE, is_int
 from fsdp2.checkpoint.source import Rename, renamed
 from fsdp2.core.layout import PACKED_ALIGNMENT_BYTES, align
 from fsdp2.core.param import is_subclass
-from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, FSDPValueError
 from fsdp2.features.broadcast_parameters import device_that_travels
 from fsdp2.features.whole_states import refuse_of_another_rank
 from fsdp2.ragged.placement import Box
@@ -448,26 +448,20 @@ class _FromRank(Source):
         """What the rank has told all others.
 
         Raises:
-            FSDPError: what it cannot send, on all ranks.
+            Exception: of what it cannot send or read, on all ranks.
         """
         ranks = self.ranks
         if self._rank not in ranks.numbers:
             raise FSDPValueError(f"{_LOADS} got source={self._rank}, and the model is on the ranks {ranks.numbers}.")
-        mine: Any = None
-        error: Exception | None = None
-        if self._is_mine:
+        mine: list[dict[str, Offered]] = []
+
+        def look() -> None:
             self._states.ranks = ranks
-            try:
-                mine = self._states.offered()
-                self._refuse_parts()
-            except FSDPError as raised:
-                error = raised
-        failed = None if error is None else (type(error), str(error))
-        told = ranks.all_gather((mine, failed), f"what {_LOADS} is to load")
-        offered, failure = told[ranks.numbers.index(self._rank)]
-        if failure is not None:
-            kind, text = failure
-            raise kind(text)
+            mine.append(self._states.offered())
+            self._refuse_parts()
+
+        error = _caught(look) if self._is_mine else None
+        (offered,) = agree(ranks, error, [], _LOADS, mine)[ranks.numbers.index(self._rank)]
         self._known = offered
         return dict(offered)
 

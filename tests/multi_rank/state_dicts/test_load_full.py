@@ -408,6 +408,25 @@ def test_none_where_every_rank_is_to_have_it() -> None:
     load_full(model, state, source=0)
 
 
+class Unreadable(dict[str, Tensor]):
+    """A mapping that reads its tensors when it is asked for them, and cannot."""
+
+    def items(self) -> Any:
+        raise OSError("no such disk")
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_state_dict_that_cannot_be_read_is_an_error_on_all_ranks(source: str | int) -> None:
+    model, state = shard(build(), "zero3"), whole_state(build(seed=1))
+    with pytest.raises(OSError, match="no such disk"):
+        load_full(model, given(Unreadable(state), source), source=source)
+    with pytest.raises(AttributeError, match="'int' object"):
+        load_full(model, given({**state, 3: torch.ones(1)}, source), source=source)  # type: ignore[dict-item]
+    load_full(model, given(state, source), source=source)
+    assert_same("state", whole_state(model), state)
+
+
 @multi_rank(2)
 def test_what_is_refused() -> None:
     model, state = shard(build(), "zero3"), build(seed=1).state_dict()
