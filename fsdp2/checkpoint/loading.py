@@ -190,6 +190,7 @@ class Load:
         self._wanted: _Wanted
         self._taken: frozenset[str]
         self._copies: set[str] = set()
+        self._unverified: set[str] = set()
         self._step: int | None = None
 
     def run(self, collect: Callable[[], Contents], model: nn.Module) -> LoadReport:
@@ -281,6 +282,7 @@ class Load:
             groups, state = self._compare_optimizers(reader)
             values = self._values(reader)
             loaded = {name: reader.value(key) for name, key in extra.items()}
+            self._unverified = {name for name, key in extra.items() if key in reader.without_sums}
             self._bytes_read += reader.bytes_read
         self._wanted = _Wanted(tensors, state, groups, values, loaded)
 
@@ -494,12 +496,14 @@ class Load:
             CheckpointDamaged: on every rank.
         """
         copies = set() if failure is not None else self._contents.copies.intersection(self._wanted.tensors.values())
-        found = self._exchange((failure, reader.pieces, copies), "what was read")
-        self._refuse([each for each, _, _ in found])
-        self._copies = set().union(*(of_rank for _, _, of_rank in found))
+        unverified = {name for key, name in self._wanted.tensors.items() if key in reader.without_sums}
+        found = self._exchange((failure, reader.pieces, copies, unverified), "what was read")
+        self._refuse([each for each, *_ in found])
+        self._copies = set().union(*(of_rank for *_, of_rank, _ in found))
+        self._unverified.update(*(of_rank for *_, of_rank in found))
         if self._options.verify == "reading":
             pieces: dict[Key, list[Piece]] = {}
-            for _, of_rank, _ in found:
+            for _, of_rank, *_ in found:
                 for key, each in of_rank.items():
                     pieces.setdefault(key, []).extend(each)
             mine = sorted(pieces)[self._ranks.rank :: self._ranks.size]
@@ -553,7 +557,7 @@ class Load:
             unexpected=tuple(self._unexpected),
             cast=dict(self._cast),
             unwritten=tuple(name for name, tensor in here.items() if tensor.is_meta),
-            unverified=tuple(loaded) if self._options.verify == "no" else (),
+            unverified=tuple(n for n in loaded if self._options.verify == "no" or n in self._unverified),
             optimizer=tuple(name for name, keys in wanted.state.items() if keys),
             values=tuple(name for _, name, _ in wanted.values),
             bytes_read=self._bytes_read,

@@ -101,6 +101,7 @@ class Reader:
         source: the checkpoint.
         bytes_read: of files.
         pieces: what was read of each item, if checksums are computed.
+        without_sums: names of what was looked at, of which an item has no checksum.
     """
 
     def __init__(self, source: Source, *, sums: bool = True) -> None:
@@ -110,6 +111,7 @@ class Reader:
         self._crcs = {} if source.manifest is None else source.manifest.checksums()
         self.bytes_read = 0
         self.pieces: dict[Key, list[Piece]] = {}
+        self.without_sums: set[str] = set()
 
     def __enter__(self) -> Reader:
         return self
@@ -373,6 +375,8 @@ class Reader:
         if described is None:
             raise NoZip("it holds nothing")
         has_sums = bool(described.crc or self._crc_in_manifest(key, "data.pkl"))
+        if not has_sums:
+            self.without_sums.add(key[0])
         item.seek(content_start(item, described))
         text = item.read(described.nbytes)
         if self._sums and has_sums:
