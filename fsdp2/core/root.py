@@ -615,8 +615,9 @@ class FSDPRoot:
         PLACE.phase, PLACE.failure = self._phases[3], ""
         self._hold_graph(self.holds_graph)
         ended, self.iteration = self.iteration, Iteration()
-        # A backward inside the root's forward does not end that.
+        # A backward inside the root's forward does not end that, nor one after a forward that failed its failure.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
+        self.iteration.failed = ended.failed
         is_inside = ended.in_forward or self.owner.calls > 0
         self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 

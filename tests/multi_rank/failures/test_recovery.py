@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx
 from fsdp2.core.buffers import Resizable
+from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
 from fsdp2.features.gloo_p2p import PeerToPeer
 from tests.harness import multi_rank
@@ -185,6 +186,46 @@ def test_one_rank_fails_late_in_its_forward_and_all_skip_the_batch(
         gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
         assert_sharded_same("gradients", gradients_of(model), gradients, tolerance=SUM_ORDER)
         optimizer.zero_grad()
+    reference.model.zero_grad()
+    assert_trains_like(reference, model, optimizer, steps=2)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("place", ["root", "last"])
+@pytest.mark.parametrize("finalizes", [False, True], ids=["by itself", "finalized"])
+def test_a_forward_fails_and_the_backward_of_an_earlier_one_follows(
+    finalizes: bool, place: str, world_size: int
+) -> None:
+    """The second loss of a step is given up: the first one's gradients are right, and the next forward is a new one."""
+    model, reference = sharded(), Reference(CASE, world_size=world_size)
+    assert isinstance(model, FSDPModule)
+    model.set_manual_backward_finalization(finalizes)
+    optimizer = adamw(list(model.parameters()))
+    loss = loss_of(model, 1)
+    if finalizes:
+        loss.backward()
+    with raising(PLACES[place](model), Boom, where="after"), pytest.raises(Boom):
+        loss_of(model, 2)
+    if finalizes:
+        model.finalize_backward()
+    else:
+        loss.backward()
+    losses = [CASE.loss(reference.model, CASE.batch(0, 99, rank, 1)) for rank in range(world_size)]
+    (sum(losses) / world_size).backward()
+    expected = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
+    optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch:
+        begun, begin = [], FSDPRoot.begin_forward
+        patch.setattr(FSDPRoot, "begin_forward", lambda root: begun.append(root) or begin(root))
+        loss_of(model, 3).backward()
+        if finalizes:
+            model.finalize_backward()
+    assert len(begun) == 1
+    optimizer.zero_grad()
+    model.set_manual_backward_finalization(False)
     reference.model.zero_grad()
     assert_trains_like(reference, model, optimizer, steps=2)
 
