@@ -36,11 +36,12 @@ class Unsharding(CommHandle):
         resumes: from where the parameters rest after forward.
         user_initiated: the user waits for it, so a custom all-gather may be asynchronous.
         is_issuing: collectives are being launched; after an exception there, one may run that nothing can wait for.
+        is_issued: nothing is left to be issued; after an exception before that, it cannot be waited for.
         awaits_copy_out: what is packed is still to be moved to the unsharded buffers.
         is_copying_out: that has begun and not ended; after an exception there it cannot be done again.
     """
 
-    __slots__ = ("awaits_copy_out", "gather", "is_copying_out", "is_issuing", "resumes", "user_initiated")
+    __slots__ = ("awaits_copy_out", "gather", "is_copying_out", "is_issued", "is_issuing", "resumes", "user_initiated")
 
     def __init__(self, gather: Gather, *, resumes: bool, user_initiated: bool) -> None:
         self.works, self.event = [], None
@@ -48,7 +49,7 @@ class Unsharding(CommHandle):
         self.gather = gather
         self.resumes = resumes
         self.user_initiated = user_initiated
-        self.is_issuing = self.awaits_copy_out = self.is_copying_out = False
+        self.is_issuing = self.is_issued = self.awaits_copy_out = self.is_copying_out = False
 
 
 class Loan(Protocol):
@@ -473,7 +474,7 @@ class FSDPParamGroup:
     @property
     def was_cut_short(self) -> bool:
         """The same, where it cannot be waited for (again)."""
-        return self._unsharding is not None and (self._unsharding.is_issuing or self._unsharding.is_copying_out)
+        return self._unsharding is not None and (not self._unsharding.is_issued or self._unsharding.is_copying_out)
 
     def _enter(self, phase: ParamPhase) -> None:
         assert (self._phase, phase) in PARAM_TRANSITIONS, f"{self.name}: {self._phase} -> {phase}"
@@ -482,7 +483,8 @@ class FSDPParamGroup:
     def unshard(self, *, for_backward: bool = False, user_initiated: bool = False, is_prefetch: bool = False) -> bool:
         """Issue the all-gather, unless the parameters are unsharded or about to be. Collective, asynchronous.
 
-        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward.
+        Stale unsharded parameters are gathered again, but not ``for_backward``, which needs those of its forward; so is
+        what an exception has cut short, which the model may have caught.
         ``user_initiated``: the user waits for it, so a custom all-gather may be asynchronous. ``is_prefetch``: of a
         backward that is only expected: nothing is done if the values of its forward are gone.
 
@@ -497,8 +499,11 @@ class FSDPParamGroup:
         if self.loan is not None:
             self.loan.refuse_pass(self.name, for_backward=for_backward)
             return False
-        if self._unsharding is not None:
-            self._unsharding.user_initiated = user_initiated
+        unsharding = self._unsharding
+        if unsharding is not None:
+            unsharding.user_initiated = user_initiated
+            if not unsharding.is_issued or unsharding.is_copying_out:
+                self.reshard()
         if for_backward and is_prefetch and self.is_stale():
             return self._unsharding is not None
         if self._rests_in_place:
@@ -558,6 +563,7 @@ class FSDPParamGroup:
             self._gathered = written
             self.storage.outdate()
         if self.storage.gathers_nothing:
+            self._unsharding.is_issued = True
             return
         if _torch.profiler._is_profiler_enabled:
             with _torch.in_range(f"FSDP::all_gather ({self.name})"):
@@ -592,6 +598,7 @@ class FSDPParamGroup:
             if not as_works:
                 self._copy_out(unsharding)
                 unsharding.event = device.record(stream)
+            unsharding.is_issued = True
 
     def _copy_out(self, unsharding: Unsharding) -> None:
         unsharding.awaits_copy_out, unsharding.is_copying_out = False, True
@@ -610,13 +617,13 @@ class FSDPParamGroup:
         Stream: the current stream waits; on CPU the host does.
 
         Raises:
-            FSDPRuntimeError: an exception came when it was waited for before, so that the values are not there.
+            FSDPRuntimeError: an exception came before all had arrived, so that the values are not there.
         """
         if self._phase is not ParamPhase.UNSHARDING or self._unsharding is None:
             return
-        if self._unsharding.is_copying_out:
+        if self._unsharding.is_copying_out or not self._unsharding.is_issued:
             raise FSDPRuntimeError(
-                f"the all-gather of '{self.name}' was interrupted by an exception when it was waited for; call "
+                f"the all-gather of '{self.name}' was interrupted by an exception before all had arrived; call "
                 "reshard() on the module, on all ranks, before it is unsharded again."
             )
         self._finish_all_gather(self._unsharding)

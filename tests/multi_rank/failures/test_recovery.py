@@ -427,6 +427,43 @@ def test_out_of_memory_inside_the_engine(target: str, world_size: int) -> None:
     assert hits >= 4
 
 
+class Retrying(nn.Sequential):
+    """Runs a layer again that has found no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            try:
+                y = layer(x)
+            except torch.OutOfMemoryError:
+                y = layer(x)
+            x = torch.tanh(y)
+        return x
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("target", ["Gather.allocate", "Gather.copy_in", "GroupStorage.outdate", "Gather.copy_out"])
+def test_a_gather_that_failed_is_not_taken_for_one_in_flight(target: str, reshards: bool, world_size: int) -> None:
+    """The model catches what left the gather of a layer, or of the next one ahead of it, and goes on."""
+    torch.manual_seed(0)
+    model = Retrying(*(nn.Linear(4, 4) for _ in range(4)))
+    plain = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshards)
+    fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    x = torch.ones(2, 4)
+    for call in (None, 0, 1, 2, 3):
+        with _nothing() if call is None else failing_call(f"fsdp2.core.gather.{target}", call) as failed:
+            found, expected = model(x), plain(x)
+            assert call is None or failed
+        assert torch.equal(found, expected)
+        for output, optimizer in zip((found, expected), optimizers, strict=True):
+            output.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @contextmanager
 def failing_call(target: str, call: int) -> Iterator[list[bool]]:
     """Patch ``target`` so that its call number ``call`` raises."""
