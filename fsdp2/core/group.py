@@ -120,6 +120,7 @@ class FSDPParamGroup:
         self._left_to_do: bool | None = None  # see `leave_later`
         self._take_sharded()
         self._gathered: object = (0, 0)  # what `written` was; None: unknown
+        self._awaited: object = None  # what it was when gathers last waited for it, on streams
         self._registrations = Registrations(self.params)
         self._transport: Transport = Alone()
         self._transport_among_neighbours: Transport = self._transport
@@ -562,6 +563,9 @@ class FSDPParamGroup:
         if not (resumes or for_backward) and (written := self.written()) != self._gathered:
             self._gathered = written
             self.storage.outdate()
+            if self._awaited is not None and written != self._awaited and self.comm is not None:
+                self.comm.gathers_follow_compute()  # which has written them since the root's forward began
+                self._awaited = written
         if self.storage.gathers_nothing:
             self._unsharding.is_issued = True
             return
@@ -793,6 +797,8 @@ class FSDPParamGroup:
         if self.asked:
             self._refuse_what_was_asked()
         self.refuse_set_data()
+        if self.comm is not None and self.comm.device.has_streams:
+            self._awaited = self.written()
         if not ends_by_itself:
             return
         if self.settings.requires_gradient_sync and not reducer.accumulated and reducer.has_gradients():

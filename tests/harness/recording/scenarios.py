@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, Owned, _torch, full_parameters, fully_shard
+from fsdp2 import MixedPrecisionPolicy, Owned, _torch, full_parameters, fully_shard, register_fsdp_forward_method
 from tests.harness.fake import fake_world
 from tests.harness.happens_before import TraceEvent
 from tests.harness.models import FROZEN, PARTLY_USED, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -269,6 +269,45 @@ def written_whole(recorder: Recorder) -> None:
         training.update()
 
 
+class WrittenInside(Stack):
+    """Writes some of its blocks at the start of its forward, as averages of weights do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block that is gathered ahead by then stays as it is."""
+        with torch.no_grad():
+            for block in self.blocks[1:]:
+                for parameter in block.parameters():
+                    parameter.mul_(0.9)
+        return super().forward(x)
+
+
+def written_inside(recorder: Recorder) -> None:
+    """Shards are written after the root's forward has begun, and gathered in it."""
+    train(recorder, WrittenInside()).steps()
+
+
+class TrainedInside(Stack):
+    """Trains by itself, in a method that gathers like its forward."""
+
+    def train_twice(self, x: Tensor, update: Callable[[], None]) -> None:
+        """Two steps, as of two players of a game, of the blocks."""
+        for _ in range(2):
+            y = x
+            for block in self.blocks:
+                y = block(y)
+            y.square().sum().backward()
+            update()
+
+
+def trained_inside(recorder: Recorder) -> None:
+    """An optimizer steps after the root's method has begun, and blocks are gathered again in it."""
+    model = TrainedInside()
+    training = train(recorder, model)
+    register_fsdp_forward_method(model, "train_twice")
+    for _ in range(STEPS):
+        model.train_twice(torch.ones(2, 8), training.update)
+
+
 _CASES: dict[str, Scenario] = {
     case.name: partial(_case, case) for case in (TRANSFORMER, UNEVEN_MLP, TIED, FROZEN, PARTLY_USED)
 }
@@ -279,7 +318,7 @@ _PROGRAMS: dict[str, Scenario] = {
         one_group_for_both_ends, used_twice, accumulated_reduced, accumulated_unsharded, accumulated_without_reshard,
         two_forwards, interleaved, evaluated_between, reduced_late, order_changes, unsharded_by_hand,
         block_called_alone, two_roots, gradients_kept, gradients_zeroed, stepped_in_backward, two_streams,
-        written_whole, *MISHAPS,
+        written_whole, written_inside, trained_inside, *MISHAPS,
     )
 }  # fmt: skip
 SCENARIOS: dict[str, Scenario] = {
