@@ -584,6 +584,7 @@ class FSDPRoot:
             self.gather_postponed()
         if self.walk is not None:
             self.walk.end_backward()
+        self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         if self.settings.finalizes_manually:
             for state in self.states:
                 state.pause_backward()
@@ -596,7 +597,6 @@ class FSDPRoot:
             self._drop_ahead()
             self._backward_order.end()
             return
-        self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
         self.finalize()
         if self.settings.is_last_backward:
             self.comm.finish_reduces()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, _torch, fully_shard
@@ -105,6 +106,27 @@ def test_a_gradient_penalty_with_other_settings(how: str, world_size: int) -> No
         "offloaded": lambda: {"offload_policy": CPUOffloadPolicy()},
     }[how]()
     check(shard(build("critic"), **options), "critic", world_size, only=False)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("only", [False, True], ids=["with a loss", "penalty only"])
+@pytest.mark.parametrize("kind", ["critic", "linear", "recomputed"])
+def test_a_gradient_penalty_that_is_finalized_by_hand(kind: str, only: bool, world_size: int) -> None:
+    """The sharded parameters are there then, with their gradients, to be clipped."""
+    model, plain = shard(build(kind)), build(kind)
+    model.set_manual_backward_finalization(True)
+    for step in range(2):
+        penalty(model, step, dist.get_rank(), only=only).backward()
+        model.finalize_backward()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        for rank in range(world_size):
+            (penalty(plain, step, rank, only=only) / world_size).backward()
+        norm, expected_norm = (nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain))
+        torch.testing.assert_close(norm.full_tensor(), expected_norm)
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same(f"gradients in step {step}", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for each in (model, plain):
+            each.zero_grad()
 
 
 @multi_rank(2)
