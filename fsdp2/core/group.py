@@ -215,6 +215,8 @@ class FSDPParamGroup:
 
     def _prepare_anew(self, comm: FSDPCommContext) -> None:
         """The same within an iteration, whose gathers do not know of what compute has written since it began."""
+        if self.reducer.is_reducing:
+            comm.finish_reduces()  # what is in flight was packed by the old plan
         self.prepare(comm)
         comm.gathers_follow_compute()  # which wrote new shard buffers, or was to use what was allocated
 

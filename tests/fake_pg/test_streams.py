@@ -261,6 +261,7 @@ NO_RACE = {
     ("root", "gather_postponed", "finish_reduces"),  # never where there are streams; see test_backward_memory
     ("reduce", "reduce", "retire_reduces"),  # the same: there it is make_room
     ("root", "recover_if_failed", "drop_reduces"),  # so that nothing is delivered later; see test_what_meets
+    ("group", "_prepare_anew", "finish_reduces"),  # so that buckets keep what waits in them; see test_recovery
     ("staging", "_copy", "block_host"),  # a thread reads on the host what was copied there; see gpu/test_cuda.py
     ("root", "_end_iteration", "end_step"),  # ends the capture of a graph; see test_memory_pool
 }

@@ -464,6 +464,27 @@ def test_a_gather_that_failed_is_not_taken_for_one_in_flight(target: str, reshar
             optimizer.zero_grad()
 
 
+@multi_rank(4)
+def test_a_gather_fails_while_gradients_are_on_their_way(world_size: int) -> None:
+    """The root's, whose reduction is in flight: it is laid out anew, and what waits for an all-reduce is not lost."""
+    model, reference = CASE.build(), Reference(CASE, world_size=world_size)
+    for unit in CASE.units(model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(False)
+    model.set_requires_all_reduce(False)
+    loss_of(model, 1).backward()
+    with failing_call("fsdp2.features.gloo_p2p.PeerToPeer.all_gather", 0), pytest.raises(torch.OutOfMemoryError):
+        loss_of(model, 2)
+    model.set_is_last_backward(True)
+    model.set_requires_all_reduce(True)
+    loss_of(model, 3).backward()
+    batches = [CASE.batch(0, 99, rank, micro) for rank in range(world_size) for micro in (1, 3)]
+    (sum(CASE.loss(reference.model, batch) for batch in batches) / world_size).backward()
+    expected = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
 @contextmanager
 def failing_call(target: str, call: int) -> Iterator[list[bool]]:
     """Patch ``target`` so that its call number ``call`` raises."""
