@@ -651,6 +651,8 @@ class FSDPParamGroup:
     def reshard_after_forward(self, awaits_backward: bool) -> None:
         """Reshard to where the parameters rest until backward: all ranks, or fewer of them if one may come."""
         self._left_to_do = None
+        if awaits_backward and self._phase is ParamPhase.SHARDED_POST_FORWARD:
+            return  # an exception came after the end of this forward, or before its beginning
         post_forward = self.storage.post_forward if awaits_backward else None
         if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
@@ -661,9 +663,9 @@ class FSDPParamGroup:
         self._free_unsharded()
 
     def leave_later(self, awaits_backward: bool) -> None:
-        """Do what `reshard_after_forward` does when the next forward comes: a backward may begin before, unnoticed.
+        """Do what `reshard_after_forward` does when the next forward comes.
 
-        A rank on which an exception came before the outputs were seen has done it already, and gathers then.
+        A backward may begin before, unnoticed, or the program reads parameters that the module has returned. A rank on which an exception came before the outputs were seen has done it already, and gathers then.
         """
         self._left_to_do = awaits_backward
 

@@ -190,6 +190,69 @@ def test_one_rank_fails_late_in_its_forward_and_all_skip_the_batch(
     assert_trains_like(reference, model, optimizer, steps=2)
 
 
+class Retrying(nn.Sequential):
+    """Runs a layer again that has found no memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            try:
+                y = layer(x)
+            except torch.OutOfMemoryError:
+                y = layer(x)
+            x = torch.tanh(y)
+        return x
+
+
+class Showing(nn.Module):
+    """Returns its parameter too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.weight
+
+
+class Showy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Showing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for block in self.blocks:
+            x, weight = block(x)
+            total = total + weight.sum()
+        return x.sum() + total
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@pytest.mark.parametrize("kind", [Retrying, Showy])
+def test_one_rank_fails_after_its_parameters_were_left_as_they_rest(
+    kind: type[nn.Module], reshard_after_forward: bool | int, world_size: int
+) -> None:
+    """All skip the batch, and gather the same next: from neighbours, or what was kept as the module has returned it."""
+    torch.manual_seed(0)
+    model = kind(*(nn.Linear(4, 4) for _ in range(3))) if kind is Retrying else kind()
+    plain = copy.deepcopy(model)
+    blocks = list(model) if kind is Retrying else list(model.blocks)
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard_after_forward)
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    model.zero_grad()
+    fails = dist.get_rank() == 1
+    with raising(blocks[2], Boom, where="after") if fails else _nothing(), pytest.raises(Boom) if fails else _nothing():
+        model(x)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("place", ["root", "last"])
 @pytest.mark.parametrize("finalizes", [False, True], ids=["by itself", "finalized"])
@@ -425,19 +488,6 @@ def test_out_of_memory_inside_the_engine(target: str, world_size: int) -> None:
             assert_trains_like(reference, model, optimizer, steps=1)
     assert_trains_like(reference, model, optimizer, steps=1)
     assert hits >= 4
-
-
-class Retrying(nn.Sequential):
-    """Runs a layer again that has found no memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            try:
-                y = layer(x)
-            except torch.OutOfMemoryError:
-                y = layer(x)
-            x = torch.tanh(y)
-        return x
 
 
 @multi_rank(2)
