@@ -428,7 +428,7 @@ class FSDPRoot:
         """The root's forward has ended: drop what was gathered in vain.
 
         Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
-        learn it, and predict something else; after an evaluation, nothing later would tell.
+        learn it, and predict something else; after an evaluation, nothing later would tell: see `ExecutionOrder.settle`.
         """
         if self.walk is not None:
             self.walk.end_forward()
@@ -437,8 +437,7 @@ class FSDPRoot:
         PLACE.phase = self._phases[1]
         self._forward_order.end()
         if self.iteration.gathered:
-            self._evaluation_order.end()
-            self._evaluation_order.commit()
+            self._evaluation_order.settle()
         else:  # ranks may run what is there already in ways of their own
             self._evaluation_order.abandon()
         self._drop_ahead()
@@ -731,6 +730,8 @@ class FSDPRoot:
             if group in ahead or group.was_interrupted:
                 group.reshard()
         self._end_rounds()
+        if self.iteration.gathered:
+            self._evaluation_order.settle()
         for order in (self._forward_order, self._evaluation_order, self._backward_order):
             order.abandon()
         ended, self.iteration = self.iteration, Iteration()

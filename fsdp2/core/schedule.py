@@ -14,7 +14,8 @@ class ExecutionOrder(Generic[Item]):
     While a pass follows the learned order, `advance` predicts what comes next; at the first deviation it falls silent
     until the pass is over. What it was is learned when the pass is committed. Predictions depend only on the order of
     this pass and of the last committed one: if these are the same on all ranks, so are the predictions, even if the
-    order changes in every pass. A pass may be committed only if all ranks are known to have come to its end.
+    order changes in every pass. A pass may be committed only if all ranks are known to have come to its end; what is
+    never known is left to `settle`.
 
         >>> order = ExecutionOrder()
         >>> [order.advance(item, depth=1) for item in "abc"], order.end(), order.commit()
@@ -60,6 +61,17 @@ class ExecutionOrder(Generic[Item]):
         """Learn the order of the pass that ended last."""
         if self._ended:
             self._learned = self._ended
+
+    def settle(self) -> None:
+        """The pass is over, on some ranks perhaps by an exception: learn its order, alike on all that go on together.
+
+        They have gathered the same, so one that left the learned order was the same on all of them. One that followed
+        it may have stopped anywhere, where more was gathered ahead: what was learned stays.
+        """
+        current = tuple(self._current)
+        if current != self._learned[: len(current)]:
+            self._learned = current
+        self.abandon()
 
     def forget(self) -> None:
         """Ranks may have learned different orders: forget them."""

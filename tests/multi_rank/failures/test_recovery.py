@@ -739,6 +739,41 @@ def test_one_rank_fails_where_the_order_changes(world_size: int) -> None:
         model.zero_grad()
 
 
+@multi_rank(2)
+@pytest.mark.parametrize(
+    ("failing", "fails_in"), [([0, 3, 4], 4), ([0, 1, 2], 2), ([0, 1, 2, 3], 3), ([0, 1, 2, 3, 4], 3)], ids=str
+)
+def test_one_rank_fails_where_the_order_of_an_evaluation_changes(
+    failing: list[int], fails_in: int, world_size: int
+) -> None:
+    """After its last layer, or after the one before, while that is gathered ahead. All skip the batch."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+    plain, model = copy.deepcopy(layers), nn.Module()
+    model.layers = layers
+
+    def run(layers: nn.ModuleList, order: list[int], fails_in: int = -1) -> Tensor:
+        x = torch.ones(2, 8)
+        for index in order:
+            x = torch.tanh(layers[index](x))
+            if index == fails_in:
+                raise Boom
+        return x
+
+    model.forward = lambda *args: run(layers, *args)  # type: ignore[method-assign]
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    whole, other = [0, 1, 2, 3, 4], [0, 1, 2]
+    for order in (whole, failing, other, other, whole, failing, whole):
+        with torch.no_grad():
+            if order is failing and dist.get_rank() == 1:
+                with pytest.raises(Boom):
+                    model(order, fails_in)
+            else:
+                assert torch.equal(model(order), run(plain, order))
+
+
 @multi_rank(4)
 @pytest.mark.parametrize("waits", ["for its all-reduce", "in flight", "in part"])
 def test_what_waits_elsewhere_is_cleared_too(waits: str, world_size: int) -> None:
