@@ -25,6 +25,7 @@ from fsdp2.core.options import (
     OTHER_WORDS,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
+    ModulePolicy,
     OffloadPolicy,
     PolicyFunction,
     module_policy,
@@ -70,13 +71,22 @@ class SmallParameters:
         """Whether ``parameter`` is one of them."""
         return False
 
-    def absorb(
-        self, modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
-    ) -> tuple[Unit, list[Any]]:
-        """``unit`` with the small parameters of calls below ``modules``, and what `share` is to be told."""
-        return unit, []
+    def below(
+        self, modules: Sequence[nn.Module], arguments: ShardArguments, own: DataParallelMesh | None, name: str
+    ) -> list[FSDPParamGroup]:
+        """The groups of small parameters of calls below ``modules`` that one with ``arguments`` takes into its own.
 
-    def share(self, absorbed: list[Any]) -> None:
+        ``own``: where it has small parameters itself. Raises what hinders it, before anything is changed.
+        """
+        return []
+
+    def absorb(
+        self, modules: Sequence[nn.Module], unit: Unit, taken: list[FSDPParamGroup], name: str
+    ) -> tuple[Unit, Any]:
+        """``unit`` with what was ``taken`` below ``modules``, and what `share` is to be told."""
+        return unit, None
+
+    def share(self, absorbed: Any) -> None:
         """Let the calls below use what theirs has become part of."""
 
 
@@ -297,15 +307,15 @@ def fully_shard(
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         if tied:
             TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
-        unit = _shard(
-            found, managed, arguments, policy.of_parameters[: len(found)], places, policy.buffer_dtype, name, small
-        )
-        unit, absorbed = SMALL.filling.absorb(modules, unit, arguments, name) if replicate_below else (unit, [])
+        shardings = _shardings(found, arguments, name, small)
+        taken = [] if small is None else SMALL.filling.below(modules, arguments, _own(small, shardings), name)
+        unit = _shard(found, shardings, managed, arguments, policy, places, name)
+        unit, absorbed = SMALL.filling.absorb(modules, unit, taken, name) if taken else (unit, None)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *[each.owner.group for each in tied])))
     state = FSDPState(modules, unit, policy, arguments, ignored)
-    if absorbed:
+    if taken:
         SMALL.filling.share(absorbed)
     if strategy is not None:
         SET_STRATEGY.filling(strategy, [state])
@@ -517,17 +527,10 @@ def _shown(argument: Any) -> str:
     return str(argument)
 
 
-def _shard(
-    found: dict[nn.Parameter, list[Use]],
-    managed: Sequence[nn.Module],
-    arguments: ShardArguments,
-    policies: Sequence[MixedPrecisionPolicy],
-    places: Sequence[Offloading],
-    buffer_dtype: torch.dtype | None,
-    name: str,
-    small: DataParallelMesh | None,
-) -> Unit:
-    """Shard the parameters, each by its policy, and group them by meshes and places; ``small``: that of small ones."""
+def _shardings(
+    found: dict[nn.Parameter, list[Use]], arguments: ShardArguments, name: str, small: DataParallelMesh | None
+) -> list[Sharding]:
+    """How each parameter is to be sharded; ``small``: the mesh of small ones. Changes nothing."""
     mesh = arguments.mesh
     neighbours = arguments.reshard_after_forward[1]
     shardings = [
@@ -540,9 +543,30 @@ def _shard(
         for sharding, uses in zip(shardings, found.values(), strict=True):
             if sharding.mesh is not small:
                 _check_neighbours(sharding, neighbours, uses[0][2], name)
-    _move_to_device(managed, found, mesh.device, buffer_dtype)
+    return shardings
+
+
+def _own(small: DataParallelMesh, shardings: Sequence[Sharding]) -> DataParallelMesh | None:
+    """``small``, if there are parameters on its ranks."""
+    return small if any(sharding.mesh.key == small.key for sharding in shardings) else None
+
+
+def _shard(
+    found: dict[nn.Parameter, list[Use]],
+    shardings: Sequence[Sharding],
+    managed: Sequence[nn.Module],
+    arguments: ShardArguments,
+    policy: ModulePolicy,
+    places: Sequence[Offloading],
+    name: str,
+) -> Unit:
+    """Shard the parameters, each by its policy, and group them by meshes and places."""
+    neighbours = arguments.reshard_after_forward[1]
+    _move_to_device(managed, found, arguments.mesh.device, policy.buffer_dtype)
     groups: dict[Any, tuple[WriteCounter, Offloading, list[FSDPParam]]] = {}
-    for (original, uses), sharding, each, place in zip(found.items(), shardings, policies, places, strict=False):
+    for (original, uses), sharding, each, place in zip(
+        found.items(), shardings, policy.of_parameters, places, strict=False
+    ):
         write_counter, _, params = groups.setdefault((sharding.mesh.key, place.key), (WriteCounter(), place, []))
         params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, write_counter, name))
     unit: Unit = tuple(

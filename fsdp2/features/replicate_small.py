@@ -18,7 +18,7 @@ from torch import nn
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, replicating_info
 from fsdp2.core.offload_choice import offloading_of
-from fsdp2.core.options import GroupSettings, OffloadPolicy
+from fsdp2.core.options import DEFAULT, GroupSettings, OffloadPolicy
 from fsdp2.core.param import FSDPParam, WriteCounter, is_subclass, local_data
 from fsdp2.core.root import Unit
 from fsdp2.core.shard import SMALL, SmallParameters
@@ -27,28 +27,23 @@ from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeErro
 
 
 class Absorbed(NamedTuple):
-    """A state below, whose bucket has become part of a larger one."""
+    """Buckets of calls below, and the larger one that they have become part of."""
 
-    state: FSDPState
-    before: FSDPParamGroup
-    after: FSDPParamGroup
+    taken: list[FSDPParamGroup]
+    bucket: FSDPParamGroup
 
 
 def _bucket(state: FSDPState) -> FSDPParamGroup | None:
+    """That of the call itself; others that its modules use are those of calls above it, or beside it."""
     if state.arguments.replicate_below:
         for group in state.unit:
-            if group.mesh.shard_group is None:
+            if group.mesh.shard_group is None and group.sharers[0] is state:
                 return group
     return None
 
 
 def _release(group: FSDPParamGroup, prefix: str) -> None:
     """End what runs on ``group``, whose parameters get names below the module above."""
-    if group.reducer.owes_gradients():
-        raise FSDPRuntimeError(
-            f"gradients of '{group.name}' wait for their reduction, and would be lost as fully_shard is called on a "
-            "module above: call it before the first backward, or drop them with reset_iter_state()."
-        )
     for state in group.sharers:
         for root in list(state.roots):
             root.finish()
@@ -68,9 +63,17 @@ def _merged(params: Sequence[FSDPParam], like: FSDPParamGroup, name: str, settin
     return merged
 
 
-def _refuse_settings_that_differ(groups: Sequence[FSDPParamGroup], name: str) -> None:
+def _refuse_gradients(group: FSDPParamGroup) -> None:
+    if group.reducer.owes_gradients():
+        raise FSDPRuntimeError(
+            f"gradients of '{group.name}' wait for their reduction, and would be lost as fully_shard is called on a "
+            "module above: call it before the first backward, or drop them with reset_iter_state()."
+        )
+
+
+def _refuse_settings_that_differ(groups: Sequence[FSDPParamGroup], first: GroupSettings, name: str) -> None:
     for group in groups:
-        if not group.settings.says_like(groups[0].settings):
+        if not group.settings.says_like(first):
             raise FSDPValueError(
                 f"small parameters of '{group.name}' and of others in '{name}' are to be one group, and their settings "
                 "differ (scales of gradients, hooks, synchronization): call setters after the outermost fully_shard, "
@@ -108,47 +111,56 @@ class SmallInBuckets(SmallParameters):
         """Whether the whole of it takes fewer bytes. (Not those that gather themselves.)"""
         return parameter.numel() * parameter.element_size() < replicate_below and not is_subclass(local_data(parameter))
 
-    def absorb(
-        self, modules: Sequence[nn.Module], unit: Unit, arguments: ShardArguments, name: str
-    ) -> tuple[Unit, list[Absorbed]]:
-        """Make one bucket of that in ``unit`` and those below ``modules`` on the same ranks and in the same memory.
+    def below(
+        self, modules: Sequence[nn.Module], arguments: ShardArguments, own: DataParallelMesh | None, name: str
+    ) -> list[FSDPParamGroup]:
+        """The buckets of calls below ``modules``, on the same ranks and in the same memory, that a call may take.
 
-        Returns:
-            The unit with it, and the states that share it from now on: see `share`.
+        ``own``: where it has small parameters itself. Nothing is changed yet.
 
         Raises:
-            FSDPRuntimeError: gradients in a bucket below wait for their reduction.
+            FSDPRuntimeError: gradients in one of them wait for their reduction.
+            FSDPValueError: their settings differ.
         """
-        if not arguments.replicate_below:
-            return unit, []
         assert isinstance(arguments.offload_policy, OffloadPolicy), "one for all, as `refuse_choice` sees to"
         place = offloading_of(arguments.offload_policy, arguments.mesh.device)
-        own = [group for group in unit if group.mesh.shard_group is None]
-        ranks = own[0].mesh.key if own else None
-        below: list[tuple[FSDPState, FSDPParamGroup]] = []
+        ranks = None if own is None else own.key
+        taken: list[FSDPParamGroup] = []
         for state in states_below_all(modules):
             group = _bucket(state)
             if group is None or group.storage.offloading != place or group.mesh.device != arguments.mesh.device:
                 continue
             ranks = group.mesh.key if ranks is None else ranks
             if group.mesh.key == ranks:
-                below.append((state, group))
-        if not below:
-            return unit, []
-        taken = list(dict.fromkeys(group for _, group in below))
-        _refuse_settings_that_differ([*own, *taken], name)
+                taken.append(group)
+        if taken:
+            _refuse_settings_that_differ(taken, taken[0].settings if own is None else DEFAULT, name)
+        for group in taken:
+            _refuse_gradients(group)
+        return taken
+
+    def absorb(
+        self, modules: Sequence[nn.Module], unit: Unit, taken: list[FSDPParamGroup], name: str
+    ) -> tuple[Unit, Absorbed]:
+        """Make one bucket of that in ``unit`` and those ``taken`` below ``modules``.
+
+        Returns:
+            The unit with it, and what `share` is to be told.
+        """
         names = {each: prefix for module in modules for prefix, each in module.named_modules()}
         for group in taken:
             _release(group, names[group.sharers[0].modules[0]])
+        own = [group for group in unit if group.mesh.key == taken[0].mesh.key]
         groups = [*own, *taken]
         bucket = _merged([param for group in groups for param in group.params], groups[0], name, taken[0].settings)
-        return (*(group for group in unit if group not in own), bucket), [Absorbed(*each, bucket) for each in below]
+        return (*(group for group in unit if group not in own), bucket), Absorbed(taken, bucket)
 
-    def share(self, absorbed: list[Absorbed]) -> None:
-        """Let the modules below use the bucket that theirs has become part of, after the one that owns it."""
-        for state, before, after in absorbed:
-            state.unit = tuple(after if group is before else group for group in state.unit)
-            after.sharers.append(state)
+    def share(self, absorbed: Absorbed) -> None:
+        """Let all modules that used one of the buckets use what it has become part of, after the one that owns it."""
+        taken, bucket = absorbed
+        for state in dict.fromkeys(sharer for group in taken for sharer in group.sharers):
+            state.unit = tuple(dict.fromkeys(bucket if group in taken else group for group in state.unit))
+            bucket.sharers.append(state)
 
 
 SMALL.fill(SmallInBuckets())

@@ -387,3 +387,117 @@ def test_small_parameters_of_experts_stay_on_the_ranks_of_theirs(below: int) -> 
         torch.testing.assert_close(gradient, expected.get_parameter(name).grad)
     norm = clip_grad_norm_(model.parameters(), 1.0)
     torch.testing.assert_close(norm, nn.utils.get_total_norm([each.grad for each in expected.parameters()]))
+
+
+# ---- tied across calls ------------------------------------------------------------------------------
+
+
+class TiedCoder(nn.Module):
+    """An embedding in a module of its own, and a decoder beside that module with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4))
+        self.decoder = nn.Linear(4, 16)
+        self.decoder.weight = self.encoder[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))
+
+
+class TiedBlocks(nn.Module):
+    """Two blocks with one weight, each with a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(nn.functional.one_hot(x % 4, 4).float()))
+
+
+def tied_and_small(kind: type[Any]) -> Any:
+    model = kind()
+    inside = [model.encoder[0], model.decoder, model.encoder] if kind is TiedCoder else [model.first, model.second]
+    for each in (*inside, model):
+        fully_shard(each, replicate_below=ALL)
+    return model
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("kind", [TiedCoder, TiedBlocks])
+def test_a_small_weight_tied_across_calls_is_one_in_all_of_them(kind: type[Any], world_size: int) -> None:
+    model, plain = tied_and_small(kind), kind()
+    optimizers = [adamw(each.parameters()) for each in (model, plain)]
+    for step in range(4):
+        x = torch.randint(16, (world_size, 6), generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(model(x), plain(x))
+        model(x[dist.get_rank()]).square().mean().backward()
+        plain(x).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), plain.get_parameter(name).grad, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:  # the others go on from what both had then
+            other = tied_and_small(kind)
+            other.load_state_dict(model.state_dict())
+            model = other
+            optimizers[0] = adamw(model.parameters())
+            optimizers[1] = adamw(plain.parameters())
+
+
+# ---- below several roots ----------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x)).square().mean()
+
+
+def two_around_one() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    encoder = nn.Linear(4, 4)
+    return Around(encoder), Around(encoder)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("below", [40, ALL])
+def test_a_module_below_two_roots_stays_with_the_first(below: int, world_size: int) -> None:
+    models, plain = two_around_one(), two_around_one()
+    fully_shard(models[0].encoder, replicate_below=below)
+    for model in models:
+        fully_shard(model, replicate_below=below)
+    for _ in range(2):
+        for order in ([0, 1], [1], [0]):
+            for pair in (models, plain):
+                for each in pair:
+                    each.zero_grad()
+            sum(models[each](rows_of(dist.get_rank())) for each in order).backward()
+            for rank in range(world_size):
+                (sum(plain[each](rows_of(rank)) for each in order) / world_size).backward()
+            for model, expected in zip(models, plain, strict=True):
+                for name, parameter in model.named_parameters():
+                    wanted = expected.get_parameter(name).grad
+                    found = None if parameter.grad is None else parameter.grad.full_tensor()
+                    torch.testing.assert_close(found, wanted, msg=name)
+
+
+def test_what_is_refused_of_buckets_leaves_the_module_above_as_it_was() -> None:
+    with fake_world(2):
+        block, model = two_linears()
+        fully_shard(block, replicate_below=40)
+        block.set_gradient_reduction("sum")
+        model.append(nn.LayerNorm(4))
+        with pytest.raises(FSDPValueError, match="their settings differ"):
+            fully_shard(model, replicate_below=40)
+        assert not any(isinstance(parameter, DTensor) for parameter in model[1:].parameters())
+        block.set_gradient_reduction("mean")
+        fully_shard(model, replicate_below=40)
