@@ -201,19 +201,7 @@ class FSDPModule:
     def _configure(self, recurse: bool = False, **changes: Any) -> None:
         """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
         states = self._states(recurse)
-        groups = _own_groups(states)
-        # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
-        made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
-        settings = [made[group.settings] for group in groups]
-        if not changes.keys() <= FREE:
-            for group, each in zip(groups, settings, strict=True):
-                group.refuse_settings(each)
-            for group, each in zip(groups, settings, strict=True):
-                group.configure(each)
-        else:
-            for group, each in zip(groups, settings, strict=True):
-                group.settings = each
-                group.reducer.take_settings(each)
+        _configure_groups(_own_groups(states), changes)
         if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
             _ask_shared(states, changes)
 
@@ -228,12 +216,16 @@ class FSDPModule:
             raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
         state.configure_root(**changes)
 
-    def _refuse_several_meshes(self, method: str) -> None:
-        if len({group.mesh.key for group in self._groups(recurse=False)}) > 1:
+    def _groups_of_one_mesh(self, method: str) -> list[FSDPParamGroup]:
+        """The module's own, but for that of small parameters (``replicate_below``), which no rank has a shard of."""
+        has_small = self._get_fsdp_state().arguments.replicate_below
+        groups = [each for each in self._groups(recurse=False) if not has_small or each.mesh.shard_group is not None]
+        if len({group.mesh.key for group in groups}) > 1:
             raise FSDPValueError(
                 f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
                 "it would not be clear which of them is meant."
             )
+        return groups
 
     # -- parameters
 
@@ -582,8 +574,7 @@ class FSDPModule:
             FSDPValueError: the module's parameters are on several meshes.
         """
         check_comm(comm, "set_custom_all_gather")
-        self._refuse_several_meshes("set_custom_all_gather")
-        self._configure(custom_all_gather=comm)
+        _configure_groups(self._groups_of_one_mesh("set_custom_all_gather"), {"custom_all_gather": comm})
 
     @checked(comm=ANYTHING)
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -594,8 +585,7 @@ class FSDPModule:
             FSDPValueError: the module's parameters are on several meshes.
         """
         check_comm(comm, "set_custom_reduce_scatter")
-        self._refuse_several_meshes("set_custom_reduce_scatter")
-        self._configure(custom_reduce_scatter=comm)
+        _configure_groups(self._groups_of_one_mesh("set_custom_reduce_scatter"), {"custom_reduce_scatter": comm})
 
     @checked(layout=ANYTHING)
     def set_all_gather_layout(self, layout: Any, *, recurse: bool = True) -> None:
@@ -657,7 +647,7 @@ class FSDPModule:
             FSDPTypeError: ``hook`` cannot be called.
             FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
         """
-        self._refuse_several_meshes("set_all_reduce_hook")
+        self._groups_of_one_mesh("set_all_reduce_hook")
         self._configure(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     @checked(state=ANYTHING)
@@ -1011,6 +1001,22 @@ made_again = new_sharded
 
 def _own_groups(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     return [group for state in states for group in state.unit if group.sharers[0] is state]
+
+
+def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, Any]) -> None:
+    """Change settings of all ``groups``, or of none if one refuses."""
+    # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
+    made = {each: dataclasses.replace(each, **changes) for each in {DEFAULT, *(group.settings for group in groups)}}
+    settings = [made[group.settings] for group in groups]
+    if not changes.keys() <= FREE:
+        for group, each in zip(groups, settings, strict=True):
+            group.refuse_settings(each)
+        for group, each in zip(groups, settings, strict=True):
+            group.configure(each)
+    else:
+        for group, each in zip(groups, settings, strict=True):
+            group.settings = each
+            group.reducer.take_settings(each)
 
 
 def _ask_shared(states: Sequence[FSDPState], changes: Mapping[str, Any]) -> None:

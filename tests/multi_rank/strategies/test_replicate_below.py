@@ -41,6 +41,7 @@ from fsdp2 import (
 from tests.harness import fake_world, multi_rank
 from tests.harness.compare import SUM_ORDER, Tolerance, full_parameters, tolerance_for
 from tests.harness.models import FROZEN, MLP, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.parity.custom_collectives import custom_all_gather, custom_reduce_scatter
 from tests.harness.pool import WorkerPools
 from tests.harness.reference import adamw
 from tests.harness.shared.slices import backward_of, sharded_mixture, whole_gradients, whole_mixture
@@ -346,6 +347,27 @@ def test_what_is_set_on_a_block_alone_is_refused_for_its_small_parameters(world_
     model.set_gradient_reduction("mean")  # of all below, too
     model(rows_of(dist.get_rank())).square().sum().backward()
     assert_gradients(model, 1 / world_size, world_size)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("order", [1, -1], ids=["root first", "root last"])
+def test_an_all_reduce_hook_on_all_modules(order: int, world_size: int) -> None:
+    model = sharded_small_and_large()
+    hook = operator.methodcaller("mul_", 2)
+    for each in [each for each in model.modules() if isinstance(each, FSDPModule)][::order]:
+        each.set_all_reduce_hook(hook)
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 2 / world_size, world_size)
+
+
+@multi_rank(2)
+def test_custom_collectives_are_those_of_the_sharded_ones(world_size: int) -> None:
+    model, gathered, scattered = sharded_small_and_large(), [], []
+    model.set_custom_all_gather(custom_all_gather(gathered))
+    model.set_custom_reduce_scatter(custom_reduce_scatter(scattered))
+    model(rows_of(dist.get_rank())).square().sum().backward()
+    assert_gradients(model, 1 / world_size, world_size)
+    assert len(gathered) == len(scattered) == 1 and gathered[0]["numel"] == 16
 
 
 @multi_rank(2)
