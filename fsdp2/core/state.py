@@ -610,12 +610,16 @@ class FSDPState:
         """The root's forward is over: of a list not all modules were called in it."""
         if self._to_run:
             self._to_run.clear()
-            self.leave_as_set()
+            self.leave_as_set(self.unit)
 
-    def leave_as_set(self) -> None:
-        """The end of a forward, or of a gather in vain in its place, frees the unsharded parameters, or does not."""
-        if self._reshards_now(hides=self._hides_outputs):
-            for group in self.unit:
+    def reshards_as_set(self) -> bool:
+        """Whether the end of a forward, or of a gather in vain in its place, frees the unsharded parameters."""
+        return not self._to_run and self._reshards_now(hides=self._hides_outputs)
+
+    def leave_as_set(self, unit: Unit) -> None:
+        """Free the unsharded parameters of ``unit``, some of its groups, or do not, as the end of a forward does."""
+        if self.reshards_as_set():
+            for group in unit:
                 if not group.users:
                     group.reshard_after_forward(torch.is_grad_enabled())
 
@@ -745,7 +749,7 @@ class FSDPState:
         for group in self._shared:
             group.users.discard(self)
         if not self._to_run:
-            self.leave_as_set()
+            self.leave_as_set(self.unit)
 
     def _refuse_to_stay(self) -> NoReturn:
         raise FSDPNotImplementedError(

@@ -75,6 +75,8 @@ class Joining:
         self._is_agreed = False
         self._forward: tuple[FSDPState, ...] = ()
         self._backward: tuple[Event, ...] = ()
+        self._ends: tuple[int, ...] = ()  # where in `_forward` those inside of each have been
+        self._spans: list[tuple[int, FSDPState]] = []  # of those that forward is in, and that share groups
         self._next = 0  # of `_forward`
         self._entered: set[FSDPState] = set()
         self._next_back = 0  # of `_backward`
@@ -89,7 +91,9 @@ class Joining:
         root = self._root
         self._order = root.settings.divergence_order
         self._forward = self._given(self._order) if self._order is not None else self._learned()
-        self._backward = tuple(_backward_of(self._forward))
+        within = _modules_within(self._forward)
+        self._ends = tuple(_span_end(self._forward, within, start) for start in range(len(self._forward)))
+        self._backward = tuple(_backward_of(self._forward, self._ends))
         names = tuple(f"joins '{state.name}'" for state in self._forward)
         owner: Any = root.owner
         refuse_disagreement(root.name, root.groups, owner.mesh, names)
@@ -147,7 +151,7 @@ class Joining:
 
     def enter_forward(self, state: FSDPState) -> None:
         """Gather what comes before ``state``, in vain, and its own unit. Collective."""
-        if state in self._entered and state.is_unsharded():
+        if state in self._entered and state.is_unsharded() and not self._has_left(state):
             return
         try:
             index = self._forward.index(state, self._next)
@@ -157,27 +161,56 @@ class Joining:
             self._pass()
         self._next = index + 1
         self._entered.add(state)
+        self._leave_spans(index)
         self._gather_forward(index)
+
+    def _has_left(self, state: FSDPState) -> bool:
+        """Whether its forward is over, and only its span is not, so that what it shares is still there."""
+        return any(state not in group.users for group in _shared(state)) and state.reshards_as_set()
 
     def end_forward(self) -> None:
         """Gather what is left, in vain. Collective."""
         while self._next < len(self._forward):
             self._pass()
+        self._leave_spans(len(self._forward))
         self._awaits_backward = torch.is_grad_enabled()
 
     def _pass(self) -> None:
         """Gather what comes next, in vain."""
         index, self._next = self._next, self._next + 1
         state = self._forward[index]
+        self._leave_spans(index)
         if not state.is_unsharded():
             self.report.forward_gathers += 1
             self.report.gathered_bytes += _bytes_of(state.unit)
         self._gather_forward(index)
-        state.leave_as_set()
+        state.leave_as_set(state.own)
+
+    def _leave_spans(self, index: int) -> None:
+        """Forward comes to ``index``: let go what was shared by those whose inner modules all lie before.
+
+        On all ranks there, and not where a module's own forward ends, which some do not run: whether a module inside
+        finds a weight that is tied to one around it must not depend on that.
+        """
+        while self._spans and self._spans[-1][0] <= index:
+            state = self._spans.pop()[1]
+            self._release(state)
+            state.leave_as_set(_shared(state))
+
+    def _hold(self, state: FSDPState) -> None:
+        for group in _shared(state):
+            group.users.add((self, state))
+
+    def _release(self, state: FSDPState) -> None:
+        for group in _shared(state):
+            group.users.discard((self, state))
 
     def _gather_forward(self, index: int) -> None:
+        state = self._forward[index]
+        self._hold(state)
+        self._spans.append((self._ends[index], state))
         then = [state.unit for state in self._forward[index + 1 : index + 1 + MAX_PREFETCH_DEPTH]]
-        self._root.gather_in_turn(self._forward[index].unit, then)
+        self._root.gather_in_turn(state.unit, then)
 
     def _refuse_order(self, state: FSDPState) -> NoReturn:
         before, order = self._forward[self._next - 1].name, _quoted(each.name for each in self._forward)
@@ -251,6 +284,7 @@ class Joining:
             self._next_back += 1
             if event.what == "leave":
                 self._open.discard(event.state)
+                self._release(event.state)
                 event.state.end_module_backward(reduces=False)
             else:
                 self._reduce(event.state)
@@ -259,6 +293,7 @@ class Joining:
         self._next_back = index + 1
         state = self._backward[index].state
         self._open.add(state)
+        self._hold(state)
         upcoming = self._backward[index + 1 : index + 1 + 3 * MAX_PREFETCH_DEPTH]
         then = [event.state.unit for event in upcoming if event.what == "enter"]
         if self._root.settings.backward_prefetch == "never":
@@ -279,6 +314,7 @@ class Joining:
 
     def abandon(self) -> None:
         """What has begun is dropped: the next step begins anew."""
+        self._spans.clear()
         self._awaits_backward = False
 
     # -- nothing to run
@@ -345,20 +381,28 @@ def _warn_if_called_one_by_one(owner: Any) -> None:
         )
 
 
-def _backward_of(forward: Sequence[FSDPState]) -> Iterator[Event]:
+def _shared(state: FSDPState) -> tuple[FSDPParamGroup, ...]:
+    return tuple(group for group in state.unit if group.is_shared)
+
+
+def _span_end(forward: Sequence[FSDPState], within: dict[FSDPState, set[FSDPState]], start: int) -> int:
+    """Where the modules inside of that at ``start``, which come next, end."""
+    after = start + 1
+    while after < len(forward) and forward[after] in within[forward[start]]:
+        after += 1
+    return after
+
+
+def _backward_of(forward: Sequence[FSDPState], ends: Sequence[int]) -> Iterator[Event]:
     """The events of a backward: modules in the opposite order, each reduced after those in it, once."""
-    within = _modules_within(forward)
     first = {state: index for index, state in reversed(list(enumerate(forward)))}
 
     def walk(start: int, end: int) -> Iterator[Event]:
         """Of what forward came to from ``start`` to ``end``, where nothing before ``start`` contains it."""
         spans = []
         while start < end:
-            after = start + 1
-            while after < end and forward[after] in within[forward[start]]:
-                after += 1
-            spans.append((start, after))
-            start = after
+            spans.append((start, min(ends[start], end)))
+            start = spans[-1][1]
         for begin, after in reversed(spans):
             yield Event(forward[begin], "enter")
             yield from walk(begin + 1, after)

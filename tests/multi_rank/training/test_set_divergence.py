@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -253,6 +254,59 @@ def test_training_beside_clipping_optimizers_and_evaluation(world_size: int) -> 
                 model.join_step()
     wanted = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     assert_same("parameters", full_parameters(model), wanted, tolerance=Tolerance(1e-3, 1e-5, "other sums"))
+
+
+class TiedBlock(nn.Module):
+    """Its weight is that of the module in it as well, which does not always run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner.weight = self.outer.weight
+
+    def forward(self, x: Tensor, runs_inner: bool) -> Tensor:
+        return self.outer(torch.tanh(self.inner(x) if runs_inner else x))  # type: ignore[no-any-return]
+
+
+class TiedModel(nn.Module):
+    """Its head's weight, which belongs to the root, is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList([TiedBlock() for _ in range(BLOCKS)])
+        self.head = nn.Linear(WIDTH, 11)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, path: Path) -> Tensor:
+        x = self.embed(tokens)
+        for index in path.blocks:
+            x = self.blocks[index](x, path.experts.get(index) is not None)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
+def test_weights_tied_to_those_of_modules_inside(options: dict[str, Any], world_size: int) -> None:
+    torch.manual_seed(0)
+    model: Any = TiedModel()
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block.inner)
+        fully_shard(block, **options)
+    fully_shard(model.embed)
+    fully_shard(model, **options)
+    model.set_divergence("join")
+    everything, nothing = Path(experts=dict.fromkeys(range(BLOCKS), 0)), Path(runs=False)
+    halves = [Path((0, 2), {0: 0}), Path((0, 1), {1: 1})]
+    for step, paths in enumerate(
+        [[everything, nothing], [everything] * 2, halves, *[drawn(seed, 2) for seed in range(5)]]
+    ):
+        run(model, paths[dist.get_rank()], 0)
+        wanted = expected([paths], plain)
+        assert_sharded_same(f"step {step}: {paths}", gradients_of(model), wanted, tolerance=SUM_ORDER)
+        for each in (model, plain):
+            each.zero_grad()
 
 
 @multi_rank(2)
