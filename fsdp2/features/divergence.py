@@ -139,7 +139,9 @@ class Joining:
         self._refuse_settings()
         if not self._is_agreed or self._order != self._root.settings.divergence_order:
             self._agree()
-        self._next, self._awaits_backward = 0, False
+        self._next = 0
+        if torch.is_grad_enabled():  # else what awaits its backward still does
+            self._awaits_backward = False
         self._entered.clear()
 
     def _refuse_settings(self) -> None:
@@ -173,7 +175,7 @@ class Joining:
         while self._next < len(self._forward):
             self._pass()
         self._leave_spans(len(self._forward))
-        self._awaits_backward = torch.is_grad_enabled()
+        self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
 
     def _pass(self) -> None:
         """Gather what comes next, in vain."""
@@ -333,7 +335,7 @@ class Joining:
                 "set_recovery(abort_together=True)."
             )
         self.report.steps += 1
-        if not self._awaits_backward:
+        if not (self._awaits_backward and torch.is_grad_enabled()):
             on_real_parameters(self._join_forward)
         if torch.is_grad_enabled():
             begins = torch.zeros((), requires_grad=True)

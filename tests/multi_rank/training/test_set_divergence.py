@@ -256,6 +256,32 @@ def test_training_beside_clipping_optimizers_and_evaluation(world_size: int) -> 
     assert_same("parameters", full_parameters(model), wanted, tolerance=Tolerance(1e-3, 1e-5, "other sums"))
 
 
+@multi_rank(2)
+@pytest.mark.parametrize("then", ["backward", "another step"])
+def test_an_evaluation_after_a_forward_that_awaits_its_backward(then: str) -> None:
+    """Under no_grad a rank that has nothing to evaluate joins a forward, and what awaits its backward still does."""
+    model, rank = sharded(), dist.get_rank()
+    kept = loss_of(model, Path(), rank, 0)
+    for _ in range(2):
+        with torch.no_grad():
+            if rank == 0:
+                model.join_step()
+            else:
+                found = loss_of(model, Path(), rank, 1)
+                torch.testing.assert_close(found, loss_of(build(), Path(), rank, 1))
+    step = 0 if then == "backward" else 1
+    if step:
+        kept = loss_of(model, Path(), rank, step)
+    if rank == 0:
+        kept.backward()
+    else:
+        model.join_step()
+    plain = build()
+    (loss_of(plain, Path(), 0, step) / 2).backward()
+    wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), wanted, tolerance=SUM_ORDER)
+
+
 class TiedBlock(nn.Module):
     """Its weight is that of the module in it as well, which does not always run."""
 
