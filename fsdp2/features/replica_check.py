@@ -95,8 +95,7 @@ def _compare_replicas(root: FSDPRoot) -> None:
             tensors |= {param.path: param.local for param in group.params if _can_be_compared(param.local)}
     what = f"the parameters of {root.name}"
     names = ", ".join(filter(None, [_differing(tensors, mesh, what) for mesh, tensors in by_mesh.values()]))
-    if any(mesh.device_mesh.size() < owner.mesh.device_mesh.size() for mesh, _ in by_mesh.values()):
-        # Only the ranks of a part may know.
+    if settings.compares_parameters:  # only ranks of a part may know, and no others need have replicas
         names = _told(names, owner.mesh, what)
     if names:
         raise FSDPRuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.harness import multi_rank, tolerance_for
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
 from tests.harness.reference import Reference, adamw
 from tests.harness.shared.odd_parameters import ODD
+from tests.harness.shared.slices import Mixture, backward_of, expert_of, grid, placement_of_experts
 from tests.harness.training import assert_trains_like
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -69,6 +71,19 @@ def test_what_is_meant_to_differ_is_not_compared() -> None:
     loss_of(UNEVEN_MLP, model).backward()
     with pytest.raises(FSDPRuntimeError, match="must be called on the root"):
         next(each for each in model.children() if isinstance(each, FSDPModule)).set_replica_check(False)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+@multi_rank(4)
+def test_replicas_that_only_some_ranks_have(differ: bool) -> None:
+    replicated, whole = grid(replicas=True), grid()
+    has_replicas = dist.get_rank() < 2
+    model: Any = Mixture([expert_of(dist.get_rank())])
+    fully_shard(model, shard_placement_fn=placement_of_experts(model, replicated if has_replicas else whole))
+    if differ and dist.get_rank() == 1:
+        model.experts["0"][0].bias.detach().to_local().add_(1.0)
+    with pytest.raises(FSDPRuntimeError, match=r"values of 'experts\.0\.0\.bias'") if differ else nullcontext():
+        backward_of(model)
 
 
 @pytest.mark.parametrize("checks", [True, False])
