@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -224,23 +224,40 @@ def refuse_hooks_below(groups: Sequence[FSDPParamGroup], class_name: str) -> Non
         )
 
 
-def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: RootSettings) -> tuple[str, ...]:
+class Setting(NamedTuple):
+    """A line of what the ranks of some meshes must have set alike.
+
+    Attributes:
+        meshes: the keys of these; None: of all that a root's groups are on.
+    """
+
+    line: str
+    meshes: Collection[Any] | None = None
+
+
+def settings_of(states: Iterable[Any], groups: Iterable[FSDPParamGroup], root: RootSettings) -> tuple[Setting, ...]:
     """What was set that decides which collectives there are, in which order, and how gradients are scaled.
 
     A line for each state, group and for the root, of what is not as it is by default.
     """
-    lines = [_line("root", described(root, without=("pools_memory",)))]  # which each rank may have as it likes
+    of_root = described(root, without=("pools_memory",))  # which each rank may have as it likes
+    lines = [Setting(_line("root", of_root))]
     for state in states:
         values = {name: getattr(state, name) for name in _STATE}
         found = {name: str(value) for name, value in values.items() if value != _STATE[name]}
         found |= _prefetch_of(state)
-        lines.append(_line(f"module '{state.name}'", found))
+        lines.append(Setting(_line(f"module '{state.name}'", found), _meshes_of(state)))
     for group in groups:
         found, post_forward = described(group.settings, without=_OF_THIS_RANK), group.storage.post_forward
         if post_forward is not None:
             found["ranks_after_forward"] = str(post_forward.mesh.shard_size)
-        lines.append(_line(f"group '{group.name}'", found))
-    return tuple(line for line in lines if line)
+        lines.append(Setting(_line(f"group '{group.name}'", found), (group.mesh.key,)))
+    return tuple(each for each in lines if each.line)
+
+
+def _meshes_of(state: Any) -> Collection[Any]:
+    """Those whose ranks have the module: of experts on a part of the ranks, others do not."""
+    return {group.mesh.key for group in state.unit} or (state.mesh.key,)
 
 
 _OF_THIS_RANK = ("keeps_unsharded_storage", "all_reduce_hook_stream")
@@ -267,7 +284,7 @@ def refuse_disagreement(
     root_name: str,
     groups: Sequence[FSDPParamGroup],
     mesh: DataParallelMesh,
-    settings: tuple[str, ...],
+    settings: Sequence[Setting],
     number: Number | None = None,
 ) -> None:
     """The ranks that communicate have the same plans and settings. Collective over each mesh that ``groups`` are on.
@@ -279,7 +296,8 @@ def refuse_disagreement(
     """
 
     def described_on(each: DataParallelMesh) -> str:
-        return "\n".join([*(f"group '{g.name}' {g.plan}" for g in groups if g.mesh.key == each.key), *settings])
+        plans = [f"group '{group.name}' {group.plan}" for group in groups if group.mesh.key == each.key]
+        return "\n".join([*plans, *(of.line for of in settings if of.meshes is None or each.key in of.meshes)])
 
     meshes = [mesh, *(group.mesh for group in groups)]
     difference, highest, differ = compared_over(

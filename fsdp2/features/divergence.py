@@ -21,7 +21,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2._remedies import DIVERGENCE
 from fsdp2.arguments import checked
-from fsdp2.core.agreement import refuse_disagreement
+from fsdp2.core.agreement import Setting, refuse_disagreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import on_real_parameters
 from fsdp2.core.root import MAX_PREFETCH_DEPTH, WALK, FSDPRoot
@@ -94,7 +94,7 @@ class Joining:
         within = _modules_within(self._forward)
         self._ends = tuple(_span_end(self._forward, within, start) for start in range(len(self._forward)))
         self._backward = tuple(_backward_of(self._forward, self._ends))
-        names = tuple(f"joins '{state.name}'" for state in self._forward)
+        names = [Setting(f"joins '{state.name}'") for state in self._forward]
         owner: Any = root.owner
         refuse_disagreement(root.name, root.groups, owner.mesh, names)
         self._is_agreed = True

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPRuntimeError, ShardedGradScaler, clip_grad_norm_, full_parameters, get_total_norm
+from fsdp2 import (
+    FSDPRuntimeError,
+    ShardedGradScaler,
+    accumulate,
+    clip_grad_norm_,
+    full_parameters,
+    fully_shard,
+    get_total_norm,
+)
 from tests.harness import multi_rank
 from tests.harness.shared.clipping import all_reduces, assert_plain_and_the_same_everywhere
-from tests.harness.shared.slices import backward_of, grid, loss_on, sharded_mixture, whole_gradients, whole_mixture
+from tests.harness.shared.slices import (
+    Mixture,
+    backward_of,
+    expert_of,
+    grid,
+    loss_on,
+    placement_of_experts,
+    sharded_mixture,
+    whole_gradients,
+    whole_mixture,
+)
 
 ORDERS = [2.0, 1.0, float("inf"), 0.0]
 
@@ -139,3 +159,44 @@ def test_replicas_of_one_expert_that_differ_are_refused_on_all_ranks() -> None:
             backward_of(model)
     weight.detach().to_local().sub_(change)
     backward_of(model)
+
+
+# ---- what was set on them --------------------------------------------------------------------------
+
+
+@multi_rank(4)
+@pytest.mark.parametrize("setting", ["stays", "strategy", "sum", "unused", "accumulates"])
+def test_experts_that_are_modules_of_their_own_may_be_set_otherwise_than_by_default(setting: str) -> None:
+    """Other ranks have none of that name, and need not have set the same on it."""
+    ways: dict[str, Any] = {"stays": {"reshard_after_forward": False}, "strategy": {"strategy": "zero2"}}
+    rank = dist.get_rank()
+    model: Any = Mixture([expert_of(rank)])
+    place = placement_of_experts(model, grid())
+    fully_shard(model.experts[str(expert_of(rank))], shard_placement_fn=place, **ways.get(setting, {}))
+    fully_shard(model, shard_placement_fn=place)
+    if setting == "sum":
+        model.set_gradient_reduction("sum")
+    elif setting == "unused":
+        model.set_reduce_scatter_unused_params(True)
+    if setting == "accumulates":
+        with accumulate(model, last=False):
+            backward_of(model)
+        with accumulate(model, last=True):
+            backward_of(model, step=1)
+    else:
+        backward_of(model)
+    plain = whole_mixture(steps=range(2 if setting == "accumulates" else 1))
+    for name, gradient in whole_gradients(model).items():
+        factor = 1 if setting != "sum" else 2 if name.startswith("experts") else 4
+        torch.testing.assert_close(gradient, factor * plain.get_parameter(name).grad, msg=name)
+
+
+@multi_rank(4)
+def test_ranks_of_one_expert_must_set_the_same() -> None:
+    rank = dist.get_rank()
+    model: Any = Mixture([expert_of(rank)])
+    place = placement_of_experts(model, grid())
+    fully_shard(model.experts[str(expert_of(rank))], shard_placement_fn=place, reshard_after_forward=rank != 3)
+    fully_shard(model, shard_placement_fn=place)
+    with pytest.raises(FSDPRuntimeError, match=r"(?s)the ranks have different plans.*'experts\.1'.*reshard_after"):
+        backward_of(model)
