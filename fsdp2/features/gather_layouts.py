@@ -18,7 +18,7 @@ import torch
 
 from fsdp2 import _torch
 from fsdp2.arguments import shown
-from fsdp2.core.buffers import ALLOCATOR, Allocate, Arena, Resizable
+from fsdp2.core.buffers import ALLOCATOR, Allocate, Arena, Resizable, on_the_wire
 from fsdp2.core.gather import GATHER_BY_FUNCTION, Gather, Source
 from fsdp2.core.layout import Slot
 from fsdp2.core.mesh import DataParallelMesh
@@ -187,7 +187,7 @@ class GatherByFunction(Gather):
             part = sent_bytes[start : start + nbytes].view(source.unsharded.dtype)
             self._add_copy_in(source.shard.narrow(0, slot.shard_offset, slot.shard_numel), part)
             start += nbytes
-        self.members = ((gathered, sent),) if self._numel else ()
+        self.members = ((on_the_wire(gathered), on_the_wire(sent)),) if self._numel else ()
 
     def _let_go(self) -> None:
         super()._let_go()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2.core.buffers import on_the_wire
 from fsdp2.core.gather import Transfer
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, PACKED_ALIGNMENT_BYTES, Region, align, byte_start
 from fsdp2.core.mesh import DataParallelMesh
@@ -62,7 +63,8 @@ def whole_tensors(
     for index, part in enumerate(parts):
         if _arrives_in_place(part, mesh.shard_size):
             wholes[index] = _empty(part, mesh.device)
-            members.append((wholes[index].view(-1), part.local.to(mesh.device).contiguous().view(-1)))
+            sent_whole = part.local.to(mesh.device).contiguous().view(-1)
+            members.append((on_the_wire(wholes[index].view(-1)), on_the_wire(sent_whole)))
     packed = [part for index, part in enumerate(parts) if index not in wholes]
     sent, offsets = _pack(packed, mesh)
     received = sent.new_empty(mesh.shard_size * sent.numel())

@@ -29,7 +29,10 @@ from fsdp2 import (
     Owned,
     _torch,
     fully_shard,
+    unwrap,
 )
+from fsdp2 import full_parameters as whole_parameters
+from fsdp2.experimental import DefaultAllGatherLayout, all_gather_output_fn_with_native_copy
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
@@ -252,6 +255,33 @@ def test_frozen_bytes_are_exact(placement: str, world_size: int) -> None:
     fully_shard(model, shard_placement_fn=PLACEMENTS[placement], mp_policy=MixedPrecisionPolicy(None, torch.float32))
     model().backward()
     assert_same("bytes", model.seen, expected)
+
+
+class LargeIntegers(nn.Module):
+    """Of a dtype that backends do not know, and large enough to travel alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.arange(2**19, dtype=torch.int32).to(torch.int16).view(2**9, -1)
+        self.steps = nn.Parameter(values, requires_grad=False)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("way", ["unwrap", "full_parameters", "set_all_gather_layout"])
+def test_large_integers_travel_as_bytes(way: str) -> None:
+    """Backends' own gathers know no int16."""
+    model: Any = LargeIntegers()
+    wanted = LargeIntegers().steps
+    with mock.patch.dict("os.environ", FSDP2_COMM="native"):
+        fully_shard(model)
+        if way == "set_all_gather_layout":
+            copy_out = DefaultAllGatherLayout(lambda *given: all_gather_output_fn_with_native_copy(*given))
+            model.set_all_gather_layout(copy_out)
+            model.unshard()
+        elif way == "unwrap":
+            unwrap(model)
+        with whole_parameters(model) if way == "full_parameters" else contextlib.nullcontext():
+            assert torch.equal(model.steps, wanted)
 
 
 def _bits(tensor: Tensor) -> Tensor:
