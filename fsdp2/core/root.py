@@ -428,7 +428,7 @@ class FSDPRoot:
         """The root's forward has ended: drop what was gathered in vain.
 
         Its order is learned at the end of a backward that reduced gradients. Before, another rank may yet fail, not
-        learn it, and predict something else; after an evaluation, nothing later would tell: see `ExecutionOrder.settle`.
+        learn it, and predict something else. After an evaluation nothing later would tell: see `ExecutionOrder.settle`.
         """
         if self.walk is not None:
             self.walk.end_forward()
