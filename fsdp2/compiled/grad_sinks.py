@@ -84,6 +84,9 @@ class _Arrival(torch.autograd.Function):
             raise_gone()
         premises: Premises = ctx.premises
         premises.refuse_changes(group)
+        if group.reducer.is_reducing:  # an eager one, which may be on its way to the same buffer
+            assert group.comm is not None, "it was reduced there"
+            group.comm.finish_reduces()
         with torch.no_grad():
             group.reducer.arrive_from_graph(
                 [(flat, flag is not None) for flat, flag in zip(gradients[::2], gradients[1::2], strict=True)],

@@ -71,6 +71,29 @@ def test_a_model_of_one_group_adds_what_was_accumulated(first_is_compiled: bool,
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def through_both(model: Any, compiled: Any, rank: int) -> None:
+    batches = [batch(number, rank).requires_grad_() for number in range(2)]  # so that eager reduces in backward
+    (compiled(batches[0]).sum() + model(batches[1]).sum()).backward()
+
+
+def eager_first(model: Any, compiled: Any, rank: int) -> None:
+    model.set_is_last_backward(False)
+    model(batch(0, rank)).sum().backward()
+    model.set_is_last_backward(True)
+    compiled(batch(1, rank)).sum().backward()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("backward", [through_both, eager_first])
+def test_a_graph_delivers_after_an_eager_reduction_in_flight(backward: Any, world_size: int) -> None:
+    model = build()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        backward(model, compiled, dist.get_rank())
+        assert_summed(model, world_size)
+        model.zero_grad()
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("replicated", [False, True])
