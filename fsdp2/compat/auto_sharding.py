@@ -80,12 +80,14 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         self._refuse(module, device_ids, process_group, others)
         ignored_names = frozenset(getattr(module, _IGNORED, ()))
-        named = module.named_parameters(remove_duplicate=False)
-        ignored = [parameter for name, parameter in named if name in ignored_names]
+        parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers()
+        ignored = [parameter for name, parameter in parameters if name in ignored_names]
+        ignored_buffers = [buffer for name, buffer in buffers if name in ignored_names]
         mesh, config = self._mesh(module, device_mesh)
         self._ranks = _ranks_of(device_mesh)
         if init_sync:
-            fsdp2.broadcast_parameters(module, 0, process_group=self._ranks, ignored_params=ignored)
+            left = [*ignored, *ignored_buffers]
+            fsdp2.broadcast_parameters(module, 0, process_group=self._ranks, ignored_params=left)
         more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
         self.module: Any = fsdp2.auto_shard(module, mesh, config=config, **more)
         self.require_backward_grad_sync = True
@@ -186,6 +188,11 @@ class ShardedDataParallel(nn.Module):
 
     def _set_static_graph(self) -> None:
         """Means nothing here: graphs may change."""
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, names: Any) -> None:
+        """As DDP's: called before ``module`` is wrapped."""
+        setattr(module, _IGNORED, names)
 
 
 def _ranks_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -44,7 +44,7 @@ def broadcast_parameters(
     *,
     process_group: dist.ProcessGroup | None = None,
     buffers: bool = True,
-    ignored_params: Iterable[nn.Parameter] = (),
+    ignored_params: Iterable[torch.Tensor] = (),
 ) -> None:
     """Give all ranks the parameters and buffers that ``module`` has on the rank ``src``, in place.
 
@@ -65,7 +65,8 @@ def broadcast_parameters(
         process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh,
             ``mesh["dp"].get_group()``: the parts of a parameter are broadcast as such.
         buffers: whether those are broadcast, too, persistent or not.
-        ignored_params: parameters to leave alone, as experts that differ between ranks; as of `fully_shard`.
+        ignored_params: parameters to leave alone, as experts that differ between ranks; as of `fully_shard`. Buffers
+            are left alone, too, if they are named here.
 
     Raises:
         FSDPTypeError: not a module, a rank or a process group.
@@ -113,7 +114,7 @@ def group_of(process_group: dist.ProcessGroup | None, caller: str) -> dist.Proce
     return group
 
 
-def plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffers: bool) -> dict[str, torch.Tensor]:
+def plain_tensors(module: nn.Module, ignored: frozenset[torch.Tensor], *, buffers: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each once, without the parameters that `fully_shard` has taken.
 
     (Inside of `full_parameters` these are plain ones, too.)
@@ -123,7 +124,7 @@ def plain_tensors(module: nn.Module, ignored: frozenset[nn.Parameter], *, buffer
         if parameter not in ignored and _owner_of(parameter) is None:
             named[name] = parameter
     if buffers:
-        named |= dict(module.named_buffers())
+        named |= {name: buffer for name, buffer in module.named_buffers() if buffer not in ignored}
     return named
 
 

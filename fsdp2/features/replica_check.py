@@ -123,7 +123,7 @@ def compare_parameters(
     *,
     process_group: dist.ProcessGroup | None = None,
     buffers: bool = True,
-    ignored_params: Iterable[nn.Parameter] = (),
+    ignored_params: Iterable[torch.Tensor] = (),
 ) -> None:
     """Raise, on all ranks, if they do not have the same parameters and buffers in ``module``: before it is sharded.
 
@@ -136,7 +136,7 @@ def compare_parameters(
         module: on CPU or a device.
         process_group: by default that of all ranks. With tensor parallelism the ranks of the data-parallel mesh.
         buffers: whether those are compared, too.
-        ignored_params: parameters that may differ, as experts do.
+        ignored_params: parameters, and buffers, that may differ, as those of experts do.
 
     Raises:
         FSDPTypeError: not a module, or not a process group.

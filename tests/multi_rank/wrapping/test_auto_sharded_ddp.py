@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import UserDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -204,3 +204,26 @@ def test_the_mesh_of_the_config_and_parameters_that_ddp_ignores() -> None:
         weight = model.module.last.weight
         assert isinstance(weight, DTensor) and weight.device_mesh.shape == (2, 2)
         model(torch.randn(4, 8)).sum().backward()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("kind", ["torch", "fsdp2"])
+def test_what_ddp_ignores_stays(kind: str) -> None:
+    """Parameters and buffers, at the beginning and before a forward; the others are rank 0's."""
+    rank, names = dist.get_rank(), ["last.bias", "norm.running_mean"]
+    with sharded(SMALL) if kind == "fsdp2" else nullcontext():
+        net = Net()
+        with torch.no_grad():
+            for each in (net.first.bias, net.last.bias, net.norm.running_mean, net.norm.running_var):
+                each.fill_(rank + 1.0)
+        ddp = torch.nn.parallel.DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(net, names)
+        model = ddp(net)
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 8))
+        for name, each in (*model.module.named_parameters(), *model.module.named_buffers()):
+            whole = each.full_tensor() if isinstance(each, DTensor) else each
+            if name in names:
+                assert (whole == rank + 1).all(), name
+            elif name in ("first.bias", "norm.running_var"):
+                assert (whole == 1).all(), name
