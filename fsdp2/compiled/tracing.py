@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,23 +129,46 @@ class TracedState:
         return _cast(self.policy.output_dtype, output)
 
 
-def _cast(dtype: torch.dtype, tree: Any) -> Any:
-    """``tree`` with its floating-point tensors in ``dtype``, through containers, all of which are rebuilt.
-
-    Not `fsdp2.core.trees.cast_floating_point`, which keeps containers in which nothing changes: Dynamo cannot trace
-    whether one is another.
-    """
+def _casts(dtype: torch.dtype, tree: Any) -> bool:
+    """Whether a tensor in ``tree`` is to be cast: a constant of the graph, for dtypes are."""
     if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
+        return tree.is_floating_point() and tree.dtype != dtype
+    values: Any = ()
+    if isinstance(tree, (list, tuple)):
+        values = tree
+    elif isinstance(tree, (dict, UserDict)):
+        values = tree.values()
+    elif dataclasses.is_dataclass(tree):
+        values = _fields_of(tree).values()
+    return any([_casts(dtype, value) for value in values])
+
+
+def _fields_of(tree: Any) -> dict[str, Any]:
+    """Of a dataclass instance; none of a class."""
+    if isinstance(tree, type):
+        return {}
+    return {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree) if hasattr(tree, each.name)}
+
+
+def _cast(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with its floating-point tensors in ``dtype``, through containers, which are copies if one is cast.
+
+    Not `fsdp2.core.trees.cast_floating_point`: Dynamo cannot trace whether a container is another, nor all of `copy`.
+    """
+    if not _casts(dtype, tree):
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype)
     if isinstance(tree, (list, tuple)):
         values = [_cast(dtype, value) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     if isinstance(tree, (dict, UserDict)):
-        return type(tree)({key: _cast(dtype, value) for key, value in tree.items()})
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        values_by_name = {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree) if each.init}
-        return type(tree)(**{name: _cast(dtype, value) for name, value in values_by_name.items()})
-    return tree
+        items = {key: _cast(dtype, value) for key, value in tree.items()}
+        return type(tree)(tree.default_factory, items) if isinstance(tree, defaultdict) else type(tree)(items)
+    made = object.__new__(type(tree))  # a copy, without __init__ (other attributes torch 2.11 cannot trace)
+    for name, value in _fields_of(tree).items():
+        object.__setattr__(made, name, _cast(dtype, value))  # of frozen ones as well
+    return made
 
 
 class RefusedState:

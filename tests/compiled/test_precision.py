@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -143,6 +144,48 @@ def test_inputs_in_containers() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     with compiling() as graphs:
         assert_trains_alike(graphs, build_reads, lambda model: fully_shard(model, mp_policy=policy), step)
+
+
+@dataclass
+class Kept:
+    """Its second field is no argument, and is not what it was."""
+
+    values: Tensor
+    note: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.note = 0
+
+
+class Notes(nn.Module):
+    """Writes into what it is passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, seen: list[Any], kept: Kept, by_name: defaultdict[str, Tensor]) -> tuple[Tensor, int]:
+        seen.append(x.dtype)
+        return self.layer(x) + self.layer(kept.values) + self.layer(by_name["x"]), kept.note
+
+
+@multi_rank(2)
+def test_containers_are_copied_where_something_is_cast() -> None:
+    """Those in which nothing is stay the caller's own; copies are made as in eager mode."""
+    torch.manual_seed(0)
+    model = fully_shard(Notes(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    results = []
+    with compiling():
+        for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+            x, seen = batch_of(0, 0), [torch.ones(2, dtype=torch.bfloat16)]
+            kept, by_name = Kept(x), defaultdict(list, x=x)
+            kept.note = 7
+            with torch.no_grad():
+                output, note = call(x, seen, kept, by_name)
+            assert len(seen) == 2 and seen[1] is torch.bfloat16 and note == 7
+            assert kept.values is x and by_name["x"] is x
+            results.append(output)
+    assert torch.equal(*results)
 
 
 @multi_rank(2)
