@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard, inference
 from fsdp2.compiled import exchanges
 from fsdp2.compiled.exchanges import GroupExchanges
 from fsdp2.features.gloo_p2p import PeerToPeer
@@ -199,6 +199,41 @@ def test_what_was_gathered_ahead_in_vain_is_of_no_account() -> None:
     with compiling() as graphs:
         # Eager adds up what a block has that was called twice, and reduces once; graphs reduce each.
         assert_trains_alike(graphs, build_skipping, shard, step, compile=by_blocks, steps=6, tolerance=1e-6)
+
+
+@multi_rank(2)
+@pytest.mark.full  # 5 s each
+@WAYS
+def test_graphs_inside_of_inference_gather_once_until_weights_change(compile: Any) -> None:
+    """Training before and after it is in the graphs that it was in."""
+    rank = dist.get_rank()
+    with compiling() as graphs:
+        model, plain = build_small(), build_small()
+        shard(model)
+        called = compile(model, graphs.backend())
+        sharded = list(model.parameters())
+        made = []
+        for number in range(2):
+            loss_of(called(batch_of(number, rank))).backward()
+            cleared(sharded)
+            with inference(model):
+                for write in range(2):
+                    for times in range(2 + rank):  # ranks may differ in how many they run
+                        with recorded() as found:
+                            output = called(batch_of(times, rank))
+                        assert sorted(found) == ([] if times else gathered("Small", "blocks.0", "blocks.1"))
+                        torch.testing.assert_close(output, plain(batch_of(times, rank)))
+                    if not write:
+                        with torch.no_grad():
+                            for each in (*sharded, *plain.parameters()):
+                                each.mul_(1.5)
+            made.append(len(graphs.forward))
+        assert made[0] == made[1]
+        loss = loss_of(plain(batch_of(0, 0))) + loss_of(plain(batch_of(0, 1)))
+        (loss / 2).backward()
+        loss_of(called(batch_of(0, rank))).backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
 
 
 @multi_rank(2)
