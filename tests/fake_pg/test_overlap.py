@@ -82,6 +82,7 @@ UNBOUNDED = {
     "one_group_for_both_ends",
     "storage_kept",
     "storage_kept_by_neighbours",
+    "trained_inside",  # the next forward of the method is expected, and gathered for, before a backward inside of it
     "two_roots",
     "unsharded_by_hand",
     "custom_collectives",  # by hand too, as are the next
