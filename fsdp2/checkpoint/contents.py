@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp2 import _torch
 from fsdp2.checkpoint.errors import CheckpointError
 from fsdp2.checkpoint.names import Names, is_wrapped, names_of
-from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers, refuse_state_of_a_shard
+from fsdp2.checkpoint.optimizers import NamedOptimizers, Optimizers, is_sharded, refuse_state_of_a_shard
 from fsdp2.core.trees import tensors_anywhere_in
 
 MODEL, OPTIMIZER, SHARED, PER_RANK, STEP = "model", "optimizer", "shared", "per_rank", "step"
@@ -136,8 +136,7 @@ class Contents:
 
 def _of_model(name: str, value: Any) -> Any:
     """What is saved of a model under ``name``: a tensor, or what its `get_extra_state` returns."""
-    is_tensor = isinstance(value, torch.Tensor)
-    if not is_tensor and any(isinstance(each, DTensor) for each in tensors_anywhere_in(value)):
+    if not isinstance(value, torch.Tensor) and any(map(is_sharded, tensors_anywhere_in(value))):
         raise CheckpointError(
             f"'{name}', which get_extra_state() returns, holds a sharded tensor inside of a {type(value).__name__}, "
             "which would be pickled with the rows of one rank: let it be a buffer or a parameter, or return its "

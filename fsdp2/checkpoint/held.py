@@ -7,6 +7,7 @@ note that something was written.
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -165,7 +166,7 @@ def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: s
     Raises:
         FSDPError: the first rank's error, of the same class and text on all; or the ranks differ.
     """
-    failure = None if error is None else (type(error), str(error))
+    failure = None if error is None else _sent(error)
     found = ranks.all_gather((failure, fingerprint("\n".join(lines)), own), f"what {caller} is to do")
     if any(each is not None for each, _, _ in found):
         failures = [each for each, _, _ in found]
@@ -179,6 +180,15 @@ def agree(ranks: Ranks, error: Exception | None, lines: Sequence[str], caller: s
     ours, theirs = (f"rank {ranks.numbers[place]}" for place in (0, other))
     difference = difflib.unified_diff(everyone[0], everyone[other], ours, theirs, lineterm="", n=1)
     raise FSDPRuntimeError(f"the ranks differ in what {caller} is to do. Difference:\n" + "\n".join(difference))
+
+
+def _sent(error: Exception) -> tuple[type[Exception], str]:
+    """What other ranks make it of: of a class that they cannot know, one of ours that names it."""
+    try:
+        pickle.dumps(type(error))
+    except Exception:
+        return FSDPRuntimeError, f"{type(error).__name__}: {error}"
+    return type(error), str(error)
 
 
 def _made(kind: type[Exception], text: str) -> Exception:

@@ -274,8 +274,10 @@ class Load:
         source.refuse_wrong_sizes(sorted(source.files())[self._ranks.rank :: self._ranks.size])
         first = contents.names.first
         every = dict.fromkeys([*contents.state, *contents.names.parameters])
-        # Any of the names of what is tied takes it.
+        # What is tied a pattern takes by any of its names; a function, which may exclude one, must take all.
         self._taken = frozenset(first.get(name, name) for name in every if self._options.takes(name))
+        if callable(self._options.only):
+            self._taken -= {first.get(name, name) for name in every if not self._options.takes(name)}
         tensors, extra = self._compare_model()
         with Reader(source, sums=self._options.verify != "no") as reader:
             self._step = step_of(source, reader)

@@ -60,7 +60,7 @@ def refuse_state_of_a_shard(keys: Tail, value: Any, name: str, parameter: torch.
             f"{where} holds a sharded tensor inside of a {type(value).__name__}, which would be pickled with the rows "
             "of one rank: use lists, and dicts whose keys are strings."
         )
-    for each in inside if _is_sharded(parameter) else ():
+    for each in inside if is_sharded(parameter) else ():
         if each.dim() and each.numel() > 1 and each.shape != parameter.shape:
             raise CheckpointError(
                 f"{where} is a plain tensor of shape {tuple(each.shape)}, and the parameter, of shape "
@@ -70,7 +70,7 @@ def refuse_state_of_a_shard(keys: Tail, value: Any, name: str, parameter: torch.
             )
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether ranks have different parts of it."""
     if not isinstance(parameter, DTensor):
         return False

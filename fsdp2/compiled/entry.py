@@ -158,8 +158,11 @@ def _prepare_state(state: FSDPState, groups: tuple[FSDPParamGroup, ...]) -> None
     assert state.root is not None, "an entry makes a root"
     if state.attributes_outside and not torch.is_grad_enabled():
         # `inference`: gathered once, as eager hooks do, for all calls; a graph would in each.
-        state.root.comm.gathers_follow_compute()
-        state.root.gather_for_forward(groups, None)
+        for group in groups:
+            group.refuse_set_data()
+        if not state.is_unsharded() or any(group.is_stale() for group in groups):
+            state.root.comm.gathers_follow_compute()
+        state.root.gather_in_turn(groups, ())
         groups = ()
     ready, again, budget = [], _gathers_again(state), state.root.settings.prefetch_bytes
     for group in groups:

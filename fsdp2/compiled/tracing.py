@@ -165,6 +165,8 @@ def _cast(dtype: torch.dtype, tree: Any) -> Any:
     if isinstance(tree, (dict, UserDict)):
         items = {key: _cast(dtype, value) for key, value in tree.items()}
         return type(tree)(tree.default_factory, items) if isinstance(tree, defaultdict) else type(tree)(items)
+    if hasattr(tree, "__post_init__") and all([each.init for each in dataclasses.fields(tree)]):
+        return type(tree)(**{name: _cast(dtype, value) for name, value in _fields_of(tree).items()})
     made = object.__new__(type(tree))  # a copy, without __init__ (other attributes torch 2.11 cannot trace)
     for name, value in _fields_of(tree).items():
         object.__setattr__(made, name, _cast(dtype, value))  # of frozen ones as well

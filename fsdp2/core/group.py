@@ -663,10 +663,9 @@ class FSDPParamGroup:
         self._free_unsharded()
 
     def leave_later(self, awaits_backward: bool) -> None:
-        """Do what `reshard_after_forward` does when the next forward comes.
+        """Do what `reshard_after_forward` does when the next forward comes: a backward may begin before, unnoticed.
 
-        A backward may begin before, unnoticed, or the program reads parameters that the module has returned. A rank on
-        which an exception came before the outputs were seen has done it already, and gathers then.
+        A rank on which an exception came before the outputs were seen has done it already, and gathers then.
         """
         self._left_to_do = awaits_backward
 

@@ -647,8 +647,9 @@ class FSDPModule:
             FSDPTypeError: ``hook`` cannot be called.
             FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
         """
-        self._groups_of_one_mesh("set_all_reduce_hook")
-        self._configure(all_reduce_hook=hook, all_reduce_hook_stream=stream)
+        groups = self._groups_of_one_mesh("set_all_reduce_hook")
+        _configure_groups(groups, {"all_reduce_hook": hook, "all_reduce_hook_stream": stream})
+        self._configure(all_reduce_hook=hook)  # that of small parameters has replicas, and no stream for it
 
     @checked(state=ANYTHING)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

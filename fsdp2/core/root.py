@@ -91,6 +91,9 @@ class Walk(Protocol):
     def end_forward(self) -> None:
         """The root's forward has ended: gather what is left. Collective."""
 
+    def forward_failed(self) -> None:
+        """An exception has left the root's forward: let go what is held for the modules that it was in."""
+
     def begin_backward(self, *, is_recorded: bool) -> None:
         """A backward begins."""
 
@@ -616,7 +619,7 @@ class FSDPRoot:
         ended, self.iteration = self.iteration, Iteration()
         # A backward inside the root's forward does not end that, nor one after a forward that failed its failure.
         self.iteration.in_forward, self.iteration.order = ended.in_forward, ended.order
-        self.iteration.failed = ended.failed
+        self.iteration.failed, self.iteration.gathered = ended.failed, ended.in_forward and ended.gathered
         is_inside = ended.in_forward or self.owner.calls > 0
         self.iteration.trained = is_inside and (ended.reduced or ended.trained)
 
@@ -725,6 +728,8 @@ class FSDPRoot:
         unsharded after a forward does so here, and gradients of earlier microbatches stay.
         """
         ahead = self.iteration.ahead
+        if self.walk is not None:
+            self.walk.forward_failed()
         for group in self.groups:
             group.users.clear()
             if group in ahead or group.was_interrupted:

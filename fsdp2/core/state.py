@@ -668,7 +668,7 @@ class FSDPState:
                 for group in self.unit:
                     if not group.users:
                         group.reshard_after_forward(awaits_backward)
-        elif reshards or (hides and not computes and self._reshards_now(hides=False)):
+        elif hides and not computes and self._reshards_now(hides=False):
             for group in self.unit:
                 group.leave_later(awaits_backward)
         if self.is_root and not recompute and root.iteration.in_forward:

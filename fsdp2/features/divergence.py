@@ -177,6 +177,10 @@ class Joining:
         self._leave_spans(len(self._forward))
         self._awaits_backward = self._awaits_backward or torch.is_grad_enabled()
 
+    def forward_failed(self) -> None:
+        """Let go what modules share that forward was in, as where it went on."""
+        self._leave_spans(len(self._forward))
+
     def _pass(self) -> None:
         """Gather what comes next, in vain."""
         index, self._next = self._next, self._next + 1

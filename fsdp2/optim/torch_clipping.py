@@ -163,7 +163,8 @@ class _Alike:
     @classmethod
     def of_parameters(cls, parameters: list[torch.Tensor]) -> _Alike | None:
         """`of` their gradients."""
-        delivered = None if torch.compiler.is_compiling() else delivered_of(parameters)
+        is_here = bool(parameters) and parameters[0].is_cpu and not torch.compiler.is_compiling()
+        delivered = delivered_of(parameters) if is_here else None
         slices = None if delivered is None else delivered.slices()
         if delivered is None or not slices or not _are_plain_numbers(slices):
             return cls.of(_gradients_of(parameters))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard, inference
+from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy, fully_shard, inference
 from fsdp2.compiled import exchanges
 from fsdp2.compiled.exchanges import GroupExchanges
 from fsdp2.features.gloo_p2p import PeerToPeer
@@ -234,6 +234,9 @@ def test_graphs_inside_of_inference_gather_once_until_weights_change(compile: An
         loss_of(called(batch_of(0, rank))).backward()
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+        sharded[0].data = sharded[0].data.clone()
+        with pytest.raises(FSDPRuntimeError, match=r"\.data was set"), inference(model):
+            called(batch_of(0, rank))
 
 
 @multi_rank(2)

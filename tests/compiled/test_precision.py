@@ -157,6 +157,35 @@ class Kept:
         self.note = 0
 
 
+@dataclass
+class Checked:
+    """It has an attribute that is no field."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        self.mask = self.values > 0
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Checked) -> Tensor:
+        return self.layer(given.values) * given.mask  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+def test_dataclasses_that_set_more_are_made_anew() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Masked(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with compiling(), torch.no_grad():
+        expected = model(Checked(batch_of(0, 0)))
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(Checked(batch_of(0, 0)))
+    assert torch.equal(found, expected)
+
+
 class Notes(nn.Module):
     """Writes into what it is passed."""
 

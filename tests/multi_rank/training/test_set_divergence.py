@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Sequence
@@ -333,6 +334,35 @@ def test_weights_tied_to_those_of_modules_inside(options: dict[str, Any], world_
         assert_sharded_same(f"step {step}: {paths}", gradients_of(model), wanted, tolerance=SUM_ORDER)
         for each in (model, plain):
             each.zero_grad()
+
+
+@multi_rank(2)
+def test_one_rank_fails_below_tied_weights_and_all_skip_the_batch() -> None:
+    """What the walk holds for the block that it was in is let go, as where the forward went on."""
+    torch.manual_seed(0)
+    model: Any = TiedModel()
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block.inner)
+        fully_shard(block)
+    fully_shard(model.embed)
+    fully_shard(model)
+    model.set_divergence("join")
+    path = Path(experts=dict.fromkeys(range(BLOCKS), 0))
+    run(model, path, 0)
+    model.zero_grad()
+    fails = dist.get_rank() == 1
+
+    def fail(*_: object) -> None:
+        if fails:
+            raise Boom
+
+    handle = model.blocks[-1].outer.register_forward_hook(fail)
+    with pytest.raises(Boom) if fails else contextlib.nullcontext():
+        loss_of(model, path, dist.get_rank(), 0)
+    handle.remove()
+    run(model, path, 0)
+    assert_sharded_same("gradients", gradients_of(model), expected([[path] * 2], plain), tolerance=SUM_ORDER)
 
 
 @multi_rank(2)

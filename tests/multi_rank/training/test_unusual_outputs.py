@@ -517,3 +517,52 @@ def test_a_parameter_that_is_returned_in_each_step_has_one_hook(world_size: int)
     unsharded = [param.unsharded for group in head._get_fsdp_state().unit for param in group.params]
     assert all(each is None or len(each._backward_hooks or ()) <= 1 for each in unsharded)
     assert torch.equal(head.weight.grad.full_tensor(), torch.full((8, 4), 16.0))
+
+
+class Shared(nn.Module):
+    """Hands out the weight that layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x) + x @ weight)
+
+
+class AskingEachTime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.layers = Shared(), nn.ModuleList(Adding() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.shared())
+        return x.sum()
+
+
+@multi_rank(1, 2)
+def test_a_parameter_that_is_returned_several_times_stays_until_it_was_read(world_size: int) -> None:
+    """It is not gathered anew ahead, while a layer computes with what the call before has returned."""
+    torch.manual_seed(0)
+    plain = AskingEachTime()
+    model = copy.deepcopy(plain)
+    for module in (model.shared, *model.layers, model):
+        fully_shard(module)
+    for _ in range(3):
+        x = torch.linspace(-1, 1, 8).view(2, 4)
+        for each in (model, plain):
+            each(x).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+        for each in (model, plain):
+            each.zero_grad()
