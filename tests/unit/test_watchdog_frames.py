@@ -1,10 +1,15 @@
-"""What the watchdog's thread reads from the frames of a thread that goes on meanwhile."""
+"""What the watchdog's thread reads from the frames of a thread that goes on meanwhile, and of silent processes."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +17,7 @@ from fsdp2 import _torch
 from fsdp2.core.places import PLACE
 from fsdp2.features.watchdog import thread
 from fsdp2.features.watchdog.thread import Watchdog
+from fsdp2.features.watchdog.verdict import Silence
 
 
 def reductions() -> Iterator[FrameType]:
@@ -44,3 +50,30 @@ def test_a_backward_that_nothing_runs_any_more_has_been_left(monkeypatch: pytest
     monkeypatch.setattr(PLACE, "left", "")
     monkeypatch.setattr(thread.sys, "_current_frames", lambda: {1: sys._getframe()})
     assert Watchdog._has_left(SimpleNamespace(_trains=lambda: 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="states of processes are read there")
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_process_that_a_profiler_stops_for_moments_is_not_gone(goes_on: bool) -> None:
+    """Its state is sampled: only one that is stopped whenever somebody looks, or has ended, is gone."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        here = json.dumps([thread._host(), process.pid]).encode()
+        store = SimpleNamespace(check=lambda keys: keys[0].startswith("here/"), get=lambda key: here)
+        watchdog: Any = SimpleNamespace(_store=store, _round=1, _asked=0.0, _seen_running=set(), seconds=4.0)
+
+        def send(number: int) -> None:
+            process.send_signal(number)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WCONTINUED | os.WEXITED | os.WNOWAIT)
+
+        try:
+            send(signal.SIGSTOP)
+            assert Watchdog._answer_of(watchdog, 1, 1.0) is Silence.NOT_YET
+            if goes_on:
+                send(signal.SIGCONT)
+                assert Watchdog._answer_of(watchdog, 1, 2.0) is Silence.NOT_YET
+                send(signal.SIGSTOP)
+            assert Watchdog._answer_of(watchdog, 1, 4.0) is (Silence.BUSY if goes_on else Silence.GONE)
+        finally:
+            process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Watchdog._answer_of(watchdog, 1, 0.0) is Silence.GONE

@@ -79,6 +79,7 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._waiting: Any = None
         self._since = self._alarmed = self._asked = 0.0
+        self._seen_running: set[int] = set()  # ranks, since they were asked
         self._round = 0  # of this rank's own question
         self._told = ""
         self._store.set(f"here/{self._rank}", json.dumps([_host(), os.getpid()]))
@@ -141,6 +142,7 @@ class Watchdog:
             self._alarmed = now
             if not self._round:
                 self._asked = now
+                self._seen_running.clear()
             self._round = alarm
         if alarm > self._answered:
             store.set(f"state/{self._rank}", self.state(alarm).to_json())
@@ -236,12 +238,15 @@ class Watchdog:
             return Silence.NOT_STARTED
         silent = now - self._asked
         host, pid = json.loads(store.get(f"here/{rank}"))
-        if host == _host() and not _runs(pid):
-            return Silence.GONE
+        if host == _host():
+            if not _runs(pid, _GONE):
+                return Silence.GONE
+            if _runs(pid):  # a profiler or a debugger stops it for moments only
+                self._seen_running.add(rank)
         if silent < max(1.0, min(self.seconds, 10.0)):
             return Silence.NOT_YET
         if host == _host():
-            return Silence.BUSY
+            return Silence.BUSY if rank in self._seen_running else Silence.GONE
         return Silence.GONE if silent > _SILENT_SECONDS else Silence.BUSY
 
     # -- what follows
