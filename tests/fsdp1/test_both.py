@@ -528,6 +528,17 @@ def test_a_unit_that_is_called_without_the_root_is_a_root(kind: str, world_size:
 
 
 @multi_rank(2)
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_POST, None])
+def test_the_root_comes_after_a_tower_with_any_backward_prefetch(prefetch: Any, world_size: int) -> None:
+    towers = nn.Sequential(Tower(torch.ones(2)), Tower(torch.ones(2)))
+    model = wrapped("fsdp2", towers, auto_wrap_policy=ModuleWrapPolicy({Tower}), backward_prefetch=prefetch)
+    for called in (model[1], model, model[1], model):
+        called(torch.ones(2, 4)).float().sum().backward()
+        assert all(parameter.grad is not None for parameter in called.parameters())
+        model.zero_grad()
+
+
+@multi_rank(2)
 @both
 def test_gradients_of_low_precision_are_kept_if_asked(kind: str, world_size: int) -> None:
     precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)

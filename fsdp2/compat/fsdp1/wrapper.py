@@ -285,6 +285,9 @@ class FullyShardedDataParallel(nn.Module):
         below = self._wrappers_below()
         self._is_nested = False  # a tower that is called alone, also if a wrapper around it is called later
         for each in below:
+            was_root = each._is_ready and not each._is_nested
+            if was_root and each.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+                each._unit.set_backward_prefetch("before")  # the setting of the new root counts
             each._is_nested = True
         for each in (self, *below):
             if not each._is_ready:
