@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -78,11 +79,10 @@ def samples_of(held: Iterable[Held], ranks: Ranks) -> Samples:
         parts.append(numbers[:: -(-numbers.numel() // _LOOKED_AT)].float().nan_to_num())
     if not parts:
         return {}
-    sizes = [part.numel() for part in parts]
-    values = torch.cat([part.to(parts[0].device) for part in parts]).cpu().split(sizes)
+    values = iter(torch.cat([part.to(parts[0].device) for part in parts]).tolist())
     return {
-        key: Sample(tuple(of_one.tolist()), is_exact)
-        for (key, is_exact), of_one in zip(chosen.items(), values, strict=True)
+        key: Sample(tuple(islice(values, part.numel())), is_exact)
+        for (key, is_exact), part in zip(chosen.items(), parts, strict=True)
     }
 
 

@@ -387,7 +387,7 @@ class _States(Source):
         """Of a DTensor: each part once, from the first rank that has it."""
         ranks, value = torch.tensor(mesh, device="cpu"), self.values[key]
         seen: set[Box] = set()
-        for coordinate in torch.ones(ranks.shape).nonzero().tolist():
+        for coordinate in torch.ones(ranks.shape, device="cpu").nonzero().tolist():
             boxes = boxes_of(ranks.shape, placements, value.shape, coordinate)
             assert boxes is not None, "it was looked at before"
             for box in [each for each in boxes if each not in seen]:
