@@ -90,17 +90,26 @@ MANY_BREAKS = 3
 A run that is made anew copies its state."""
 
 
+VECTORS_BYTES = 64
+"""Whole vectors of every processor: what a fused kernel on a CPU leaves over is less, and its threads share such parts."""
+
+
 def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` of an optimizer's ``group`` has the same bits if it is stepped on together with others.
 
     What changes on a CPU is which elements are left over at the end of a kernel's vectors. Of float32 and float64 they
-    get the same bits, unless the kernel is fused (`tests/unit/test_bits.py`). On accelerators all elements are alike.
+    get the same bits, unless the kernel is fused; of those a parameter must leave nothing over, and begin where it
+    finds the one before to have left nothing (`tests/unit/test_bits.py`). On accelerators all elements are alike.
     """
     if group.get("capturable"):  # the replay of a graph would not be noticed
         return False
-    return parameter.device.type != "cpu" or (
-        not group.get("fused") and parameter.dtype in (torch.float32, torch.float64)
-    )
+    if parameter.device.type != "cpu":
+        return True
+    if not group.get("fused"):
+        return parameter.dtype in (torch.float32, torch.float64)
+    local = _torch.plain_of(parameter)
+    start, numel = int(local.storage_offset()), int(local.numel())
+    return not (start * local.itemsize % VECTORS_BYTES or numel * local.itemsize % VECTORS_BYTES)
 
 
 class Ordinary:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp2.optim.ordinary import VECTORS_BYTES
 from tests.harness.compare import FUSED, difference
 
 NUMEL = 203  # no multiple of any vector
@@ -85,6 +86,28 @@ def test_fused_steps_on_a_piece_are_those_on_the_whole_but_for_the_last_bits(nam
     for piece in pieces():
         found = trained(OTHERWISE[name], values[piece], gradients[piece])
         assert difference(found, whole[piece], FUSED) is None, piece
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_fused_steps_on_pieces_that_fill_vectors_are_those_on_the_whole(
+    name: str, dtype: torch.dtype, threads: int
+) -> None:
+    """Of those, ordinary optimizers step on runs, too. Between the pieces lie others, which an end leaves in vectors."""
+    unit = VECTORS_BYTES // dtype.itemsize
+    numel = 41 * unit
+    values, gradients = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        whole = trained(OTHERWISE[name], values, gradients)
+        for start in range(0, 40, 3):
+            for count in (1, 2, 5, 41 - start):
+                piece = slice(start * unit, (start + count) * unit)
+                assert torch.equal(trained(OTHERWISE[name], values[piece], gradients[piece]), whole[piece]), piece
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

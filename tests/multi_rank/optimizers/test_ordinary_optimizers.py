@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,7 @@ from fsdp2.optim import set_local_steps
 from tests.harness import Reference, assert_trains_like, fake_world, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.counting import python_calls
-from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
+from tests.harness.models import FROZEN, TIED, TRANSFORMER, UNEVEN_MLP, Batch, ModelCase
 from tests.harness.shared.optimizers import (
     EVERY_KIND,
     MakeOptimizer,
@@ -158,10 +160,8 @@ def test_no_operation_of_a_step_is_on_dtensors(make: MakeOptimizer) -> None:
         with CountsDispatch() as expected:
             twin.step()
         assert counted.on_dtensors == 0
-        if make is adamw_fused:
-            assert counted.all == expected.all, step
-        elif step == 2:
-            assert counted.all <= expected.all
+        if step == 2:  # of a kernel for all, runs save no operation: two slices and a copy of counters for each of two
+            assert counted.all <= expected.all + (6 if make is adamw_fused else 0)
         optimizer.zero_grad()
 
 
@@ -188,6 +188,93 @@ def test_a_step_costs_next_to_nothing_beyond_plain_tensors() -> None:
     assert few == many, "the same for 4 and for 80 parameters"
     assert few <= 160  # 118 with torch 2.13
     assert in_runs < -1000, "two runs take the place of 80 parameters"
+
+
+def _partly_vectors() -> nn.Module:
+    """Matrices that leave nothing over in a vector, one that does (and lies behind), and biases that do."""
+    return nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 20), nn.Tanh(), nn.Linear(20, 5))
+
+
+PARTLY_VECTORS = ModelCase(
+    "partly-vectors",
+    _partly_vectors,
+    lambda g: Batch(torch.randn(4, 16, generator=g), torch.randn(4, 5, generator=g)),
+    (),
+    nn.functional.mse_loss,
+)
+
+
+def fused_sgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True)
+
+
+def fused_adagrad(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=1e-2, fused=True)
+
+
+class CountsFused(TorchDispatchMode):
+    """On how many tensors fused operators are called."""
+
+    tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("aten::_fused_"):
+            self.tensors += len(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.full)  # 4 s
+
+
+@multi_rank(2, full=[3])  # 4 s more
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+@pytest.mark.parametrize(
+    "make", [adamw_fused, adam_with_tensor_lr, fused_sgd, fused_adagrad], ids=lambda f: f.__name__
+)
+def test_fused_steps_take_together_what_fills_vectors(make: MakeOptimizer, dtype: torch.dtype) -> None:
+    """The bits are those of torch's optimizer on each shard by itself. (DTensor knows two of these operators only.)"""
+    model = PARTLY_VECTORS.build().to(dtype)
+    fully_shard(model)
+    optimizer = make(list(model.parameters()))
+    plain = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
+    twin = make(plain)
+    for step in range(4):
+        inputs, targets = (each.to(dtype) for each in dataclasses.astuple(PARTLY_VECTORS.batch(0, step, 0)))
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        for mine, other in zip(model.parameters(), plain, strict=True):
+            other.grad = mine.grad.to_local().clone()
+        with CountsFused() as counted:
+            optimizer.step()
+        twin.step()
+        leaves_over = dtype == torch.bfloat16 and dist.get_world_size() == 3 and dist.get_rank() < 2  # 7 rows, 96 bytes
+        assert counted.tensors == (6 if leaves_over else 5)
+        names = [name for name, _ in model.named_parameters()]
+        shards = [parameter.to_local() for parameter in model.parameters()]
+        assert_same("shards", *(dict(zip(names, each, strict=True)) for each in (shards, plain)))
+        optimizer.zero_grad()
+
+
+@multi_rank(2)
+def test_fused_steps_of_a_gradient_scaler_take_together_what_fills_vectors() -> None:
+    """It unscales inside of the kernel, and skips an infinity of one rank."""
+    models = [PARTLY_VECTORS.build() for _ in range(2)]
+    for model in models:
+        fully_shard(model)
+    optimizers = [adamw_fused(list(model.parameters())) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in models]
+    for step in range(4):
+        for model, scaler in zip(models, scalers, strict=True):
+            factor = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
+            scaler.scale(loss_of(PARTLY_VECTORS, model, step) * factor).backward()
+        with CountsFused() as counted:
+            scalers[0].step(optimizers[0])
+        assert counted.tensors in ((0, 5) if step == 1 else (5,))
+        with through_dtensor():
+            scalers[1].step(optimizers[1])
+        for optimizer, scaler in zip(optimizers, scalers, strict=True):
+            scaler.update()
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
 
 
 @multi_rank(2)
