@@ -25,6 +25,11 @@ Groups = list[dict[str, Any]]
 MayBeFlat = Callable[[dict[str, Any], torch.Tensor], bool]
 
 
+def _kernel_of(group: dict[str, Any]) -> tuple[Any, Any]:
+    """What decides, beside the parameters, on which of them may be stepped on together."""
+    return group.get("fused"), group.get("capturable")
+
+
 class Inside:
     """The state of one optimizer inside.
 
@@ -47,6 +52,7 @@ class Inside:
     ) -> None:
         self.outside = outside
         self._targets = []
+        self._kernels = list(map(_kernel_of, groups))
         self.may_have_runs = False
         for group in groups:
             params = group["params"]
@@ -65,8 +71,8 @@ class Inside:
         return any(flat_run.run.is_laid_out_anew() for flat_run in self.runs())
 
     def is_of(self, groups: Groups) -> bool:
-        """Whether it was made of the parameters of ``groups``."""
-        return len(groups) == len(self._targets) and all(
+        """Whether it was made of the parameters of ``groups``, and for the kernels that they ask for now."""
+        return self._kernels == list(map(_kernel_of, groups)) and all(
             targets.is_of(group["params"]) for targets, group in zip(self._targets, groups, strict=True)
         )
 
@@ -83,6 +89,10 @@ class Inside:
         """`show`, where the step has made nothing new."""
         for targets in self._targets:
             targets.show_counters()
+
+    def has_written_counters(self) -> bool:
+        """Whether anyone has written a counter of a run outside, since `show`."""
+        return any(targets.has_written_counters() for targets in self._targets)
 
     def lend(self) -> Lent | None:
         """What each group is stepped on as; None if runs have to be made anew. `run` gives it back.
@@ -134,7 +144,7 @@ class Inside:
             if len(inside) > count:
                 self._others = dict(list(inside.items())[count:])
                 self.outside.update(self._others)
-        if not (self._others or self.runs()):  # runs are few, and laid out anew when a gradient is missing
+        if not self._others:
             self._kept.keep(inside, optimizer.param_groups)
         for targets in self._targets:
             targets.check()

@@ -91,7 +91,7 @@ A run that is made anew copies its state."""
 
 
 VECTORS_BYTES = 64
-"""Whole vectors of every processor: what a fused kernel on a CPU leaves over is less, and its threads share such parts."""
+"""Whole vectors of every processor. A fused kernel on a CPU leaves less over, and its threads share out such parts."""
 
 
 def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> bool:
@@ -174,11 +174,7 @@ class Ordinary:
 
     def _knows(self, inside: Inside, groups: Groups, outside: State) -> bool:
         """Whether parameters and state are those that ``inside`` has shown."""
-        return (
-            inside.is_of(groups)
-            and self._shown == _identities(outside)
-            and not any(run.has_written_counters() for run in inside.runs())
-        )
+        return inside.is_of(groups) and self._shown == _identities(outside) and not inside.has_written_counters()
 
     def _tries_again(self, inside: Inside) -> bool:
         """Whether runs are to be made, where there were none: what were gradients then may not be what is delivered."""

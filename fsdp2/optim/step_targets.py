@@ -9,6 +9,7 @@ has its own.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
@@ -152,12 +153,23 @@ def _update_outside(parameter: torch.Tensor, inside: State, outside: State) -> N
 
 
 class _Counters:
-    """One counter of every parameter of a run: each has its own outside, and all are written at once."""
+    """One counter of every parameter of some runs: each has its own outside, and all are written at once.
 
-    __slots__ = ("_all", "_bytes", "_memory", "_version", "each")
+    Args:
+        values: () of each run.
+        counts: how many parameters it has.
 
-    def __init__(self, value: torch.Tensor, count: int) -> None:
-        self._all = value.detach().repeat(count)
+    Attributes:
+        each: () of each parameter, run by run.
+    """
+
+    __slots__ = ("_all", "_bytes", "_memory", "_run_of", "_version", "each")
+
+    def __init__(self, values: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
+        numbers = [index for index, count in enumerate(counts) for _ in range(count)]
+        with torch.no_grad():
+            self._run_of = torch.tensor(numbers, device=values[0].device)
+            self._all = torch.stack(tuple(values)).index_select(0, self._run_of)
         self.each = self._all.unbind()
         is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
         self._memory = _torch.memory_of(self._all) if is_seen else None
@@ -165,22 +177,24 @@ class _Counters:
 
     def _note(self) -> None:
         self._version = _torch.version_of(self._all)
-        self._bytes = None if self._memory is None else self._memory.raw
+        self._bytes = b"" if self._memory is None else self._memory.raw
 
-    def write(self, value: torch.Tensor) -> None:
-        """Make each of them ``value`` ()."""
+    def write(self, values: Sequence[torch.Tensor]) -> None:
+        """Make those of each run what ``values`` has for it."""
         with torch.no_grad():
-            self._all.copy_(value)
+            torch.index_select(torch.stack(tuple(values)), 0, self._run_of, out=self._all)
         self._note()
 
-    def were_written(self) -> bool:
-        """Whether anyone else has written one since. (Views share the version of what they lie on.)
+    def were_written(self, start: int, count: int) -> bool:
+        """Whether anyone else has written one of ``count`` from ``start`` on since.
 
-        Where they can be read without waiting for a device, also in ways that no version counts.
+        Where they can be read without waiting for a device, also in ways that no version counts. Elsewhere whether
+        anyone has written any: views share the version of what they lie on.
         """
-        if _torch.version_of(self._all) != self._version:
-            return True
-        return self._memory is not None and self._memory.raw != self._bytes
+        if self._memory is None:
+            return _torch.version_of(self._all) != self._version
+        part = slice(start * self._all.itemsize, (start + count) * self._all.itemsize)
+        return self._memory.raw[part] != self._bytes[part]
 
 
 class FlatRun:
@@ -196,7 +210,7 @@ class FlatRun:
         self.run = run
         self.state: State = {}
         self._shown: list[dict[str, Callable[[], Any]]] = []
-        self._counters: dict[str, _Counters] = {}
+        self._counters: list[tuple[_Counters, int]] = []
         for name, value in states[0].items():
             if isinstance(value, DTensor):
                 local = _torch.local_of(value)
@@ -221,35 +235,40 @@ class FlatRun:
         """
         _check_made(self.run.params[0], self.state, torch.Size((self.run.numel,)))
 
-    def show(self, outside: State) -> None:
-        """Put the state of every parameter in ``outside``."""
-        shape, count = torch.Size((self.run.numel,)), len(self.run.params)
-        whole = {name: value for name, value in self.state.items() if _is_whole(name, value, shape)}
-        self._counters = {
-            name: _Counters(value, count)
+    def counters(self) -> dict[str, torch.Tensor]:
+        """What is one number for all of its parameters, by name."""
+        shape = torch.Size((self.run.numel,))
+        return {
+            name: value
             for name, value in self.state.items()
-            if isinstance(value, torch.Tensor) and name not in whole
+            if isinstance(value, torch.Tensor) and not _is_whole(name, value, shape)
         }
+
+    def show(self, outside: State, counters: dict[str, tuple[_Counters, int]]) -> None:
+        """Put the state of every parameter in ``outside``.
+
+        Args:
+            counters: by name, with the place of the first parameter's among them.
+        """
+        self._counters = list(counters.values())
         self._shown = []
         for index, (parameter, offset) in enumerate(zip(self.run.params, self.run.offsets, strict=True)):
             shown: State = outside.get(parameter, {})
             known = dict(shown)
             shown.clear()
             for name, value in self.state.items():
-                if name in whole:
-                    shown[name] = _shown_on(parameter, self._slice(value, offset, parameter), known.get(name))
-                else:
-                    shown[name] = self._counters[name].each[index] if name in self._counters else value
+                if name in counters:
+                    among, first = counters[name]
+                    value = among.each[first + index]
+                elif isinstance(value, torch.Tensor):
+                    value = _shown_on(parameter, self._slice(value, offset, parameter), known.get(name))
+                shown[name] = value
             self._shown.append({name: _weakly(value) for name, value in shown.items()})
-
-    def show_counters(self) -> None:
-        """`show`, where the step has made nothing new."""
-        for name, counters in self._counters.items():
-            counters.write(self.state[name])
 
     def has_written_counters(self) -> bool:
         """Whether anyone has written a counter outside."""
-        return any(counters.were_written() for counters in self._counters.values())
+        count = len(self.run.params)
+        return any(counters.were_written(first, count) for counters, first in self._counters)
 
     def is_unchanged(self, outside: State) -> bool:
         """Whether what `show` has put in ``outside`` is there yet."""
@@ -267,6 +286,40 @@ class FlatRun:
         return (run.offsets, run.numel) == (self.run.offsets, self.run.numel) and all(
             map(operator.is_, run.params, self.run.params)
         )
+
+
+class ShownRuns:
+    """Runs whose state is shown outside, with their counters side by side.
+
+    Args:
+        runs: they.
+        outside: where the state of every parameter of them is put.
+    """
+
+    def __init__(self, runs: Sequence[FlatRun], outside: State) -> None:
+        alike: dict[Any, list[FlatRun]] = {}
+        for each in runs:
+            for name, value in each.counters().items():
+                alike.setdefault((name, value.dtype, value.device), []).append(each)
+        self._counters: list[tuple[str, list[FlatRun], _Counters]] = []
+        shown: dict[int, dict[str, tuple[_Counters, int]]] = {id(each): {} for each in runs}
+        for (name, *_), members in alike.items():
+            counts = [len(each.run.params) for each in members]
+            counters = _Counters([each.state[name] for each in members], counts)
+            self._counters.append((name, members, counters))
+            for each, first in zip(members, itertools.accumulate(counts, initial=0), strict=False):
+                shown[id(each)][name] = counters, first
+        for each in runs:
+            each.show(outside, shown[id(each)])
+
+    def show_counters(self) -> None:
+        """Bring them up to date. Nothing else has been made or replaced since."""
+        for name, members, counters in self._counters:
+            counters.write([each.state[name] for each in members])
+
+    def has_written_counters(self) -> bool:
+        """Whether anyone has written one outside."""
+        return any(counters.were_written(0, len(counters.each)) for _, _, counters in self._counters)
 
 
 def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DTensor:
@@ -338,6 +391,7 @@ class StepTargets:
         self._params = list(params)
         self._unchecked = True
         self.flats: list[FlatRun] = []
+        self._shown_runs = ShownRuns([], outside)
         for parameter in params:
             refuse_partial(parameter)
         unchanged = {
@@ -356,7 +410,7 @@ class StepTargets:
             else:
                 known = FlatRun(run, [_checked(each, outside.get(each, {})) for each in run.params])
                 if known.state:
-                    known.show(outside)  # lets go of what was copied, before the next run is
+                    ShownRuns([known], outside)  # lets go of what was copied, before the next run is
             self.flats.append(known)
         in_runs = {id(parameter) for run in runs for parameter in run.params}
         rest = [parameter for parameter in params if id(parameter) not in in_runs]
@@ -374,8 +428,11 @@ class StepTargets:
 
     def show_counters(self) -> None:
         """`show`, where the step has made nothing new."""
-        for flat_run in self.flats:
-            flat_run.show_counters()
+        self._shown_runs.show_counters()
+
+    def has_written_counters(self) -> bool:
+        """Whether anyone has written a counter of a run outside, since `show`."""
+        return self._shown_runs.has_written_counters()
 
     def swap_in(self) -> tuple[list[torch.Tensor], list[State]] | None:
         """The tensors to step on, with their gradients, and their states; None if a run is none any more.
@@ -462,8 +519,7 @@ class StepTargets:
         for parameter in self._params:
             if id(parameter) in made:
                 outside.setdefault(parameter, {})
-        for flat_run in self.flats:
-            flat_run.show(outside)
+        self._shown_runs = ShownRuns(self.flats, outside)
         for parameter, state in zip(self._sharded, self._states, strict=False):
             if parameter in outside:
                 _update_outside(parameter, state, outside[parameter])

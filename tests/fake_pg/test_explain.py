@@ -34,7 +34,9 @@ MIXED = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 def test_text(simulate: FakeWorlds) -> None:
     simulate(8, rank=3)
     model = sharded(LM(width=256), mp_policy=MIXED)
-    assert_expected_inline(str(fsdp2.explain(model)), """\
+    assert_expected_inline(
+        str(fsdp2.explain(model)),
+        """\
 LM has 1.6 million parameters, 6.1 MiB. They are cut into 4 groups, sharded over 8 ranks. Rank 3 keeps 784.2
 KiB of them at rest, and 784.8 KiB of gradients after a backward. A group is gathered whole just before its
 module computes, and freed after that: the largest, 'blocks.0', then takes 1 MiB, and all that are there at a
@@ -51,15 +53,19 @@ collective      among ranks  in forward  in backward  sent inside node  to other
 all-gather      0-7                   4            3           5.3 MiB             0 B
 reduce-scatter  0-7                   0            4           2.7 MiB             0 B
 
-More on one group: explain(model).details("blocks.0")""")
+More on one group: explain(model).details("blocks.0")""",
+    )
     step(model)
     summary = str(fsdp2.explain(model, ranks_per_node=4)).partition("\n\n")[0]
-    assert_expected_inline(summary, """\
+    assert_expected_inline(
+        summary,
+        """\
 LM has 1.6 million parameters, 6.1 MiB. They are cut into 4 groups, sharded over 8 ranks. Rank 3 keeps 784.2
 KiB of them at rest, and 784.8 KiB of gradients after a backward. A group is gathered whole just before its
 module computes, and freed after that: the largest, 'blocks.0', then takes 1 MiB, and all that are there at a
 time 2.1 MiB at most. In one step a rank sends 8.1 MiB to others: 6 MiB inside its node, 2 MiB between 2
-nodes. Groups are gathered ahead in the order that the last step has shown.""")
+nodes. Groups are gathered ahead in the order that the last step has shown.""",
+    )
 
 
 def test_details(simulate: FakeWorlds) -> None:
@@ -68,7 +74,9 @@ def test_details(simulate: FakeWorlds) -> None:
     model.blocks[1].norm.requires_grad_(False)
     sharded(model, mesh=two_axes(), reshard_after_forward=2, mp_policy=MIXED)
     explanation = fsdp2.explain(model, ranks_per_node=4)
-    assert_expected_inline(explanation.details("blocks.1"), """\
+    assert_expected_inline(
+        explanation.details("blocks.1"),
+        """\
 blocks.1 (Block), sharded over 4 ranks in 2 copies, as strategy="zero3"
 
   mesh            (replicate=2 x shard=4) on cpu, fake
@@ -102,8 +110,11 @@ in a step  collective      ranks  times  members  bytes of a rank  sent inside n
 forward    all-gather          4      1        1        256.8 KiB         770.2 KiB             0 B
 backward   all-gather          2      1        1        513.5 KiB         513.5 KiB             0 B
 backward   reduce-scatter      4      1        3        257.1 KiB         771.4 KiB             0 B
-backward   all-reduce          2      1        1        513.1 KiB               0 B       513.1 KiB""")
-    assert_expected_inline(explanation.details("embed.weight"), """\
+backward   all-reduce          2      1        1        513.1 KiB               0 B       513.1 KiB""",
+    )
+    assert_expected_inline(
+        explanation.details("embed.weight"),
+        """\
 LM (LM), sharded over 4 ranks in 2 copies, a root, as strategy="zero3"
 
   mesh            (replicate=2 x shard=4) on cpu, fake
@@ -131,11 +142,14 @@ in a step  collective      ranks  times  members  bytes of a rank  sent inside n
 forward    all-gather          4      1        1          6.5 KiB          19.5 KiB             0 B
 backward   all-gather          2      1        1         12.5 KiB          12.5 KiB             0 B
 backward   reduce-scatter      4      1        1         13.1 KiB          39.4 KiB             0 B
-backward   all-reduce          2      1        1         13.1 KiB               0 B        13.1 KiB""")
+backward   all-reduce          2      1        1         13.1 KiB               0 B        13.1 KiB""",
+    )
 
 
 def test_text_of_a_model_that_is_not_sharded() -> None:
-    assert_expected_inline(str(fsdp2.explain(LM())), """\
+    assert_expected_inline(
+        str(fsdp2.explain(LM())),
+        """\
 LM has 8,032 parameters, 31.4 KiB. Nothing of it is sharded: fully_shard was called on no module, and this
 rank keeps it whole.
 
@@ -145,7 +159,8 @@ blocks.0.down.weight and 11 more (31.4 KiB on every rank)
 What could be better:
 1. [wrong] Nothing of LM is sharded: every rank keeps all 31.4 KiB, and no gradient is averaged over the
    ranks.
-     fsdp2.auto_shard(model)  # or: fully_shard(block) for each block, then fully_shard(model)""")
+     fsdp2.auto_shard(model)  # or: fully_shard(block) for each block, then fully_shard(model)""",
+    )
 
 
 def test_names_that_details_knows(simulate: FakeWorlds) -> None:

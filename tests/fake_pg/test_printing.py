@@ -43,7 +43,9 @@ def test_a_model_before_and_after_its_first_step(simulate: FakeWorlds) -> None:
     fully_shard(model[1][0])  # type: ignore[index]
     fully_shard(model[1])
     fully_shard(model)
-    assert_expected_inline(repr(model), """\
+    assert_expected_inline(
+        repr(model),
+        """\
 FSDPSequential(
   [no parameters of its own]
   (0): FSDPLinear(in_features=4, out_features=4, bias=True, [Shard(0)/8, bf16])
@@ -57,9 +59,12 @@ FSDPSequential(
     (1): Linear(in_features=4, out_features=4, bias=True)
   )
   (2): ReLU()
-)""")
+)""",
+    )
     model(torch.ones(2, 4)).sum().backward()
-    assert_expected_inline(repr(model), """\
+    assert_expected_inline(
+        repr(model),
+        """\
 FSDPSequential(
   [root, no parameters of its own]
   (0): FSDPLinear(in_features=4, out_features=4, bias=True, [0, Shard(0)/8, bf16])
@@ -73,7 +78,8 @@ FSDPSequential(
     (1): Linear(in_features=4, out_features=4, bias=True)
   )
   (2): ReLU()
-)""")
+)""",
+    )
     again = pickle.loads(pickle.dumps(model[0]))
     assert repr(again) == "FSDPLinear(in_features=4, out_features=4, bias=True, [Shard(0)/8, bf16])"
     assert "[Shard(0)/8, bf16]" in repr(copy.deepcopy(model))

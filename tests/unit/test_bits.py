@@ -94,7 +94,7 @@ def test_fused_steps_on_a_piece_are_those_on_the_whole_but_for_the_last_bits(nam
 def test_fused_steps_on_pieces_that_fill_vectors_are_those_on_the_whole(
     name: str, dtype: torch.dtype, threads: int
 ) -> None:
-    """Of those, ordinary optimizers step on runs, too. Between the pieces lie others, which an end leaves in vectors."""
+    """Of those, ordinary optimizers step on runs, too."""
     unit = VECTORS_BYTES // dtype.itemsize
     numel = 41 * unit
     values, gradients = torch.randn(numel).to(dtype), torch.randn(numel).to(dtype)

@@ -228,9 +228,7 @@ BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.full)  # 4 s
 
 @multi_rank(2, full=[3])  # 4 s more
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
-@pytest.mark.parametrize(
-    "make", [adamw_fused, adam_with_tensor_lr, fused_sgd, fused_adagrad], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("make", [adamw_fused, adam_with_tensor_lr, fused_sgd, fused_adagrad], ids=lambda f: f.__name__)
 def test_fused_steps_take_together_what_fills_vectors(make: MakeOptimizer, dtype: torch.dtype) -> None:
     """The bits are those of torch's optimizer on each shard by itself. (DTensor knows two of these operators only.)"""
     model = PARTLY_VECTORS.build().to(dtype)
@@ -273,6 +271,28 @@ def test_fused_steps_of_a_gradient_scaler_take_together_what_fills_vectors() -> 
             scalers[1].step(optimizers[1])
         for optimizer, scaler in zip(optimizers, scalers, strict=True):
             scaler.update()
+            optimizer.zero_grad()
+        assert_alike(models, optimizers)
+
+
+@multi_rank(2)
+def test_an_optimizer_that_becomes_fused_takes_together_only_what_fills_vectors() -> None:
+    """As a program may that loads groups of another, and back."""
+    models = [PARTLY_VECTORS.build() for _ in range(2)]
+    for model in models:
+        fully_shard(model)
+    optimizers = [adamw_foreach(list(model.parameters())) for model in models]
+    for step in range(6):
+        is_fused = step in (2, 3)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(PARTLY_VECTORS, model, step).backward()
+            optimizer.param_groups[0].update(fused=is_fused, foreach=not is_fused)
+        with CountsFused() as counted:
+            optimizers[0].step()
+        assert counted.tensors == (5 if is_fused else 0)
+        with through_dtensor():
+            optimizers[1].step()
+        for optimizer in optimizers:
             optimizer.zero_grad()
         assert_alike(models, optimizers)
 
