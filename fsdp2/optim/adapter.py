@@ -256,8 +256,8 @@ class LocalOptimizer(Optimizer):
         return _restored, (self._plain, self._flat), self.__getstate__()
 
 
-def _always(group: dict[str, Any], parameter: torch.Tensor) -> bool:
-    return True
+def _always(group: dict[str, Any], parameter: torch.Tensor) -> int:
+    return 1
 
 
 @functools.cache

@@ -22,7 +22,8 @@ Lent = list[tuple[list[torch.Tensor], list[State]]]
 
 Groups = list[dict[str, Any]]
 
-MayBeFlat = Callable[[dict[str, Any], torch.Tensor], bool]
+MayBeFlat = Callable[[dict[str, Any], torch.Tensor], int]
+"""Whether a parameter of a group may be stepped on together with others: see `fsdp2.optim.ordinary.may_be_flat`."""
 
 
 def _kernel_of(group: dict[str, Any]) -> tuple[Any, Any]:
@@ -56,7 +57,7 @@ class Inside:
         self.may_have_runs = False
         for group in groups:
             params = group["params"]
-            in_runs = [] if flat is None else [each for each in params if flat(group, each)]
+            in_runs = [] if flat is None else [(each, unit) for each in params if (unit := flat(group, each))]
             self.may_have_runs = self.may_have_runs or len(in_runs) > 1
             self._targets.append(StepTargets(params, outside, flat=in_runs, earlier=earlier or []))
         self._kept = StepStateCache()

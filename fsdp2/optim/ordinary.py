@@ -30,7 +30,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp2 import _torch
 from fsdp2.arguments import checked
 from fsdp2.core.param import fsdp_param_of
-from fsdp2.errors import FSDPValueError
+from fsdp2.errors import FSDPNotImplementedError, FSDPValueError
 from fsdp2.optim.adapter import ELEMENTWISE
 from fsdp2.optim.inside import Groups, Inside, Lent
 from fsdp2.optim.offload import is_offloaded
@@ -94,22 +94,24 @@ VECTORS_BYTES = 64
 """Whole vectors of every processor. A fused kernel on a CPU leaves less over, and its threads share out such parts."""
 
 
-def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> bool:
+def may_be_flat(group: dict[str, Any], parameter: torch.Tensor) -> int:
     """Whether ``parameter`` of an optimizer's ``group`` has the same bits if it is stepped on together with others.
 
     What changes on a CPU is which elements are left over at the end of a kernel's vectors. Of float32 and float64 they
-    get the same bits, unless the kernel is fused; of those a parameter must leave nothing over, and begin where it
-    finds the one before to have left nothing (`tests/unit/test_bits.py`). On accelerators all elements are alike.
+    get the same bits, unless the kernel is fused; of those a parameter must leave nothing over, and nor may what is
+    ahead of it (`tests/unit/test_bits.py`). On accelerators all elements are alike.
+
+    Returns:
+        0: it does not. Else it does if the bytes from the first of them to it are a multiple of this.
     """
     if group.get("capturable"):  # the replay of a graph would not be noticed
-        return False
+        return 0
     if parameter.device.type != "cpu":
-        return True
+        return 1
     if not group.get("fused"):
-        return parameter.dtype in (torch.float32, torch.float64)
+        return int(parameter.dtype in (torch.float32, torch.float64))
     local = _torch.plain_of(parameter)
-    start, numel = int(local.storage_offset()), int(local.numel())
-    return not (start * local.itemsize % VECTORS_BYTES or numel * local.itemsize % VECTORS_BYTES)
+    return 0 if local.numel() * local.itemsize % VECTORS_BYTES else VECTORS_BYTES
 
 
 class Ordinary:
@@ -151,7 +153,13 @@ class Ordinary:
             step(optimizer)
             return
         inside = lent[0]
-        inside.run(optimizer, lent[1], step)
+        try:
+            inside.run(optimizer, lent[1], step)
+        except FSDPNotImplementedError:  # what was made is not of single elements, and cannot be shown
+            raise
+        except BaseException:  # groups ahead of the one that raised have been stepped on
+            self._show(inside)
+            raise
         self._show(inside)
 
     def _lent(self, optimizer: Optimizer, outside: State) -> tuple[Inside, Lent] | None:

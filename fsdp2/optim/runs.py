@@ -90,10 +90,10 @@ class Run:
         return None
 
 
-def _spans_of(parameters: Iterable[torch.Tensor]) -> Iterator[Span]:
+def _spans_of(parameters: Iterable[tuple[torch.Tensor, int]]) -> Iterator[tuple[Span, int]]:
     """Of those of ``parameters`` that lie in buffers and have a gradient there."""
     known: dict[Any, dict[FSDPParam, Span]] = {}
-    for parameter in parameters:
+    for parameter, unit in parameters:
         owner = fsdp_param_of(parameter)
         if owner is None or owner.group is None or owner.local is not _torch.local_of(parameter):
             continue
@@ -101,26 +101,33 @@ def _spans_of(parameters: Iterable[torch.Tensor]) -> Iterator[Span]:
             known[owner.group] = {span.param: span for span in spans(owner.group)}
         span = known[owner.group].get(owner)
         if span is not None and span.is_here and span.has_gradient_alike():
-            yield span
+            yield span, unit
 
 
-def runs_of(parameters: Iterable[torch.Tensor], agreement: Callable[[torch.Tensor], object]) -> list[Run]:
+def runs_of(parameters: Iterable[tuple[torch.Tensor, int]], agreement: Callable[[torch.Tensor], object]) -> list[Run]:
     """The longest runs among ``parameters`` whose gradients lie on the buffers now.
 
     Args:
-        parameters: of one parameter group of an optimizer.
+        parameters: of one parameter group of an optimizer. With each, of what the bytes from the first of its run to it
+            must be a multiple.
         agreement: equal for those that may be stepped as one.
     """
-    found: dict[object, list[Span]] = {}
-    for span in _spans_of(parameters):
-        found.setdefault(span.buffers, []).append(span)
+    found: dict[object, list[tuple[Span, int]]] = {}
+    for span, unit in _spans_of(parameters):
+        found.setdefault(span.buffers, []).append((span, unit))
     runs: list[list[Span]] = []
     before: object = None
-    for span in (span for each in found.values() for span in sorted(each, key=lambda span: span.start)):
-        agrees = agreement(span.param.sharded)
-        if runs and runs[-1][-1].is_followed_by(span) and agrees == before:
-            runs[-1].append(span)
-        else:
-            runs.append([span])
-        before = agrees
+    for each in found.values():
+        for span, unit in sorted(each, key=lambda pair: pair[0].start):
+            agrees = agreement(span.param.sharded)
+            if runs and _goes_on(runs[-1], span, unit) and agrees == before:
+                runs[-1].append(span)
+            else:
+                runs.append([span])
+            before = agrees
     return [Run.of(each) for each in runs if len(each) > 1]
+
+
+def _goes_on(run: Sequence[Span], span: Span, unit: int) -> bool:
+    distance = (span.start - run[0].start) * span.buffers.shard.itemsize
+    return run[-1].is_followed_by(span) and distance % unit == 0

@@ -163,13 +163,13 @@ class _Counters:
         each: () of each parameter, run by run.
     """
 
-    __slots__ = ("_all", "_bytes", "_memory", "_run_of", "_version", "each")
+    __slots__ = ("_all", "_bytes", "_counts", "_memory", "_run_of", "_version", "each")
 
     def __init__(self, values: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
-        numbers = [index for index, count in enumerate(counts) for _ in range(count)]
-        with torch.no_grad():
-            self._run_of = torch.tensor(numbers, device=values[0].device)
-            self._all = torch.stack(tuple(values)).index_select(0, self._run_of)
+        self._counts = counts
+        self._run_of: torch.Tensor | None = None
+        parts = [value.detach().expand(count) for value, count in zip(values, counts, strict=True)]
+        self._all = torch.cat(parts)
         self.each = self._all.unbind()
         is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
         self._memory = _torch.memory_of(self._all) if is_seen else None
@@ -181,6 +181,9 @@ class _Counters:
 
     def write(self, values: Sequence[torch.Tensor]) -> None:
         """Make those of each run what ``values`` has for it."""
+        if self._run_of is None:  # waits for a device, so only once, and not where they are never written
+            numbers = [index for index, count in enumerate(self._counts) for _ in range(count)]
+            self._run_of = torch.tensor(numbers, device=self._all.device)
         with torch.no_grad():
             torch.index_select(torch.stack(tuple(values)), 0, self._run_of, out=self._all)
         self._note()
@@ -288,6 +291,10 @@ class FlatRun:
         )
 
 
+COUNTERS_TOGETHER = 256
+"""At most, but for those of one run: who pickles one counter pickles all that lie beside it."""
+
+
 class ShownRuns:
     """Runs whose state is shown outside, with their counters side by side.
 
@@ -297,13 +304,16 @@ class ShownRuns:
     """
 
     def __init__(self, runs: Sequence[FlatRun], outside: State) -> None:
-        alike: dict[Any, list[FlatRun]] = {}
+        alike: dict[Any, list[list[FlatRun]]] = {}
         for each in runs:
             for name, value in each.counters().items():
-                alike.setdefault((name, value.dtype, value.device), []).append(each)
+                together = alike.setdefault((name, value.dtype, value.device), [[]])
+                if sum(len(other.run.params) for other in (*together[-1], each)) > COUNTERS_TOGETHER:
+                    together.append([])
+                together[-1].append(each)
         self._counters: list[tuple[str, list[FlatRun], _Counters]] = []
         shown: dict[int, dict[str, tuple[_Counters, int]]] = {id(each): {} for each in runs}
-        for (name, *_), members in alike.items():
+        for name, members in ((name, members) for (name, *_), lists in alike.items() for members in lists if members):
             counts = [len(each.run.params) for each in members]
             counters = _Counters([each.state[name] for each in members], counts)
             self._counters.append((name, members, counters))
@@ -378,14 +388,19 @@ class StepTargets:
     """
 
     def __init__(
-        self, params: Sequence[torch.Tensor], outside: State, *, flat: Sequence[torch.Tensor], earlier: list[FlatRun]
+        self,
+        params: Sequence[torch.Tensor],
+        outside: State,
+        *,
+        flat: Sequence[tuple[torch.Tensor, int]],
+        earlier: list[FlatRun],
     ) -> None:
         """Take over the state ``outside``.
 
         Args:
             params: of the group, sharded or not.
             outside: of all parameters.
-            flat: those of them that are to be stepped on in runs, where there are any now.
+            flat: those of them that are to be stepped on in runs, where there are any now, see `runs_of`.
             earlier: runs of before, whose memory is used again where nothing has changed.
         """
         self._params = list(params)
