@@ -230,10 +230,11 @@ class FSDPParam:
         policy: MixedPrecisionPolicy,
         write_counter: WriteCounter,
         group_name: str,
+        place: torch.device,
     ) -> None:
         self._begin(fqn, uses, sharding, policy, write_counter, group_name)
         self.shape = sharding.partition.shape
-        self.adopt(shard_parameter(original, sharding))
+        self.adopt(shard_parameter(original, sharding, place))
 
     @classmethod
     def of_sharded(
@@ -575,16 +576,17 @@ def local_data(parameter: nn.Parameter) -> torch.Tensor:
     return _torch.local_of(data) if isinstance(data, DTensor) else data
 
 
-def shard_parameter(original: nn.Parameter, sharding: Sharding) -> nn.Parameter:
+def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.device) -> nn.Parameter:
     """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
 
     Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
-    into its shard buffer. Hooks and Python attributes set on ``original`` are carried over. No communication: every
-    rank cuts its own part.
+    into its shard buffer. That is at ``place``, which is the parameter's device from the beginning: a DTensor's never
+    changes, and torch refuses a gradient on another. (One on meta is replaced when it gets memory.) Hooks and Python
+    attributes set on ``original`` are carried over. No communication: every rank cuts its own part.
     """
     data, mesh, partition = local_data(original), sharding.mesh, sharding.partition
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.
-    placeholder = torch.empty(0, dtype=data.dtype, device=data.device)
+    placeholder = torch.empty(0, dtype=data.dtype, device=data.device if data.is_meta else place)
     sharded = nn.Parameter(dtensor_over(placeholder, sharding.spec), requires_grad=original.requires_grad)
     if is_subclass(data):
         assert partition.dim is not None, "a subclass without dims is refused"

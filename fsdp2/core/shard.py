@@ -568,7 +568,8 @@ def _shard(
         found.items(), shardings, policy.of_parameters, places, strict=False
     ):
         write_counter, _, params = groups.setdefault((sharding.mesh.key, place.key), (WriteCounter(), place, []))
-        params.append(FSDPParam(uses[0][2], [use[:2] for use in uses], original, sharding, each, write_counter, name))
+        at = [use[:2] for use in uses]
+        params.append(FSDPParam(uses[0][2], at, original, sharding, each, write_counter, name, place.device))
     unit: Unit = tuple(
         FSDPParamGroup(params, params[0].sharding.mesh, place, write_counter=write_counter, name=name)
         for write_counter, place, params in groups.values()

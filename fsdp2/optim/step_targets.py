@@ -168,8 +168,8 @@ class _Counters:
     def __init__(self, values: Sequence[torch.Tensor], counts: Sequence[int]) -> None:
         self._counts = counts
         self._run_of: torch.Tensor | None = None
-        parts = [value.detach().expand(count) for value, count in zip(values, counts, strict=True)]
-        self._all = torch.cat(parts)
+        # Not views: of what has one, fake tensors forget the value when it is written, and optimizers ask for it.
+        self._all = torch.cat([value.detach().repeat(count) for value, count in zip(values, counts, strict=True)])
         self.each = self._all.unbind()
         is_seen = self._all.device.type == "cpu" and not _torch.is_fake(self._all)
         self._memory = _torch.memory_of(self._all) if is_seen else None

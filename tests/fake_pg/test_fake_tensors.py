@@ -23,7 +23,7 @@ import fsdp2.core.agreement
 import fsdp2.core.gradients
 import fsdp2.core.mesh
 import fsdp2.core.state
-from fsdp2 import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from fsdp2.core.streams import HostDevice
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
@@ -135,6 +135,44 @@ def test_everything_is_on_the_device(
             assert isinstance(gradient, DTensor) and gradient.to_local().device == CUDA
         clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+
+def reduce_made_up_gradients(model: nn.Module) -> None:
+    """A backward, without autograd's."""
+    for group in groups_of(model):
+        group.unshard()
+        group.wait_for_unshard()
+        for param in group.params:
+            assert param.unsharded is not None
+            param.unsharded.grad = made_up(param.unsharded)
+        group.reduce()
+        group.reshard()
+        assert group.comm is not None
+        with mock.patch.object(type(group.reducer), "_set_late_grads", lambda *arguments: None):  # reads
+            group.comm.finish_reduces()
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_offloaded_parameters_and_their_gradients_are_on_the_host(policy: str, moved: bool) -> None:
+    """To torch, too, which refuses a gradient on another device; wherever the model was before."""
+    with fake_world(4, 1):
+        mesh = init_device_mesh("cpu", (4,))
+        with on_fake_cuda():
+            model = linear_layers(device="cpu" if moved else "cuda")
+            shard(model, mesh=mesh, mp_policy=POLICIES[policy], offload_policy=CPUOffloadPolicy(pin_memory=False))
+            host = torch.device("cpu")
+            assert model(torch.ones(2, 64, device="cuda")).device == CUDA
+            for _ in range(2):
+                reduce_made_up_gradients(model)
+                for parameter in model.parameters():
+                    gradient = parameter.grad
+                    assert isinstance(parameter, DTensor) and isinstance(gradient, DTensor)
+                    assert {parameter.device, parameter.to_local().device} == {host}
+                    assert {gradient.device, gradient.to_local().device} == {host}
+                torch.optim.AdamW(model.parameters(), foreach=True).step()
+                model.zero_grad()
 
 
 def made_up(unsharded: Tensor) -> Tensor:
