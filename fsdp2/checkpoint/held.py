@@ -151,7 +151,11 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
         known = next((each for each in lines if tuple(sorted(dist.get_process_group_ranks(each))) == members), None)
         made = _MADE.setdefault(group, {})
         if known is None and members not in made:
-            found = dist.new_group(members, use_local_synchronization=True, group_desc="fsdp2.checkpoint")
+            # What NCCL splits off the group of all ranks, all ranks would have to make.
+            backend = "gloo" if dist.is_gloo_available() else None
+            found = dist.new_group(
+                members, backend=backend, use_local_synchronization=True, group_desc="fsdp2.checkpoint"
+            )
             made[members] = cast(dist.ProcessGroup, found)  # this rank is one of them
         group = made[members] if known is None else known
     return group, ranks_of(group)

@@ -577,6 +577,11 @@ class FSDPParamGroup:
         else:
             self._issue_all_gather(self._unsharding, for_backward)
 
+    def forget_event(self) -> None:
+        """Wait for no all-gather: see `FSDPCommContext.forget_events`."""
+        if self._unsharding is not None:
+            self._unsharding.event = None
+
     def _issue_all_gather(self, unsharding: Unsharding, for_backward: bool) -> None:
         assert self.comm is not None, "unshard follows lazy initialization"
         device, storage, gather = self.comm.device, self.storage, unsharding.gather

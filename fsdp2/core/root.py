@@ -468,6 +468,8 @@ class FSDPRoot:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
             PLACE.phase = self._phases[2]
+            if self.comm.device.has_streams:  # autograd has a thread for each such device
+                PLACE.thread = threading.get_ident()
             self.iteration.creates_graph = torch.is_grad_enabled()
             if self.walk is not None:
                 self.walk.begin_backward(is_recorded=self.iteration.creates_graph)
@@ -582,6 +584,8 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
+        if self.comm.device.has_streams:
+            PLACE.thread = threading.get_ident()
         if self.iteration.postponed is not None:
             self.gather_postponed()
         if self.walk is not None:
@@ -692,6 +696,13 @@ class FSDPRoot:
         iteration = self.iteration
         has_failed = iteration.failed or (iteration.in_backward and not _torch.backward_is_running())
         return self._restarts != PLACE.restarts or (self.settings.aborts_together and has_failed)
+
+    def leave_recording(self) -> None:
+        """Start clean after a graph that was given up while it was recorded: nothing that was issued ran."""
+        self.comm.forget_events()
+        for group in self.groups:
+            group.forget_event()
+        self.recover_if_failed()
 
     def recover_if_failed(self) -> None:
         """Start clean if an exception left the last iteration's forward or backward.

@@ -155,9 +155,14 @@ class StreamDevice:
         event.synchronize()
 
     def is_capturing(self) -> bool:
-        """Whether the current stream of the current device records a graph, if it is of a kind that can."""
+        """Whether the current stream of the device, which need not be the current one, records a graph."""
         asks = getattr(self._module, "is_current_stream_capturing", None)
-        return bool(asks()) if asks is not None else False
+        if asks is None:
+            return False
+        if self._device.index in (None, self._module.current_device()):
+            return bool(asks())
+        with self._module.device(self._device):
+            return bool(asks())
 
 
 def device_for(device: torch.device) -> Device:
@@ -608,6 +613,13 @@ class FSDPCommContext:
         self._late = deque(each for each in self._late if owners is not None and each[1] not in owners)
         self.was_interrupted = self.has_failed = False
 
+    def forget_events(self) -> None:
+        """Wait for none: they are of a recording that was given up, so nothing of it ran, and a device refuses them."""
+        for pending in (*self._all_reducing, *self._pending):
+            pending.event = pending.scattered = None
+        self._to_host.clear()
+        self._host_reads.clear()
+
     def _wait(self, pending: PendingReduce) -> None:
         if pending.is_launching:
             pending.is_launching, pending.stage = False, Stage.DONE
@@ -623,7 +635,7 @@ class FSDPCommContext:
         except Exception:
             self.has_failed = True
             raise
-        if pending.ends_elsewhere:
+        if pending.ends_elsewhere and pending.event is not None:
             self.device.wait(self.reduce_scatter_stream, pending.event, Wait.GRADIENTS_READ)
         if pending.needs_host is not None and pending.event is not None:
             if pending.needs_host():

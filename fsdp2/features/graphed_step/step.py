@@ -305,7 +305,7 @@ class GraphedStep:
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         for root in dict.fromkeys(state.root for state in self._states if state.root is not None):
-            root.recover_if_failed()
+            root.leave_recording()
 
     def _refuse_unready(self) -> None:
         """Before the recording.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -40,6 +42,31 @@ def test_streams_are_of_the_device_of_the_mesh_and_not_of_the_current_one() -> N
     assert type(streams) is StreamDevice
     assert streams.new_stream().device == streams.current_stream().device == device
     assert streams.new_stream().priority == -1 and not streams.is_capturing()
+
+
+@pytest.mark.parametrize("captures_on", [0, 1])
+def test_a_capture_is_one_of_the_device_of_the_mesh(captures_on: int) -> None:
+    class Capturing(Module):
+        current = 0
+
+        @classmethod
+        def current_device(cls) -> int:
+            return cls.current
+
+        @classmethod
+        @contextmanager
+        def device(cls, device: torch.device) -> Iterator[None]:
+            before, cls.current = cls.current, device.index
+            yield
+            cls.current = before
+
+        @classmethod
+        def is_current_stream_capturing(cls) -> bool:
+            return cls.current == captures_on
+
+    with mock.patch.object(torch, "get_device_module", lambda device: Capturing):
+        asked = [device_for(torch.device("cuda", index)).is_capturing() for index in (0, 1)]
+    assert asked == [captures_on == 0, captures_on == 1] and Capturing.current == 0
 
 
 def test_a_device_without_streams_is_refused_by_name() -> None:
