@@ -26,7 +26,7 @@ from tests.harness import others_full
 from tests.harness.fake import fake_world
 from tests.harness.internals import groups_of
 from tests.harness.recording.graphs import RehearsedGraph, RepeatedStep, graphs
-from tests.harness.recording.recorder import recording
+from tests.harness.recording.recorder import RecordingDevice, recording
 from tests.harness.recording.training import Expected, Stack
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -79,6 +79,43 @@ def test_replays_launch_the_same_on_the_same_memory(optimizer: str, options: str
             with torch.no_grad():
                 model(torch.ones(2, 8))
         assert graphed.is_recorded
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_recording_that_raises_is_not_waited_for_afterwards(where: str) -> None:
+    """Nothing of it ran, and CUDA refuses to wait for an event that was recorded in a capture."""
+    with fake_world(4), recording() as recorder, graphs(lambda: RehearsedGraph(recorder)):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        block = model.blocks[1]
+
+        def fail(*arguments: object) -> None:
+            if recorder.captures:
+                raise Expected
+
+        (block.register_forward_hook if where == "forward" else block.register_full_backward_hook)(fail)
+        step = step_of(model, optimizer)
+        graphed = fsdp2.make_graphed_step(step, model, optimizer, warm_up=2)
+        record, wait = RecordingDevice.record, RecordingDevice.wait
+        captured: set[int] = set()
+        waited: list[int] = []
+
+        def noted_record(device: RecordingDevice, stream: int) -> int:
+            event = record(device, stream)
+            captured.update([event] if recorder.captures else [])
+            return event
+
+        def noted_wait(device: RecordingDevice, stream: int, event: int, why: object) -> None:
+            waited.extend([] if recorder.captures else [event])
+            wait(device, stream, event, why)
+
+        with mock.patch.multiple(RecordingDevice, record=noted_record, wait=noted_wait):
+            for _ in range(2):
+                graphed(torch.ones(2, 8))
+            with pytest.raises(FSDPRuntimeError, match="Expected"):
+                graphed(torch.ones(2, 8))
+            step(torch.ones(2, 8))
+        assert captured and waited and not captured & set(waited)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
