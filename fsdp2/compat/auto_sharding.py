@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import parallel
 
 import fsdp2
+from fsdp2.compat.fsdp1.construction import used
 
 LOG = logging.getLogger("fsdp2")
 
@@ -127,11 +128,11 @@ class ShardedDataParallel(nn.Module):
     def _mesh(
         cls, module: nn.Module, given: DeviceMesh | None
     ) -> tuple[DeviceMesh | None, fsdp2.ShardingConfig | None]:
-        """On the kind of device that the model is on, as DDP does."""
+        """On the kind of device that the model is on, as DDP does; and on that one, if no other was made current."""
         config = cls.config
         if given is not None:
             return given, config
-        device_type = next(iter(module.parameters())).device.type
+        device_type = used(next(iter(module.parameters())).device).type
         if config is None or config.mesh_shape is None:
             return init_device_mesh(device_type, (dist.get_world_size(),)), config
         if config.device_type is None:

@@ -407,6 +407,7 @@ class FSDPParamGroup:
         self._gathered = None
         with torch.inference_mode(False):
             self._lay_out()
+        self._take_sharded()
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
             self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 

@@ -373,14 +373,28 @@ class FSDPParam:
         with torch.no_grad():
             if local.device.type != "meta":
                 local.copy_(self.local)
-        _torch.set_local(self.sharded, local)
-        self.local = local
+        self._lie_under(local)
 
     def move(self, device: torch.device) -> None:
         """Move the sharded parameter's local tensor, which lies in no buffer, to ``device``."""
         if self.local.device != device:
-            self.local = self.local.to(device)
-            _torch.set_local(self.sharded, self.local)
+            self._lie_under(self.local.to(device))
+
+    def _lie_under(self, local: torch.Tensor) -> None:
+        """Put ``local`` below the sharded parameter, which is on its device then, as is its gradient.
+
+        A wrapper keeps the device that it was made with: one that was made elsewhere since (by ``model.to()``, or with
+        the tensors of a state dict) gets another one's.
+        """
+        sharded = self.sharded
+        if sharded.device != local.device and not local.is_meta:
+            gradient, sharded.grad = sharded.grad, None
+            placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
+            sharded.data = dtensor_over(placeholder, _torch.spec_of(sharded))
+            if gradient is not None:
+                sharded.grad = dtensor_like(sharded, _torch.local_of(gradient).to(local.device))  # type: ignore[assignment]
+        _torch.set_local(sharded, local)
+        self.local = local
 
     def lies_under(self, found: nn.Parameter) -> bool:
         """Whether ``found`` is just another wrapper around the local tensor that the group knows."""

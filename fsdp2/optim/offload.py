@@ -248,8 +248,8 @@ class OptimizerStateOffload:
     @staticmethod
     def _finish_copies(optimizer: Optimizer) -> None:
         """Block the host until it has what was copied to it."""
-        devices = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
-        for each in devices:
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for each in {parameter.device for parameter in params if not parameter.is_meta}:
             finish_current_stream(each)
 
 

@@ -204,7 +204,8 @@ class _Alike:
         """(), the same on all ranks of the mesh; None if it is torch's to find, or to refuse. Collective."""
         order = float(norm_type)
         if order == math.inf:  # of a rank without elements torch's own raises, and the others wait for it
-            found = clip_grad.norm_on_own_meshes(self.gradients(), order).to(self.below[0].dtype)
+            # Of gradients in host memory it is on the mesh's device.
+            found = clip_grad.norm_on_own_meshes(self.gradients(), order).to(self.below[0].device, self.below[0].dtype)
         elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
             norms = self.norms(order)
             if self._mesh.size(self._dim) > 1:
@@ -225,7 +226,8 @@ class _Alike:
 
     def scale(self, max_norm: float, total_norm: torch.Tensor) -> None:
         """Multiply them in place, without asking the device whether the factor is below 1."""
-        self.multiply(torch.clamp(float(max_norm) / (_torch.plain_of(total_norm) + 1e-6), max=1.0))
+        total = _torch.plain_of(total_norm).to(self.below[0].device)
+        self.multiply(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
 
     def multiply(self, factor: torch.Tensor) -> None:
         """By ``factor`` (), in place."""

@@ -23,7 +23,9 @@ import fsdp2.core.agreement
 import fsdp2.core.gradients
 import fsdp2.core.mesh
 import fsdp2.core.state
+import fsdp2.features.whole_states
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from fsdp2.core.sharding import dtensor_like
 from fsdp2.core.streams import HostDevice
 from tests.harness import fake_world
 from tests.harness.internals import groups_of
@@ -135,6 +137,36 @@ def test_everything_is_on_the_device(
             assert isinstance(gradient, DTensor) and gradient.to_local().device == CUDA
         clip_grad_norm_(model.parameters(), 1.0)
         torch.optim.AdamW(model.parameters(), foreach=True).step()
+
+
+def move(model: nn.Module) -> None:
+    model.to("cuda")
+
+
+def assign(model: nn.Module) -> None:
+    states = {name: dtensor_like(each, each.to_local().to("cuda")) for name, each in model.state_dict().items()}
+    with mock.patch.object(fsdp2.features.whole_states, "refuse_of_another_rank", lambda *arguments: None):  # reads
+        model.load_state_dict(states, assign=True)
+
+
+@NEEDS_CUDA_BUILD
+@pytest.mark.parametrize("change", [move, assign], ids=lambda change: change.__name__)
+def test_offloaded_parameters_that_are_moved_to_the_device_come_back(change: Callable[[nn.Module], None]) -> None:
+    """Before the first step, and between two, with gradients."""
+    with fake_world(4, 1):
+        mesh = init_device_mesh("cpu", (4,))
+        with on_fake_cuda():
+            model = linear_layers(device="cuda")
+            shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            for _ in range(3):
+                change(model)
+                assert model(torch.ones(2, 64, device="cuda")).device == CUDA
+                reduce_made_up_gradients(model)
+                for parameter in model.parameters():
+                    both = (parameter, parameter.grad)
+                    places = {place for each in both for place in (each.device, each.to_local().device)}
+                    assert places == {torch.device("cpu")}
+            torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
 def reduce_made_up_gradients(model: nn.Module) -> None:

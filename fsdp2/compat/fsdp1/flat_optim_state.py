@@ -193,12 +193,18 @@ def _meta(value: Tensor) -> Tensor:
 
 
 def _outline_of(state: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks must know of this one's: single values, and the shapes of the rest."""
+    """What all ranks must know of this one's: single values, in host memory, and the shapes of the rest."""
     kept = {
-        number: {key: _meta(v) if isinstance(v, Tensor) and v.numel() != 1 else v for key, v in entry.items()}
+        number: {key: _outline_of_value(value) for key, value in entry.items()}
         for number, entry in state["state"].items()
     }
     return {"state": kept, "param_groups": state["param_groups"]}
+
+
+def _outline_of_value(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.cpu() if value.numel() == 1 else _meta(value)
 
 
 def _wrapped(model: nn.Module) -> tuple[FlatLayout, dict[str, Any], Any]:

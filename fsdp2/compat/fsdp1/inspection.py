@@ -168,7 +168,8 @@ class FlatParamHandleView:
     def flat_param_to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Move the unit's shards."""
         flat = self.flat_param
-        flat.data = flat.data.to(device, non_blocking=non_blocking)
+        to_host = torch.device(device).type == "cpu"  # where the values are read at once
+        flat.data = flat.data.to(device, non_blocking=non_blocking and not to_host)
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unit's unsharded parameters."""

@@ -289,7 +289,7 @@ class _Form:
 
 
 def _outline(value: Any) -> Any:
-    return _Form(value) if isinstance(value, torch.Tensor) and value.dim() else value
+    return _Form(value) if isinstance(value, torch.Tensor) and value.dim() else _on_cpu(value)
 
 
 def rekeyed(given: StateDict, key_type: Any, model: nn.Module, parameters: Iterable[nn.Parameter]) -> StateDict:

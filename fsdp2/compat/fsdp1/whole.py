@@ -11,16 +11,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
+from fsdp2.core.sharding import dtensor_like
+from fsdp2.features.broadcast_parameters import device_that_travels
 
 
 def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
     """The whole of a tensor, in memory of its own; on the CPU if ``offload``. Collective over a DTensor's mesh."""
     tensor = tensor.detach()
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found = _full(tensor) if isinstance(tensor, DTensor) else tensor
     found = found.cpu() if offload else found
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_alias = found.numel() and found.data_ptr() == local.data_ptr()
     return found.clone() if is_alias else found  # else the next step would change what was saved
+
+
+def _full(tensor: DTensor) -> torch.Tensor:
+    """The whole of it where it is, also in host memory, from which groups of accelerators do not communicate."""
+    there = tensor.device_mesh.device_type
+    if tensor.device.type == there:
+        return tensor.full_tensor()
+    moved = dtensor_like(tensor, tensor.to_local().to(there))
+    return moved.full_tensor().to(tensor.device)
 
 
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -150,14 +161,7 @@ def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor that is placed as ``parameter`` is, of which ``local`` is this rank's part. No communication."""
     if not isinstance(parameter, DTensor):
         return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return dtensor_like(parameter, local)  # `DTensor.from_local` would move it to the device of the mesh
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -196,5 +200,6 @@ class Ranks:
         """What the first has, on all: of the shape, dtype and device of ``form``. Collective."""
         sent = torch.empty_like(form) if tensor is None else tensor.detach().to(form.device, form.dtype).contiguous()
         for group in self._groups:
+            sent = sent.to(device_that_travels(form.device, group))
             dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-        return sent
+        return sent.to(form.device)
