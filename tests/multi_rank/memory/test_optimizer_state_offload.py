@@ -298,6 +298,29 @@ def test_a_full_state_dict_is_that_of_the_unsharded_optimizer() -> None:
 
 
 @multi_rank(2)
+def test_of_parameters_that_are_on_meta() -> None:
+    """It is offloaded before the model has memory, and steps as if after."""
+    with torch.device("meta"):
+        models = [nn.Linear(4, 6) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        fully_shard(model)
+    for index, model in enumerate(models):
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1))
+        if index == 0:
+            offload_optimizer_state(optimizers[0])
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(torch.arange(8.0).reshape(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same("parameters", *(parameters_of(model) for model in models))
+
+
+@multi_rank(2)
 def test_refusals() -> None:
     model = shard()
     optimizer = adamw(trainable(model))
