@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2.core.sharding import dtensor_like
-from fsdp2.features.broadcast_parameters import device_that_travels
 
 
 def whole(tensor: torch.Tensor, *, offload: bool) -> torch.Tensor:
@@ -30,7 +28,7 @@ def _full(tensor: DTensor) -> torch.Tensor:
     there = tensor.device_mesh.device_type
     if tensor.device.type == there:
         return tensor.full_tensor()
-    moved = dtensor_like(tensor, tensor.to_local().to(there))
+    moved: DTensor = tensor.to(there)  # type: ignore[assignment]
     return moved.full_tensor().to(tensor.device)
 
 
@@ -161,7 +159,15 @@ def placed_as(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """A tensor that is placed as ``parameter`` is, of which ``local`` is this rank's part. No communication."""
     if not isinstance(parameter, DTensor):
         return local
-    return dtensor_like(parameter, local)  # `DTensor.from_local` would move it to the device of the mesh
+    placed = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return placed if placed.device == local.device else placed.to(local.device)  # it was moved to the mesh's device
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -174,15 +180,17 @@ class Ranks:
 
     Args:
         groups: process groups in turn, from the first rank of the last to all: those of a mesh's dims, innermost first.
+        device_type: on which they communicate; None: wherever tensors are.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device_type: str | None = None) -> None:
         self._groups = tuple(groups)
+        self._device_type = device_type
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Ranks:
         """Those of ``mesh``."""
-        return cls([mesh.get_group(dim) for dim in reversed(range(mesh.ndim))])
+        return cls([mesh.get_group(dim) for dim in reversed(range(mesh.ndim))], mesh.device_type)
 
     @property
     def is_first(self) -> bool:
@@ -199,7 +207,8 @@ class Ranks:
     def tensor(self, tensor: torch.Tensor | None, form: torch.Tensor) -> torch.Tensor:
         """What the first has, on all: of the shape, dtype and device of ``form``. Collective."""
         sent = torch.empty_like(form) if tensor is None else tensor.detach().to(form.device, form.dtype).contiguous()
+        if self._device_type not in (None, sent.device.type):  # it rests in host memory
+            sent = sent.to(self._device_type)
         for group in self._groups:
-            sent = sent.to(device_that_travels(form.device, group))
             dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
         return sent.to(form.device)
