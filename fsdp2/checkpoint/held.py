@@ -152,7 +152,8 @@ def company_of(held: Iterable[Held]) -> tuple[dist.ProcessGroup | None, Ranks]:
         made = _MADE.setdefault(group, {})
         if known is None and members not in made:
             # What NCCL splits off the group of all ranks, all ranks would have to make.
-            backend = "gloo" if dist.is_gloo_available() else None
+            is_fake = _torch.backend_name(group, torch.device("cpu")) == "fake"
+            backend = "gloo" if dist.is_gloo_available() and not is_fake else None
             found = dist.new_group(
                 members, backend=backend, use_local_synchronization=True, group_desc="fsdp2.checkpoint"
             )

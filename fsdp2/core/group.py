@@ -118,6 +118,7 @@ class FSDPParamGroup:
         self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._left_to_do: bool | None = None  # see `leave_later`
+        self._storages: tuple[object, ...] = ()
         self._take_sharded()
         self._gathered: object = (0, 0)  # what `written` was; None: unknown
         self._awaited: object = None  # what it was when gathers last waited for it, on streams
@@ -194,7 +195,14 @@ class FSDPParamGroup:
     def _lay_out(self) -> None:
         self.is_prepared = False
         self._rests_in_place = False
+        with _torch.plain_attributes():
+            before = list(map(_torch.untyped_storage, self._sharded))
         self.storage.lay_out()
+        with _torch.plain_attributes():
+            after = list(map(_torch.untyped_storage, self._sharded))
+        # Those that are on another device now, see `FSDPParam.lie_on`; what a user has set is refused later.
+        known = zip(self._storages, before, after, strict=True)
+        self._storages = tuple([now if now is not was else noted for noted, was, now in known])
 
     def prepare(self, comm: FSDPCommContext) -> None:
         """Build everything that the hot path uses. Nothing is communicated.
@@ -407,7 +415,6 @@ class FSDPParamGroup:
         self._gathered = None
         with torch.inference_mode(False):
             self._lay_out()
-        self._take_sharded()
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
             self._prepare_anew(self.comm)  # else when it is needed: the parameters may be on their way somewhere
 

@@ -388,11 +388,11 @@ class FSDPParam:
         """
         sharded = self.sharded
         if sharded.device != local.device and not local.is_meta:
-            gradient, sharded.grad = sharded.grad, None
+            gradient = None if sharded.grad is None else _moved(sharded.grad, local.device)
+            sharded.grad = None
             placeholder = torch.empty(0, dtype=local.dtype, device=local.device)
             sharded.data = dtensor_over(placeholder, _torch.spec_of(sharded))
-            if gradient is not None:
-                sharded.grad = dtensor_like(sharded, _torch.local_of(gradient).to(local.device))  # type: ignore[assignment]
+            sharded.grad = gradient
         _torch.set_local(sharded, local)
         self.local = local
 
@@ -579,6 +579,12 @@ def _padded_shard(data: torch.Tensor, partition: Partition, world_size: int, ran
     return part
 
 
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    return dtensor_over(_torch.local_of(tensor).to(device), _torch.spec_of(tensor))
+
+
 def is_subclass(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a wrapper around other tensors, whose values no flat buffer can hold."""
     return is_traceable_wrapper_subclass(tensor)
@@ -594,9 +600,9 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.dev
     """The sharded parameter of ``original``: this rank's part of the dim that ``sharding`` cuts, as a DTensor.
 
     Its local tensor still lies in ``original``'s storage (unless a dim behind the first is cut): the group moves it
-    into its shard buffer. That is at ``place``, which is the parameter's device from the beginning: a DTensor's never
-    changes, and torch refuses a gradient on another. (One on meta is replaced when it gets memory.) Hooks and Python
-    attributes set on ``original`` are carried over. No communication: every rank cuts its own part.
+    into its shard buffer. That is at ``place``, which is the parameter's device from the beginning: a wrapper's does
+    not follow what lies below, and torch refuses a gradient on another. (One on meta is replaced when it gets memory.)
+    Hooks and Python attributes set on ``original`` are carried over. No communication: every rank cuts its own part.
     """
     data, mesh, partition = local_data(original), sharding.mesh, sharding.partition
     # A wrapper's own storage is null. Made from a local tensor with an offset, it could not be saved.

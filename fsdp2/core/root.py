@@ -468,8 +468,6 @@ class FSDPRoot:
             self.comm.refuse_unfinished_handle("a backward")
             self.iteration.in_backward = True
             PLACE.phase = self._phases[2]
-            if self.comm.device.has_streams:  # autograd has a thread for each such device
-                PLACE.thread = threading.get_ident()
             self.iteration.creates_graph = torch.is_grad_enabled()
             if self.walk is not None:
                 self.walk.begin_backward(is_recorded=self.iteration.creates_graph)
@@ -584,8 +582,6 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
-        if self.comm.device.has_streams:
-            PLACE.thread = threading.get_ident()
         if self.iteration.postponed is not None:
             self.gather_postponed()
         if self.walk is not None:
@@ -698,11 +694,11 @@ class FSDPRoot:
         return self._restarts != PLACE.restarts or (self.settings.aborts_together and has_failed)
 
     def leave_recording(self) -> None:
-        """Start clean after a graph that was given up while it was recorded: nothing that was issued ran."""
+        """A graph was given up while it was recorded: nothing that was issued ran, nothing of it is waited for."""
+        self.post_optim_event = None
         self.comm.forget_events()
         for group in self.groups:
             group.forget_event()
-        self.recover_if_failed()
 
     def recover_if_failed(self) -> None:
         """Start clean if an exception left the last iteration's forward or backward.

@@ -209,9 +209,11 @@ class _Alike:
         elif 0 < order < math.inf:  # as DTensor does it, without its dispatch
             norms = self.norms(order)
             if self._mesh.size(self._dim) > 1:
-                powers = norms**order
+                powers, there = norms**order, self._mesh.device_type
+                if powers.device.type != there:  # of gradients in host memory
+                    powers = powers.to(there)
                 dist.all_reduce(powers, group=self._mesh.get_group(self._dim))
-                norms = powers ** (1.0 / order)
+                norms = (powers ** (1.0 / order)).to(self.below[0].device)
             found = torch.linalg.vector_norm(norms, order)
         else:
             return None

@@ -225,7 +225,9 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _agreed(func: Any, name: str, tensor: torch.Tensor) -> DTensor:
     """Whether any element, or every one, is true: a replicated DTensor (). Collective: all ranks of the mesh."""
-    there = func(_local(tensor)).to(_torch.spec_of(tensor).mesh.device_type, torch.int32)
+    there, device_type = func(_local(tensor)).to(torch.int32), _torch.spec_of(tensor).mesh.device_type
+    if there.device.type not in ("meta", device_type):  # of host memory
+        there = there.to(device_type)
     number = _partial(there, tensor, Partial("max" if name == "any" else "min"))  # type: ignore[arg-type]
     return number.redistribute(placements=[Replicate()] * number.device_mesh.ndim).to(torch.bool)  # type: ignore[return-value]
 

@@ -300,12 +300,15 @@ class GraphedStep:
         """Let go of what the recording has left: nothing of it was executed."""
         self.reset()
         kept.put_back()
+        roots = dict.fromkeys(state.root for state in self._states if state.root is not None)
+        for root in roots:
+            root.leave_recording()  # first, as what follows waits for what is under way
         for module in self._modules:
             module.zero_grad()
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        for root in dict.fromkeys(state.root for state in self._states if state.root is not None):
-            root.leave_recording()
+        for root in roots:
+            root.recover_if_failed()
 
     def _refuse_unready(self) -> None:
         """Before the recording.
