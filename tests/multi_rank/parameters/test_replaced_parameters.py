@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from fsdp2 import FSDPModule, FSDPRuntimeError, MixedPrecisionPolicy, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same
 from tests.harness.shared.mistakes import BEFORE_AND_AFTER, INPUTS, prepared, train
@@ -343,6 +343,17 @@ def test_data_that_is_set_is_refused_for_a_dtensor_ignores_it(touch: str, world_
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter))
     assert not model(x).any()
+
+
+@multi_rank(2)
+def test_data_that_is_set_is_refused_where_buffers_are_laid_out_anew_before(world_size: int) -> None:
+    model = nn.Linear(5, 5)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model(torch.ones(2, 5))
+    model.weight.data = torch.zeros_like(model.weight)
+    model.set_full_precision(True)
+    with pytest.raises(FSDPRuntimeError, match=r"\.data was set on parameter 'weight'"):
+        model(torch.ones(2, 5))
 
 
 class Quantized(nn.Module):
