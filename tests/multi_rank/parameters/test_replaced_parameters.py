@@ -349,7 +349,7 @@ def test_data_that_is_set_is_refused_for_a_dtensor_ignores_it(touch: str, world_
 def test_data_that_is_set_is_refused_where_buffers_are_laid_out_anew_before(world_size: int) -> None:
     model = nn.Linear(5, 5)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    model(torch.ones(2, 5))
+    model(torch.ones(2, 5)).sum().backward()
     model.weight.data = torch.zeros_like(model.weight)
     model.set_full_precision(True)
     with pytest.raises(FSDPRuntimeError, match=r"\.data was set on parameter 'weight'"):
