@@ -120,17 +120,7 @@ def test_everything_is_on_the_device(
         inputs = torch.ones(2, 64, device="cuda") if build is linear_layers else torch.ones(2, 3, 8, 8, device="cuda")
         assert model(inputs).device == CUDA
         for missing in (False, True):
-            for group in groups_of(model):
-                group.unshard()
-                group.wait_for_unshard()
-                for param in group.params[missing:]:
-                    assert param.unsharded is not None
-                    param.unsharded.grad = made_up(param.unsharded)
-                group.reduce()
-                group.reshard()
-                assert group.comm is not None
-                with mock.patch.object(type(group.reducer), "_set_late_grads", lambda *arguments: None):  # reads
-                    group.comm.finish_reduces()
+            reduce_made_up_gradients(model, missing=missing)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert gradients
         for gradient in gradients:
@@ -169,12 +159,12 @@ def test_offloaded_parameters_that_are_moved_to_the_device_come_back(change: Cal
             torch.optim.AdamW(model.parameters(), foreach=True).step()
 
 
-def reduce_made_up_gradients(model: nn.Module) -> None:
-    """A backward, without autograd's."""
+def reduce_made_up_gradients(model: nn.Module, *, missing: bool = False) -> None:
+    """A backward, without autograd's; one that is ``missing`` the first gradient of each group."""
     for group in groups_of(model):
         group.unshard()
         group.wait_for_unshard()
-        for param in group.params:
+        for param in group.params[missing:]:
             assert param.unsharded is not None
             param.unsharded.grad = made_up(param.unsharded)
         group.reduce()
