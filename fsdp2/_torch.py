@@ -714,6 +714,38 @@ count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many dispatch modes look at what runs."""
 
 
+def is_checkpointed_selectively() -> bool:
+    """Whether a mode of selective activation checkpointing looks at what runs, among ``count_dispatch_modes()``."""
+    return any(isinstance(mode, _SELECTIVE) for mode in _dispatch_modes())
+
+
+def outside_selective_checkpoints(action: Callable[..., Any], *args: Any) -> Any:
+    """``action(*args)``, without the modes of selective activation checkpointing, one of which is active: they would
+    take its operators for the region's, whose results they keep in forward and give back, unrun, in a recompute.
+    """
+    modes = _dispatch_modes()
+    first = next(index for index, mode in enumerate(modes) if isinstance(mode, _SELECTIVE))
+    others = [mode for mode in modes[first:] if not isinstance(mode, _SELECTIVE)]
+    for _ in modes[first:]:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in others:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        return action(*args)
+    finally:
+        for _ in others:
+            torch._C._pop_torch_dispatch_stack(None)
+        for mode in modes[first:]:
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _dispatch_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(index) for index in range(count_dispatch_modes())]
+
+
+_SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
+
+
 def gathers_are_patched() -> bool:
     """Whether a program has put something in the place of the function that gathers."""
     return _FUNCTIONS[_ALL_GATHER] is not _ORIGINALS[0]

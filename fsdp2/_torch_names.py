@@ -84,6 +84,11 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch:TorchDispatchMode",
         "torch.utils._python_dispatch:_disable_current_modes",
         "torch._C:_len_torch_dispatch_stack",
+        "torch._C:_get_dispatch_stack_at",
+        "torch._C:_pop_torch_dispatch_stack",
+        "torch._C:_push_on_torch_dispatch_stack",
+        "torch.utils.checkpoint:_CachedTorchDispatchMode",
+        "torch.utils.checkpoint:_CachingTorchDispatchMode",
     ),
     _DTENSORS: (
         "torch.distributed.tensor._dtensor_spec:DTensorSpec",

@@ -718,6 +718,9 @@ class FSDPParamGroup:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()
             self.is_prepared = False
+            # Where an earlier forward's values lie nothing comes any more: its backward is refused.
+            self.storage.outdate()
+            self._gathered = None
         else:
             self.storage.free_rests()
             self._free_unsharded()

@@ -212,6 +212,8 @@ class FSDPModule:
         root = state.root
         if root is not None and not state.is_root:
             raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
+        if root is not None:
+            root.recover_if_failed()
         if root is not None and root.is_running():
             raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
         state.configure_root(**changes)
@@ -838,6 +840,8 @@ class FSDPModule:
                 f"set_manual_backward_finalization() must be called on the root, {root.name}, not on '{state.name}'."
             )
         changes = enabled is not state.root_settings.finalizes_manually
+        if root is not None and changes:
+            root.recover_if_failed()
         if root is not None and changes and (root.iteration.in_backward or root.iteration.unfinalized):
             raise FSDPRuntimeError(
                 "set_manual_backward_finalization() cannot change while a backward is running or not finalized; call "

@@ -425,6 +425,9 @@ class FSDPParam:
             unsharded.grad_dtype = self.accumulation_dtype if asks else None
         if self.unsharded is not None:
             mark_replaced(self.unsharded, self.sharded)
+            if self.unsharded.requires_grad:
+                late = functools.partial(_refuse_outdated_gradient, self.path)
+                self.unsharded.register_post_accumulate_grad_hook(late)
         mark_replaced(unsharded, self.sharded, find=self._finds("unsharded"))
         if self.unsharded is not None:  # laid out again: what was accumulated without communication stays
             kept, dtype = self.unsharded.grad, self.accumulation_dtype
@@ -771,6 +774,14 @@ def _retire(found: nn.Parameter, param: FSDPParam) -> None:
     if replacement_of(found) is None:
         mark_replaced(found, param.sharded)
         found.register_post_accumulate_grad_hook(functools.partial(_refuse_late_gradient, param.path))
+
+
+def _refuse_outdated_gradient(path: str, found: torch.Tensor) -> NoReturn:
+    raise FSDPRuntimeError(
+        f"the gradient of parameter '{path}' arrived where it does not lie any more, for it was laid out anew since "
+        "the forward, after an exception or a change of settings: it would be lost. Run all backwards before that, or "
+        "the forward again."
+    )
 
 
 def _refuse_late_gradient(path: str, found: torch.Tensor) -> NoReturn:

@@ -289,6 +289,7 @@ class FSDPState:
         for group in unit:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
+        self._recomputes = False  # whether those are of a recompute
         self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
         self.calls = 0
         self._structure = Structure(())
@@ -479,6 +480,10 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
+        if _torch.count_dispatch_modes() and _torch.is_checkpointed_selectively():
+            return _torch.outside_selective_checkpoints(  # type: ignore[no-any-return]
+                self.pre_forward, module, args, kwargs, method
+            )
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
@@ -502,7 +507,7 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        hooks = hooks and self.calls <= 1 and (len(self.modules) == 1 or self._begins_round(module))
+        hooks = hooks and self.calls <= 1 and (len(self.modules) == 1 or self._begins_round(module, recompute))
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
@@ -588,8 +593,11 @@ class FSDPState:
         call = self._calls[-1]() if self._calls else None
         return -1 if call is None else call.began
 
-    def _begins_round(self, module: nn.Module) -> bool:
-        """Whether this call is the first of a round over the modules of the list."""
+    def _begins_round(self, module: nn.Module, recompute: bool) -> bool:
+        """Whether this call is the first of a round over the modules of the list, in forward or in recomputes."""
+        if recompute is not self._recomputes:
+            self._to_run.clear()  # some may never have been recomputed
+            self._recomputes = recompute
         begins = module not in self._to_run
         if begins:
             self._to_run.update(self.modules)
@@ -630,6 +638,8 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.post_forward(output)
+        if _torch.count_dispatch_modes() and _torch.is_checkpointed_selectively():
+            return _torch.outside_selective_checkpoints(self.post_forward, module, args, output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
         recompute = _torch.current_backward() != -1
@@ -764,6 +774,8 @@ class FSDPState:
         Raises:
             FSDPRuntimeError: it does.
         """
+        if self.root is not None:
+            self.root.recover_if_failed()
         if self.root is not None and self.root.is_running():
             raise FSDPRuntimeError("set_full_precision() must be called outside of forward and backward.")
         for group in self.own:

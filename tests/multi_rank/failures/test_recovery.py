@@ -829,3 +829,63 @@ def test_an_exception_between_an_all_reduce_and_its_work(beside: bool, call: int
     model.set_manual_backward_finalization(False)
     reference = Reference(CASE, world_size=world_size)
     assert_trains_like(reference, model, optimizer, steps=2, tolerance=SUM_ORDER)
+
+
+class Tokens(nn.Module):
+    """An embedding's backward saves no parameter, a large matrix's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.Embedding(9, 520), nn.Linear(520, 520, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.layer(self.embedding(tokens))
+        return hidden.square().mean()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("unit", ["embedding", "layer"])
+@pytest.mark.parametrize("forward_between", [False, True])
+@pytest.mark.every_combination
+def test_a_gather_fails_between_a_forward_and_its_backward(forward_between: bool, unit: str, world_size: int) -> None:
+    """What that forward computed with lies where nothing comes any more: its backward raises, and nothing is lost."""
+    torch.manual_seed(0)
+    model = Tokens()
+    plain = copy.deepcopy(model)
+    for child in model.children():
+        fully_shard(child)
+    fully_shard(model)
+    tokens = torch.arange(9)
+    model(tokens).backward()
+    model.zero_grad()
+    losses = [model(tokens)]
+    call = ["embedding", "layer"].index(unit)
+    with failing_call("fsdp2.features.gloo_p2p.PeerToPeer.all_gather", call), pytest.raises(torch.OutOfMemoryError):
+        model(tokens)
+    if forward_between:
+        losses.append(model(tokens))
+    with pytest.raises(RuntimeError, match=r"changed between a forward and its|modified by an inplace|laid out anew"):
+        torch.stack(losses).sum().backward()
+    model.zero_grad()
+    model(tokens).backward()
+    plain(tokens).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_settings_can_change_after_a_failure(where: str, world_size: int) -> None:
+    """Nothing runs any more, so nothing refuses; the next iteration equals the reference."""
+    for method, value in (
+        ("set_prefetch_budget", 0),
+        ("set_backward_prefetch", "never"),
+        ("set_recovery", "drop_step"),
+        ("set_full_precision", True),
+        ("set_manual_backward_finalization", True),
+    ):
+        model = sharded()
+        assert isinstance(model, FSDPModule)
+        with raising(model.get_submodule("blocks.1"), Boom, where=where), pytest.raises(Boom):
+            loss_of(model).backward()
+        getattr(model, method)(value)
