@@ -493,6 +493,12 @@ class GroupSettings:
     keeps_unsharded_storage: bool = False
     full_precision: bool = False
 
+    @property
+    def has_user_reduction(self) -> bool:
+        """Whether a user's function writes what is reduced as a whole, padding included."""
+        functions = (self.reduce_scatter_input_fn, self.comm_hook, self.custom_reduce_scatter, self.all_reduce_hook)
+        return any(function is not None for function in functions)
+
     def __post_init__(self) -> None:
         factor = self.divide_factor
         if factor is not None and (not is_number(factor) or not 0 < float(factor) < math.inf):

@@ -3,8 +3,9 @@
 [Note: what is one tensor]
 The sharded gradients of a group lie on one buffer. Where the ``.grad`` of parameters that follow each other there are
 the ones that were delivered, the slice from the first to the last is one tensor, and what is not theirs in it is zeros:
-the alignment of packed gradients, and the rows that this rank is short of. A slice ends before anything else: a
-parameter that is not among them (another optimizer may hold it), a gap between gradients that travelled alone, which
+the alignment of packed gradients, and the rows that this rank is short of. (A user's function that fills or reduces
+the buffer may leave anything there: gradients of such a group are taken one by one.) A slice ends before anything else:
+a parameter that is not among them (another optimizer may hold it), a gap between gradients that travelled alone, which
 nothing was ever written to, and the numbers that say which parameters had a gradient.
 
 [Note: norms of rows]
@@ -186,7 +187,12 @@ class Delivered:
         buckets = [bucket for group in groups for bucket in group.reducer.buckets]
         self._buckets = tuple(map(weakref.ref, buckets))
         held = set(owners)
-        self._together = [_Together.of(held, bucket) for bucket in buckets]
+        self._together = [
+            _Together.of(held, bucket)
+            for group in groups
+            if not group.settings.has_user_reduction
+            for bucket in group.reducer.buckets
+        ]
         delivered = {id(param) for together in self._together for param in together.params}
         self._others = [param for param in params if id(param) not in delivered]
         self._order: torch.Tensor | None = None

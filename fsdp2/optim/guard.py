@@ -12,10 +12,11 @@ optimizer is looked through once; after that a step costs a comparison per param
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -91,23 +92,41 @@ class OptimizerGuard:
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        seen = self.look_through(optimizer)
+        closure = args[1] if args[1:] else kwargs.get("closure")
+        seen = self._looked_through(optimizer)
         ordinary = seen.ordinary
-        if not args[1:] and (
-            "closure" not in kwargs or kwargs["closure"] is None
-        ):  # its backward needs those of before
-            for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
-                write_counter.writes += 1
+        if not callable(closure):
+            self._begin_writes(seen)
+        elif args[1:]:
+            args = (args[0], self._counted(closure, seen), *args[2:])
+        else:
+            kwargs = {**kwargs, "closure": self._counted(closure, seen)}
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
         if ordinary is None:
-            return None
+            return args, kwargs
         if _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
             ordinary.forget()
-            return None
+            return args, kwargs
         stand_in = ordinary.stand_in(optimizer)
-        return None if stand_in is None else ((stand_in, *args[1:]), kwargs)
+        return args if stand_in is None else (stand_in, *args[1:]), kwargs
+
+    def _begin_writes(self, seen: _Seen) -> None:
+        self._refuse_lost_gradients(seen)
+        for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
+            write_counter.writes += 1
+
+    def _counted(self, closure: Callable[[], Any], seen: _Seen) -> Callable[[], Any]:
+        """``closure``, whose backward needs the parameters of before, and brings gradients: writes begin after it."""
+
+        @functools.wraps(closure)
+        def evaluated() -> Any:
+            loss = closure()
+            self._begin_writes(seen)
+            return loss
+
+        return evaluated
 
     def look_through(self, optimizer: Optimizer) -> _Seen:
         """Before a step: re-key ``optimizer`` if it changed since the last time.
@@ -115,20 +134,27 @@ class OptimizerGuard:
         Raises:
             FSDPRuntimeError: the step would lose gradients.
         """
+        seen = self._looked_through(optimizer)
+        self._refuse_lost_gradients(seen)
+        return seen
+
+    def _looked_through(self, optimizer: Optimizer) -> _Seen:
         seen = self._seen.get(optimizer)
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)
             offload_as_policies_ask(optimizer)
             seen = self._seen[optimizer] = _seen(optimizer)
-        if GradientReducer.owing and not self._has_warned:
-            self._warn_of_gradients_that_wait(seen)
-        for summing in seen.summing:
-            _refuse_to_skip(summing())
         for reference in seen.on_host:
             group = reference()
             if group is not None and group.comm is not None:
                 group.comm.let_host_write_shards()
         return seen
+
+    def _refuse_lost_gradients(self, seen: _Seen) -> None:
+        if GradientReducer.owing and not self._has_warned:
+            self._warn_of_gradients_that_wait(seen)
+        for summing in seen.summing:
+            _refuse_to_skip(summing())
 
     @contextmanager
     def knows_parameters_of(self, optimizer: Optimizer) -> Iterator[None]:

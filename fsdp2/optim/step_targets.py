@@ -257,15 +257,15 @@ class FlatRun:
         self._shown = []
         for index, (parameter, offset) in enumerate(zip(self.run.params, self.run.offsets, strict=True)):
             shown: State = outside.get(parameter, {})
-            known = dict(shown)
-            shown.clear()
+            made: State = {}
             for name, value in self.state.items():
                 if name in counters:
                     among, first = counters[name]
                     value = among.each[first + index]
                 elif isinstance(value, torch.Tensor):
-                    value = _shown_on(parameter, self._slice(value, offset, parameter), known.get(name))
-                shown[name] = value
+                    value = _shown_on(parameter, self._slice(value, offset, parameter), shown.get(name))
+                made[name] = value
+            _become(shown, made)
             self._shown.append({name: _weakly(value) for name, value in shown.items()})
 
     def has_written_counters(self) -> bool:
@@ -330,6 +330,16 @@ class ShownRuns:
     def has_written_counters(self) -> bool:
         """Whether anyone has written one outside."""
         return any(counters.were_written(0, len(counters.each)) for _, _, counters in self._counters)
+
+
+def _become(shown: State, made: State) -> None:
+    """Let ``shown`` hold what ``made`` does. An interrupt that comes meanwhile finds the state in it."""
+    shown.update(made)
+    for name in shown.keys() - made.keys():
+        del shown[name]
+    if list(shown) != list(made):
+        shown.clear()
+        shown.update(made)
 
 
 def _shown_on(parameter: torch.Tensor, local: torch.Tensor, known: object) -> DTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -229,8 +230,29 @@ def test_a_step_without_a_last_backward_is_refused() -> None:
     with pytest.raises(fsdp2.FSDPRuntimeError, match="gradients wait"):
         copy.deepcopy(model)
     model.reset_iter_state()
+    with pytest.raises(fsdp2.FSDPRuntimeError, match="add up in host memory"):
+        optimizer.step(lambda: loss_on(CASE, model, 0, dist.get_rank()).backward())
+    model.reset_iter_state()
     before = last_of(3, model)
     assert_trains_like(reference, model, optimizer, steps=2, before_forward=before)
+
+
+@multi_rank(2)
+def test_the_last_backward_may_be_that_of_a_closure() -> None:
+    others = [shard(), shard()]
+    for model, in_closure in zip(others, (False, True), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.set_is_last_backward(False)
+        loss_on(CASE, model, 0, dist.get_rank(), 0).backward()
+        model.set_is_last_backward(True)
+        last = functools.partial(lambda model: loss_on(CASE, model, 0, dist.get_rank(), 1).backward(), model)
+        if in_closure:
+            optimizer.step(last)
+        else:
+            last()
+            optimizer.step()
+    for ours, theirs in zip(*(each.parameters() for each in others), strict=True):
+        assert torch.equal(ours.to_local(), theirs.to_local())
 
 
 @multi_rank(2)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp2
 from fsdp2 import balanced_owners, fully_shard, offload_optimizer_state, step_on_owners
 from fsdp2.optim import torch_clipping
+from fsdp2.optim.guard import GUARD
 from tests.harness import multi_rank
 
 
@@ -326,16 +327,23 @@ def test_an_optimizer_that_is_given_other_parameters_trains_them() -> None:
 
 
 @multi_rank(2)
-def test_a_hook_that_raises_after_a_step_hides_no_write() -> None:
+@pytest.mark.parametrize("closure", ["none", "positional", "keyword"])
+@pytest.mark.every_combination
+def test_a_hook_that_raises_after_a_step_hides_no_write(closure: str) -> None:
     (plain, reference), (model, optimizer) = both(torch.optim.AdamW, lr=0.1, foreach=True)
     model.set_reshard_after_backward(False)
     for each, its in ((plain, reference), (model, optimizer)):
         train(each, its)
         its.zero_grad()
-        backward(each, 1)
         handle = its.register_step_post_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            its.step()
+            if closure == "none":
+                backward(each, 1)
+                its.step()
+            elif closure == "positional":
+                its.step(lambda each=each: backward(each, 1))
+            else:
+                its.step(closure=lambda each=each: backward(each, 1))
         handle.remove()
     x = torch.ones(2, 8)
     with torch.no_grad():
@@ -465,3 +473,25 @@ def test_a_default_device_is_not_where_the_engine_takes_memory(offloads: bool, w
         found.append([each.full_tensor() for each in model.parameters()])  # type: ignore[attr-defined]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@multi_rank(2)
+def test_a_closure_brings_the_gradients_of_its_step() -> None:
+    """What waits before it is called is reduced with its backward, and nothing is said of it; what it leaves is."""
+    GUARD._has_warned = False
+    (plain, reference), (model, optimizer) = both(torch.optim.SGD, lr=0.1)
+    for each, its in ((plain, reference), (model, optimizer)):
+        if each is model:
+            model.set_requires_gradient_sync(False)
+        backward(each, 0)
+        if each is model:
+            model.set_requires_gradient_sync(True)
+        its.step(lambda each=each: backward(each, 1))
+    assert not GUARD._has_warned
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected.detach())
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    optimizer.step(lambda: backward(model, 2))
+    assert GUARD._has_warned
+    GUARD._has_warned = False

@@ -20,6 +20,7 @@ from fsdp2 import (
     FSDPValueError,
     MixedPrecisionPolicy,
     Owned,
+    clip_grad_norm_,
     fully_shard,
 )
 from tests.harness import multi_rank
@@ -380,3 +381,24 @@ def test_ranks_must_register_alike() -> None:
         model.register_comm_hook(None, averages)
     with pytest.raises(FSDPRuntimeError, match="comm_hook=set"):
         model(torch.ones(1, 3))
+
+
+def noisy(calls: Calls, flat: Tensor, output: Tensor | None = None) -> None:
+    """As differentially private training does, to all elements."""
+    averages(calls, flat, output)
+    assert output is not None
+    output.add_(torch.arange(1.0, output.numel() + 1))
+
+
+@multi_rank(2)
+def test_norms_do_not_count_what_a_hook_leaves_in_the_padding(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    fully_shard(model)
+    model.register_comm_hook([], noisy)  # type: ignore[operator]
+    model(torch.ones(2, 5)).square().sum().backward()
+    whole = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
+    expected = torch.cat([each.flatten() for each in whole]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model, 1.0), expected)
+    for parameter, before in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), before / (expected + 1e-6))  # type: ignore[union-attr]
