@@ -883,7 +883,8 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
     by_comm: dict[FSDPCommContext, list[tuple[FSDPParamGroup, list[GradientBuffer]]]] = {}
     for group in groups:
         cleared = group.reducer.cleared_buffers()
-        if cleared and group.comm is not None:
+        # What an exception has left on its way there is waited for by the next iteration.
+        if cleared and group.comm is not None and not group.comm.was_interrupted:
             by_comm.setdefault(group.comm, []).append((group, cleared))
     for comm, together in by_comm.items():
         if comm.device.is_capturing():  # what is captured writes there in every replay

@@ -371,10 +371,10 @@ class GradientReducer:
         comm.add_pending(pending)
         try:
             pending.launch()
+            self.is_reducing = True
         except BaseException:
             comm.give_up(pending, self.settings.all_reduce_hook_stream)
             raise
-        self.is_reducing = True
         pending.is_launching = False
         self._may_have_added_up = False
         self._awaits_all_reduce = self._mesh.replicate_group is not None and not self.settings.requires_all_reduce

@@ -136,8 +136,8 @@ class Exchange:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it was waited for, or launched, in vain."""
-        return bool(self._failure)
+        """Whether it was waited for, or launched, in vain; or an exception came before anything was sent."""
+        return bool(self._failure) or self.number < 0
 
     def _fail(self, failure: BaseException) -> None:
         self._failure = str(failure) or type(failure).__name__
@@ -345,7 +345,7 @@ class _SumOfAll(Exchange):
                 self._second.launch(self.pieces, [self.pieces[rank]] * len(self.pieces))
             self._second.wait()
         except BaseException as failure:
-            if self._second is not None and (self._second.number < 0 or self._second.has_failed):
+            if self._second is not None and self._second.has_failed:
                 self._fail(failure)
             raise
         self.terms = []

@@ -23,7 +23,8 @@ from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard, share_comm_ctx
 from fsdp2.core.buffers import Resizable
 from fsdp2.core.root import FSDPRoot
 from fsdp2.core.state import states_below
-from fsdp2.features.gloo_p2p import PeerToPeer
+from fsdp2.core.streams import PendingReduce
+from fsdp2.features.gloo_p2p import PeerToPeer, _Sum
 from tests.harness import multi_rank
 from tests.harness.compare import SUM_ORDER, assert_sharded_same, gradients_of, parameters_of
 from tests.harness.models import TRANSFORMER
@@ -889,3 +890,45 @@ def test_settings_can_change_after_a_failure(where: str, world_size: int) -> Non
         with raising(model.get_submodule("blocks.1"), Boom, where=where), pytest.raises(Boom):
             loss_of(model).backward()
         getattr(model, method)(value)
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.every_combination
+def test_gradients_are_cleared_after_a_reduction_that_was_interrupted(sent: bool, world_size: int) -> None:
+    """Of a step that accumulates: what is yet to arrive has its memory until the next forward waits for it."""
+    model, reference = CASE.build(), Reference(CASE, world_size=world_size)
+    for unit in CASE.units(model):
+        fully_shard(unit)
+    assert isinstance(model, FSDPModule)
+
+    def accumulate() -> None:
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 1).backward()
+        model.set_requires_gradient_sync(True)
+        loss_of(model, 2).backward()
+
+    accumulate()
+    model.zero_grad()
+    original = PendingReduce.launch
+
+    def interrupted(pending: PendingReduce) -> None:
+        original(pending)
+        raise KeyboardInterrupt
+
+    def unsent(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    reference_batches = [CASE.batch(0, 99, rank, micro) for rank in range(world_size) for micro in (1, 2)]
+    (sum(CASE.loss(reference.model, batch) for batch in reference_batches) / world_size).backward()
+    expected = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        if sent:
+            patch.setattr(PendingReduce, "launch", interrupted)
+        else:
+            patch.setattr(_Sum, "launch", unsent)
+        with pytest.raises(KeyboardInterrupt):
+            accumulate()
+    model.zero_grad()
+    accumulate()
+    assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
