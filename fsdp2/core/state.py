@@ -251,6 +251,7 @@ class FSDPState:
     ) -> None:
         """Set all attributes."""
         self.modules = tuple(modules)
+        self._is_list = len(self.modules) > 1
         self.class_name = type(modules[0]).__name__
         self.unit = unit
         self.mesh = arguments.mesh
@@ -290,6 +291,7 @@ class FSDPState:
             group.sharers.append(self)
         self._to_run: set[nn.Module] = set()
         self._recomputes = False  # whether those are of a recompute
+        self._dispatch_modes = 0  # how many its last call began under
         self.attributes_outside: dict[str, Any] = {}  # as they are after a block that sets others; for copies
         self.calls = 0
         self._structure = Structure(())
@@ -480,10 +482,11 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.pre_forward(module, args, kwargs)  # type: ignore[no-any-return]
-        if _torch.count_dispatch_modes() and _torch.is_checkpointed_selectively():
-            return _torch.outside_selective_checkpoints(  # type: ignore[no-any-return]
-                self.pre_forward, module, args, kwargs, method
-            )
+        self._dispatch_modes = modes = _torch.count_dispatch_modes()
+        if modes and _torch.is_checkpointed_selectively():
+            replaced = _torch.outside_selective_checkpoints(self.pre_forward, module, args, kwargs, method)
+            self._dispatch_modes = modes  # as the end of the call finds them
+            return replaced  # type: ignore[no-any-return]
         if self.graph_hooks is not UNTRACED:
             self.graph_hooks.called_eagerly(self.name)
         if self.root is None:
@@ -507,7 +510,7 @@ class FSDPState:
         if self.policy.inputs is not None and not self.in_full_precision:
             args, kwargs = inputs or (args, kwargs)
             inputs = cast_inputs(self.policy.inputs, method or module.forward, args, kwargs, self._replaced)
-        hooks = hooks and self.calls <= 1 and (len(self.modules) == 1 or self._begins_round(module, recompute))
+        hooks = hooks and self.calls <= 1 and (not self._is_list or self._begins_round(module, recompute))
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
@@ -549,7 +552,7 @@ class FSDPState:
         root.recover_if_failed()
         if self.is_root:
             if not root.iteration.in_forward:
-                if len(self.modules) > 1:
+                if self._is_list:
                     refuse_list_as_root(self.modules)
                 if root.is_disturbed:
                     self._reclaim(root)
@@ -638,7 +641,7 @@ class FSDPState:
         """
         if torch.compiler.is_dynamo_compiling():
             return self.graph_hooks.post_forward(output)
-        if _torch.count_dispatch_modes() and _torch.is_checkpointed_selectively():
+        if self._dispatch_modes and _torch.is_checkpointed_selectively():
             return _torch.outside_selective_checkpoints(self.post_forward, module, args, output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
