@@ -92,30 +92,36 @@ class OptimizerGuard:
 
     @_torch_compiler.stays_outside("fsdp2 looks through optimizers before each step, outside of graphs")
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        closure = args[1] if args[1:] else kwargs.get("closure")
+        closure: Any = None
+        result: tuple[Any, Any] | None = None
+        if args[1:]:
+            closure = args[1]
+        elif "closure" in kwargs:
+            closure = kwargs["closure"]
         seen = self._looked_through(optimizer)
         ordinary = seen.ordinary
-        if not callable(closure):
-            self._begin_writes(seen)
-        elif args[1:]:
-            args = (args[0], self._counted(closure, seen), *args[2:])
+        if closure is None or not callable(closure):
+            if GradientReducer.owing or seen.summing:
+                self._refuse_lost_gradients(seen)
+            for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
+                write_counter.writes += 1
         else:
-            kwargs = {**kwargs, "closure": self._counted(closure, seen)}
+            counted = self._counted(closure, seen)
+            if args[1:]:
+                args = (args[0], counted, *args[2:])
+            else:
+                kwargs = {**kwargs, "closure": counted}
+            result = args, kwargs
         with self._lock:
             self._stepping.add(optimizer)
             WriteCounter.unwatched = True  # a closure may run forwards between the writes of one step
         if ordinary is None:
-            return args, kwargs
+            return result
         if _torch_compiler.frame_callback() is not None:  # it is being compiled, or was
             ordinary.forget()
-            return args, kwargs
+            return result
         stand_in = ordinary.stand_in(optimizer)
-        return args if stand_in is None else (stand_in, *args[1:]), kwargs
-
-    def _begin_writes(self, seen: _Seen) -> None:
-        self._refuse_lost_gradients(seen)
-        for write_counter in seen.write_counters:  # where something raises, nothing is called after the step
-            write_counter.writes += 1
+        return result if stand_in is None else ((stand_in, *args[1:]), kwargs)
 
     def _counted(self, closure: Callable[[], Any], seen: _Seen) -> Callable[[], Any]:
         """``closure``, whose backward needs the parameters of before, and brings gradients: writes begin after it."""
@@ -123,7 +129,9 @@ class OptimizerGuard:
         @functools.wraps(closure)
         def evaluated() -> Any:
             loss = closure()
-            self._begin_writes(seen)
+            self._refuse_lost_gradients(seen)
+            for write_counter in seen.write_counters:
+                write_counter.writes += 1
             return loss
 
         return evaluated
