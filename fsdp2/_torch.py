@@ -720,23 +720,24 @@ def is_checkpointed_selectively() -> bool:
 
 
 def outside_selective_checkpoints(action: Callable[..., Any], *args: Any) -> Any:
-    """``action(*args)``, without the modes of selective activation checkpointing, one of which is active: they would
-    take its operators for the region's, whose results they keep in forward and give back, unrun, in a recompute.
+    """``action(*args)``, without the modes of selective activation checkpointing that are active: they would take its
+    operators for the region's, whose results they keep in forward and give back, unrun, in a recompute.
     """
     modes = _dispatch_modes()
-    first = next(index for index, mode in enumerate(modes) if isinstance(mode, _SELECTIVE))
-    others = [mode for mode in modes[first:] if not isinstance(mode, _SELECTIVE)]
-    for _ in modes[first:]:
-        torch._C._pop_torch_dispatch_stack(None)
-    for mode in others:
-        torch._C._push_on_torch_dispatch_stack(mode)
+    below = next((index for index, mode in enumerate(modes) if isinstance(mode, _SELECTIVE)), len(modes))
     try:
+        _stack_modes(below, [mode for mode in modes[below:] if not isinstance(mode, _SELECTIVE)])
         return action(*args)
     finally:
-        for _ in others:
-            torch._C._pop_torch_dispatch_stack(None)
-        for mode in modes[first:]:
-            torch._C._push_on_torch_dispatch_stack(mode)
+        _stack_modes(below, modes[below:])
+
+
+def _stack_modes(below: int, modes: Sequence[Any]) -> None:
+    """Let ``modes`` be what lies on the ``below`` lowest dispatch modes, which stay."""
+    while count_dispatch_modes() > below:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 def _dispatch_modes() -> list[Any]:

@@ -560,7 +560,8 @@ class FSDPParamGroup:
         """Raise `FSDPRuntimeError`: parameters that the running backward needs were written since its forward."""
         raise FSDPRuntimeError(
             f"parameters of '{self.name}' were changed between a forward and its backward, which needs the "
-            "values of before. Run all backwards before the optimizer steps, or anything else writes them."
+            "values of before; or an all-gather of them failed meanwhile. Run all backwards before the optimizer "
+            "steps, or anything else writes them; after a failure, run the forward again."
         )
 
     def _start(self, for_backward: bool, user_initiated: bool) -> None:

@@ -63,7 +63,7 @@ class UnshardHandle:
         """
         try:
             for group in self._unit:
-                group.wait_for_unshard()
+                _torch.outside_selective_checkpoints(group.wait_for_unshard)
         except BaseException:
             if self._root is not None:
                 self._root.iteration.failed = True  # the next forward cleans up
@@ -252,7 +252,7 @@ class FSDPModule:
             if state.unit:
                 root.join()
                 for group in state.unit:
-                    group.unshard(user_initiated=async_op)
+                    _torch.outside_selective_checkpoints(functools.partial(group.unshard, user_initiated=async_op))
             if not async_op:
                 handle.wait()
         except BaseException:

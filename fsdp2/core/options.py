@@ -496,8 +496,12 @@ class GroupSettings:
     @property
     def has_user_reduction(self) -> bool:
         """Whether a user's function writes what is reduced as a whole, padding included."""
-        functions = (self.reduce_scatter_input_fn, self.comm_hook, self.custom_reduce_scatter, self.all_reduce_hook)
-        return any(function is not None for function in functions)
+        return (
+            self.reduce_scatter_input_fn is not None
+            or self.comm_hook is not None
+            or self.custom_reduce_scatter is not None
+            or self.all_reduce_hook is not None
+        )
 
     def __post_init__(self) -> None:
         factor = self.divide_factor

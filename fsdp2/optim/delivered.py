@@ -184,15 +184,10 @@ class Delivered:
         owners = [owner for param in params if (owner := fsdp_param_of(param)) is not None]
         groups = dict.fromkeys(owner.group for owner in owners if owner.group is not None)
         self._groups: tuple[weakref.ref[FSDPParamGroup], ...] = tuple(map(weakref.ref, groups))
-        buckets = [bucket for group in groups for bucket in group.reducer.buckets]
+        buckets = _buckets_of(groups)
         self._buckets = tuple(map(weakref.ref, buckets))
         held = set(owners)
-        self._together = [
-            _Together.of(held, bucket)
-            for group in groups
-            if not group.settings.has_user_reduction
-            for bucket in group.reducer.buckets
-        ]
+        self._together = [_Together.of(held, bucket) for bucket in buckets]
         delivered = {id(param) for together in self._together for param in together.params}
         self._others = [param for param in params if id(param) not in delivered]
         self._order: torch.Tensor | None = None
@@ -203,8 +198,8 @@ class Delivered:
         known = self._params
         if params is not known and (len(params) != len(known) or not all(map(operator.is_, params, known))):
             return False
-        groups = [reference() for reference in self._groups]
-        now = [bucket for group in groups if group is not None for bucket in group.reducer.buckets]
+        groups = [group for reference in self._groups if (group := reference()) is not None]
+        now = _buckets_of(groups)
         return len(now) == len(self._buckets) and all(
             bucket is reference() for bucket, reference in zip(now, self._buckets, strict=True)
         )
@@ -248,6 +243,11 @@ class Delivered:
             self._order = torch.tensor([at[id(param)] for param in self._params], device="cpu")
         norms = torch.cat([part for together in self._together for part in together.norms(order)])
         return norms.index_select(0, self._order)
+
+
+def _buckets_of(groups: Iterable[FSDPParamGroup]) -> list[GradientBucket]:
+    """Those of ``groups`` in which all that is not a gradient is zeros."""
+    return [bucket for group in groups if not group.settings.has_user_reduction for bucket in group.reducer.buckets]
 
 
 def delivered_of(params: Sequence[torch.Tensor]) -> Delivered | None:

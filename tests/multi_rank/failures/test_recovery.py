@@ -878,6 +878,10 @@ def test_a_gather_fails_between_a_forward_and_its_backward(forward_between: bool
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_settings_can_change_after_a_failure(where: str, world_size: int) -> None:
     """Nothing runs any more, so nothing refuses; the next iteration equals the reference."""
+    reference = Reference(CASE, world_size=world_size)
+    batches = [CASE.batch(0, 99, rank, 7) for rank in range(world_size)]
+    (sum(CASE.loss(reference.model, batch) for batch in batches) / world_size).backward()
+    expected = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
     for method, value in (
         ("set_prefetch_budget", 0),
         ("set_backward_prefetch", "never"),
@@ -890,6 +894,10 @@ def test_settings_can_change_after_a_failure(where: str, world_size: int) -> Non
         with raising(model.get_submodule("blocks.1"), Boom, where=where), pytest.raises(Boom):
             loss_of(model).backward()
         getattr(model, method)(value)
+        loss_of(model).backward()
+        if method == "set_manual_backward_finalization":
+            model.finalize_backward()
+        assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
 
 
 @multi_rank(2)

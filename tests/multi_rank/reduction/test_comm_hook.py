@@ -391,11 +391,19 @@ def noisy(calls: Calls, flat: Tensor, output: Tensor | None = None) -> None:
 
 
 @multi_rank(2)
-def test_norms_do_not_count_what_a_hook_leaves_in_the_padding(world_size: int) -> None:
+@pytest.mark.parametrize("kind", ["comm_hook", "all_reduce_hook"])
+@pytest.mark.every_combination
+def test_norms_do_not_count_what_a_hook_leaves_in_the_padding(kind: str, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Linear(5, 3)
     fully_shard(model)
-    model.register_comm_hook([], noisy)  # type: ignore[operator]
+    if kind == "comm_hook":
+        model.register_comm_hook([], noisy)  # type: ignore[operator]
+    else:  # may be set when gradients have been clipped
+        model(torch.ones(2, 5)).square().sum().backward()
+        clip_grad_norm_(model, 1.0)
+        model.zero_grad()
+        model.set_all_reduce_hook(lambda flat: flat.add_(torch.arange(1.0, flat.numel() + 1)))  # type: ignore[operator]
     model(torch.ones(2, 5)).square().sum().backward()
     whole = [parameter.grad.full_tensor() for parameter in model.parameters()]  # type: ignore[union-attr]
     expected = torch.cat([each.flatten() for each in whole]).norm()

@@ -118,12 +118,16 @@ def test_checkpoint_within_checkpoint(outer: bool, inner: bool, world_size: int)
 class TwoUnits(nn.Module):
     """Two units, and operators of its own, in one region: what the recompute of the first needs is gathered in it."""
 
+    gathers_itself = False
+
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.mlp = nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gathers_itself:
+            self.attention.unshard(async_op=True).wait()  # type: ignore[operator]
         x = x + self.attention(x.view(2, -1).view(4, 6))
         return x + self.mlp(x.view(2, 12).view(4, 6))
 
@@ -160,7 +164,7 @@ class Regions(nn.Module):
 @multi_rank(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("ahead", ["default", "never"])
+@pytest.mark.parametrize("ahead", ["default", "never", "by the program"])
 @pytest.mark.every_combination
 def test_selective_checkpoints_around_several_units(ahead: str, reshards: bool, policy: str, world_size: int) -> None:
     """The engine's operators are none of the region's: they run in a recompute, and are not counted there."""
@@ -171,10 +175,11 @@ def test_selective_checkpoints_around_several_units(ahead: str, reshards: bool, 
         assert isinstance(layer, TwoUnits)
         fully_shard(layer.attention)
         fully_shard(layer.mlp)
+        layer.gathers_itself = ahead == "by the program"
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(reshards)
-    if ahead == "never":
+    if ahead != "default":
         model.set_backward_prefetch("never")
     for _ in range(2):
         for micro in range(2):
