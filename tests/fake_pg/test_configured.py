@@ -103,13 +103,17 @@ def test_setters() -> None:
     ("setting", "value", "where"),
     [
         ("separate_reduce_scatter_group", True, "has_scatter_group"),
-        ("communication_memory_pool", True, "pools_memory"),
+        pytest.param(
+            "communication_memory_pool",
+            True,
+            "pools_memory",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="the pool needs torch 2.13"),
+        ),
         ("check_replica_parameters", False, "compares_parameters"),
         ("gradient_reduction", 8, "denominator"),
         ("reduce_scatter_max_input_buffers", 2, "max_pending"),
     ],
 )
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="the pool needs torch 2.13")
 def test_each_setting_alone(setting: str, value: Any, where: str) -> None:
     model = sharded(**{setting: value})
     root, (group,) = state(model).root_settings, state(model, "layers.0").unit
