@@ -288,12 +288,13 @@ class FSDPParam:
 
     def adopt(self, sharded: nn.Parameter) -> None:
         """Take ``sharded`` as the sharded parameter, and register it everywhere."""
-        FSDPParam.identity_changes += 1
+        if sharded is not getattr(self, "sharded", None) or _torch.local_of(sharded) is not self.local:
+            FSDPParam.identity_changes += 1  # else it was frozen or unfrozen, which no optimizer needs to look for
         self.sharded = sharded
         if sharded.__dict__.pop("_fsdp_successor", None) is not None:  # it comes back, after others had its place
             sharded.__dict__.pop("__deepcopy__", None)
         SHARDED.add(_torch.spec_of(sharded).mesh)
-        self.local = _torch.local_of(sharded)
+        self.local: torch.Tensor = _torch.local_of(sharded)
         self.requires_grad = sharded.requires_grad
         explicit, dtype = _torch.grad_dtype_policy(sharded)
         if explicit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -434,6 +435,45 @@ def test_a_run_that_is_laid_out_anew_takes_its_state_along() -> None:
         for old, each in zip(before, model.parameters(), strict=True):
             assert not torch.equal(each.full_tensor(), old), "it was stepped on"  # type: ignore[attr-defined]
         optimizer.zero_grad()
+
+
+@multi_rank(1, 2)
+@pytest.mark.parametrize("frozen", [slice(None), slice(1)], ids=["all", "some"])
+def test_models_that_are_frozen_in_turns_train_and_copy_no_state(frozen: slice, world_size: int) -> None:
+    """As where two of them play against each other. An optimizer's state lies where it lay the step before."""
+
+    def build(sharded: bool) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        models: list[nn.Module] = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2)]
+        if sharded:
+            models = [fully_shard(each) for each in models]
+        return models, [torch.optim.AdamW(each.parameters(), lr=0.1) for each in models]
+
+    def losses(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[float]:
+        maker, judge = models
+        for step in range(4):
+            inputs = torch.linspace(-1, step, 8).view(2, 4)
+            for each in list(judge.parameters())[frozen]:
+                each.requires_grad_(False)
+            judge(maker(inputs)).square().sum().backward()
+            optimizers[0].step()
+            for each in judge.parameters():
+                each.requires_grad_(True)
+                each.grad = None
+            loss = judge(maker(inputs).detach()).sin().sum()
+            loss.backward()
+            optimizers[1].step()
+            for each in models:
+                each.zero_grad()
+            yield loss.item()
+
+    models, optimizers = build(sharded=True)
+    places: list[list[int]] = []
+    for loss, expected in zip(losses(models, optimizers), losses(*build(sharded=False)), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
+        states = [state for each in optimizers for state in each.state.values()]
+        places.append([state[name].to_local().data_ptr() for state in states for name in ("exp_avg", "exp_avg_sq")])
+    assert places[1] == places[2] == places[3]
 
 
 class Branches(nn.Module):
