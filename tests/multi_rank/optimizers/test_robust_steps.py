@@ -476,6 +476,32 @@ def test_models_that_are_frozen_in_turns_train_and_copy_no_state(frozen: slice, 
     assert places[1] == places[2] == places[3]
 
 
+@multi_rank(1, 2)
+@pytest.mark.parametrize("kernel", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("keeps", [False, True], ids=["cleared", "kept"])
+def test_parameters_are_frozen_and_thawed_while_one_optimizer_steps(
+    kernel: dict[str, bool], keeps: bool, world_size: int
+) -> None:
+    """As where layers are unfrozen one by one. A gradient that is ``kept`` is stepped with when frozen, too."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+    model = fully_shard(copy.deepcopy(plain))
+    made = [torch.optim.AdamW(each.parameters(), lr=0.1, **kernel) for each in (model, plain)]
+    for step, frozen in enumerate([(), (0,), (0, 1, 2), (2, 5), (), (), range(5), ()]):
+        for each, optimizer in zip((model, plain), made, strict=True):
+            for index, parameter in enumerate(each.parameters()):
+                parameter.requires_grad_(index not in frozen)
+            each(torch.linspace(-1, step, 8).view(2, 4)).square().sum().backward()
+            optimizer.step()
+            if not (keeps and step % 2):
+                optimizer.zero_grad()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other.detach())  # type: ignore[attr-defined]
+            state, expected = made[0].state[one], made[1].state[other]
+            assert state["step"] == expected["step"]
+            torch.testing.assert_close(state["exp_avg"].full_tensor(), expected["exp_avg"])
+
+
 class Branches(nn.Module):
     """Two layers, of which only ranks that want it use the second."""
 
