@@ -79,6 +79,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 	$(BIN)/python -m benchmarks --impl torch,torch-own-mesh,fsdp2,fsdp2-own-mesh
 	$(BIN)/python -m benchmarks.optimizers
+	$(BIN)/python -m benchmarks.programs
 	$(BIN)/python -m benchmarks.micro
 	$(BIN)/python -m benchmarks.first_step
 	$(BIN)/python -m benchmarks.fsdp1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as command
-from benchmarks import checks, clip, first_step, gpu_step, micro, optimizers, scaling
+from benchmarks import checks, clip, first_step, gpu_step, micro, optimizers, programs, scaling
 from benchmarks import compile as compile_benchmark
 from benchmarks.copies import bytes_written, is_copy
 from benchmarks.counts import OperationCounter, PythonCallCounter
@@ -251,6 +251,14 @@ def test_clipping_is_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "Clipping 6 parameters of (16, 16) sharded over 4 ranks" in printed
     assert printed.splitlines()[-1].split() == ["collectives", "1", "1", "1.000"]
+
+
+def test_programs_are_measured_beside_torchs(capsys: pytest.CaptureFixture[str]) -> None:
+    programs.main(["--only", "AdamW", "clip_grad_norm_", "--world-size", "2", "--repetitions", "1"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [row[0] for row in rows] == ["AdamW", "clip_grad_norm_"]
+    for _, torchs, ours, *_ in rows:
+        assert 0 < int(ours) < int(torchs)
 
 
 def test_optimizers_are_measured_beside_plain_tensors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
