@@ -53,17 +53,24 @@ class Library:
 
     name: str
 
-    def model(self, *, recomputes: bool = False, trains: Callable[[str], bool] | None = None, **policy: Any) -> Any:
-        """`BLOCKS` sharded blocks and their root; ``trains``: of a parameter, by its name."""
+    def model(
+        self, *, recomputes: bool = False, trains: Callable[[str], bool] | None = None, **dtypes: torch.dtype
+    ) -> Any:
+        """`BLOCKS` sharded blocks and their root.
+
+        Args:
+            recomputes: whether blocks are activation checkpoints.
+            trains: whether a parameter does, by its name; None: all do.
+            dtypes: of the `MixedPrecisionPolicy`, if there is one.
+        """
         library = importlib.import_module(SHARDING_MODULES[self.name])
-        if policy:
-            policy = {"mp_policy": library.MixedPrecisionPolicy(**policy)}
+        options = {"mp_policy": library.MixedPrecisionPolicy(**dtypes)} if dtypes else {}
         model = nn.Sequential(*(Block(recomputes) for _ in range(BLOCKS)))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trains is None or trains(name))
         for block in model:
-            library.fully_shard(block, **policy)
-        return library.fully_shard(model, **policy)
+            library.fully_shard(block, **options)
+        return library.fully_shard(model, **options)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -80,6 +87,7 @@ def _ordinary(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[nn.Module], torch.Tensor] = loss_of,
     with_gradients: Callable[[nn.Module], object] = lambda model: None,
     after: Callable[[], object] = lambda: None,
     keeps_zeros: bool = False,
@@ -90,7 +98,7 @@ def _ordinary(
 
     def step() -> None:
         for _ in range(backwards):
-            loss_of(model).backward()
+            loss(model).backward()
         with_gradients(model)
         made.step()
         made.zero_grad(set_to_none=not keeps_zeros)
@@ -205,15 +213,7 @@ def evaluated(library: Library) -> Step:
 
 
 def two_forwards(library: Library) -> Step:
-    model = library.model()
-    optimizer = adamw(model)
-
-    def step() -> None:
-        (loss_of(model) + loss_of(model)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return _ordinary(library.model(), loss=lambda model: loss_of(model) + loss_of(model))
 
 
 def frozen_in_turns(library: Library) -> Step:
