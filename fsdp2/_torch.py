@@ -665,6 +665,14 @@ def backend_names(group: dist.ProcessGroup | None) -> list[str]:
     return [group._get_backend(each).name().lower() for each in group._device_types]
 
 
+def coalesces(group: dist.ProcessGroup) -> bool:
+    """Whether `coalescing` works on ``group``'s accelerator: gloo would read the device's addresses on the host."""
+    if type(group) is not dist.ProcessGroup:
+        return True
+    accelerators = [device for device in group._device_types if device.type != "cpu"]
+    return all(group._get_backend(device).name().lower() != "gloo" for device in accelerators)
+
+
 def knows_group(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows ``group``: it was not destroyed."""
     return group in dist.distributed_c10d._world.pg_group_ranks

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from extras.gpu_check.setting import Setting
 
-ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+KERNEL = "kernel"  # (not the copies of metadata that a kernel for many tensors sends to the device before it)
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 RANGE = "FSDP::"
 
@@ -44,7 +44,7 @@ def kernels_in(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
     launches = {_id(event): event for event in events if event.get("cat") in LAUNCHES and _id(event) is not None}
     ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(RANGE)]
     found = []
-    for event in sorted((each for each in events if each.get("cat") in ON_DEVICE), key=lambda each: each["ts"]):
+    for event in sorted((each for each in events if each.get("cat") == KERNEL), key=lambda each: each["ts"]):
         launch = launches.get(_id(event))
         around = [each for each in ranges if launch is not None and _contains(each, launch)]
         innermost = min(around, key=lambda each: each["dur"], default=None)

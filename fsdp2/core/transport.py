@@ -108,7 +108,7 @@ class Native(Transport):
     """torch.distributed's own collectives; the order of summation is the backend's.
 
     With works there is one per member, all in flight together: on gloo that beats its coalesced form, which flattens
-    inside. Else several members are coalesced into one launch.
+    inside. Else several members are coalesced into one launch, unless the backend cannot.
     """
 
     is_ordered = True
@@ -116,6 +116,7 @@ class Native(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._order = order_over(group)
+        self._coalesces = _torch.coalesces(group)
 
     def compare(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
         """Gather ``mine`` (n,) into ``everyone`` (world_size * n,), before this returns.
@@ -132,7 +133,7 @@ class Native(Transport):
     def all_gather(self, members: Sequence[Transfer], works: Works, user_waits: bool = False) -> None:
         """One launch, or one work for each member."""
         self._order.begin(self.label)
-        if works is None and len(members) > 1:
+        if works is None and len(members) > 1 and self._coalesces:
             with _torch.coalescing(self.group):
                 for output, input in members:
                     _torch.all_gather_batched(output, input, self.group)
@@ -145,7 +146,7 @@ class Native(Transport):
     def reduce_scatter(self, members: Sequence[Transfer], op: Any, works: Works, arena: Arena = ALLOCATOR) -> None:
         """One launch, or one work for each member."""
         self._order.begin(self.label)
-        if works is None and len(members) > 1:
+        if works is None and len(members) > 1 and self._coalesces:
             with _torch.coalescing(self.group):
                 for output, input in members:
                     _torch.reduce_scatter_batched(output, input, op, self.group)

@@ -50,7 +50,10 @@ def _phases(setting: Setting, library: Any) -> Phases:
 
 
 def run(setting: Setting) -> Found:
-    """Found: microseconds of the host's CPU for each parameter, by phase and library: medians of steps in turns."""
+    """Found: microseconds of the host for each parameter, by phase and library: medians of steps in turns.
+
+    By the clock on the wall: on CUDA backward runs in a thread of autograd's.
+    """
     with setting.group():
         phases = {name: _phases(setting, library) for name, library in LIBRARIES.items()}
         samples: dict[str, dict[str, list[float]]] = {name: {} for name in LIBRARIES}
@@ -59,9 +62,9 @@ def run(setting: Setting) -> Found:
             for name, its in phases.items():
                 for phase, action in its.items():
                     setting.synchronize()  # the host never waits for room in a full queue
-                    start = time.thread_time()
+                    start = time.perf_counter()
                     action()
-                    seconds = time.thread_time() - start
+                    seconds = time.perf_counter() - start
                     if step >= setting.pick(WARM, 1):
                         samples[name].setdefault(phase, []).append(seconds)
                 gc.collect()

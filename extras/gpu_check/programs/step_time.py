@@ -44,7 +44,7 @@ def _does_not_fit(setting: Setting) -> str | None:
 def _stepper(setting: Setting, library: Any) -> Callable[[], None]:
     blocks, width = setting.pick(SHAPES[setting.options.get("shape", "1B")], (2, 32))
     with torch.device("meta"):
-        model = nn.Sequential(*(Block(width, heads=width // 16, hidden=4 * width) for _ in range(blocks)))
+        model = nn.Sequential(*(Block(width, heads=max(width // 128, 2), hidden=4 * width) for _ in range(blocks)))
     options: dict[str, Any] = {"mp_policy": library.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
     if "offload" in setting.options:
         options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=not setting.is_rehearsal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -103,6 +104,21 @@ def test_several_members_are_exchanged_on_the_current_stream() -> None:
         assert asynchronous.found == dict.fromkeys(
             ["allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"], False
         )
+
+
+def test_gloo_is_given_one_collective_after_the_other_on_a_device_too(tmp_path: Path) -> None:
+    """Its batched all-gather reads the addresses that it is given on the host, whatever device they are of."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        part, whole = torch.ones(2), torch.ones(2)
+        with Asynchronous() as asynchronous:
+            Native(group).all_gather([(whole, part)] * 2, None)
+            Native(group).reduce_scatter([(part, whole)] * 2, dist.ReduceOp.SUM, None)
+        assert not any("coalesced" in name for name in asynchronous.found)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_reductions_that_multiply_by_other_factors_are_apart() -> None:
