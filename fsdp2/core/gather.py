@@ -125,7 +125,7 @@ class Gather:
         self._heads, head_bytes = self._offsets(self._packed)
         sends_head = self._joins or any(not source.is_sent_as_it_lies for source in self._packed)
         self._copies_head = sends_head or (allocate is not None and bool(self._packed))
-        tails = [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
+        tails = self._tail_sources()
         # The head of the send buffer is what is packed, then come the direct slots of sources that must be copied.
         self._tails, tail_bytes = self._offsets(tails, tail=True)
         own_head = head_bytes if sends_head and allocate is None else 0
@@ -176,6 +176,8 @@ class Gather:
         self.members = tuple(members)
 
     def _tail_sources(self) -> list[Source]:
+        if self._world_size == 1:
+            return []  # copied to where they belong at once
         return [source for source in self._sources if not source.is_sent_as_it_lies and _has_direct(source)]
 
     def _packed_member(self, staging: torch.Tensor, head: torch.Tensor) -> Transfer:
@@ -206,6 +208,9 @@ class Gather:
             if slot.direct and slot.shard_numel:
                 whole = source.unsharded.narrow(0, slot.unsharded_offset, self._world_size * slot.shard_numel)
                 part = shard.narrow(0, slot.shard_offset - first, slot.shard_numel)
+                if self._world_size == 1 and not source.is_sent_as_it_lies:
+                    self._add_copy_in(part, whole)
+                    part = whole
                 members.append((on_the_wire(whole), on_the_wire(part)))
         return members
 
@@ -292,14 +297,15 @@ class Gather:
         """Cast, join or move to the device what cannot be sent as it lies: one copy of each element.
 
         ``version``: of the shards. What is copied then stays, and is sent again as long as the version is the same.
-        None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing.)
+        None: it is copied for this gather only. (A custom all-gather borrows its buffers, and keeps nothing; nor is
+        anything kept where there is nobody to send it to.)
         """
         if not self._copies_in or (version is not None and version == self._sent_version):
             return
         self._sent_version = None
         for copies in self._copies_in.values():
             _torch.foreach_copy(copies.destinations, copies.sources, non_blocking=True)
-        if self._allocate is None:
+        if self._allocate is None and self._world_size > 1:
             self._sent_version = version
 
     def forget(self) -> None:

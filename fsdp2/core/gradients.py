@@ -20,6 +20,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -153,27 +154,27 @@ class PackedGradients:
     """One reduction under way: what it sends, where it arrives, and what must stay alive until it has.
 
     Attributes:
-        members: of the reduce-scatter.
         output: flat, where it arrives, in the reduce dtype.
+        is_borrowed: ``output`` is a custom collective's, which may use it again, or a graph's.
         delivered: flat, what the gradients lie on; None until `GradientBucket.finish`.
         missing: indices of parameters without a gradient on this rank.
-        inputs: the gradients themselves.
-        is_borrowed: ``output`` is a custom collective's, which may use it again, or a graph's.
+        members: of the reduce-scatter.
+        inputs: the gradients themselves, until they were packed; those that travel alone are among the members.
+        added: what earlier backwards have reduced over shards, and this one adds.
         may_keep: the memory of ``output``, all the same, if nobody else holds it.
         taken: buffers, of those sent and arrived in, that go back to their arena once the gradients are delivered.
         presence: (params,) on the host, on its way there: which of them has a gradient on some rank. None: not asked.
-        is_read: on the current stream, by the delivery.
     """
 
-    members: list[Transfer]
     output: torch.Tensor
-    delivered: torch.Tensor | None
-    missing: list[int]
-    inputs: list[torch.Tensor | None]
     is_borrowed: bool
+    delivered: torch.Tensor | None = None
+    missing: list[int] = field(default_factory=list)
+    members: list[Transfer] = field(default_factory=list)
+    inputs: list[torch.Tensor | None] = field(default_factory=list)
+    added: torch.Tensor | None = None
     taken: list[Resizable] = field(default_factory=list)
     presence: torch.Tensor | None = None
-    is_read: bool = False
     may_keep: bool = False
 
     def give_back(self) -> None:
@@ -183,8 +184,7 @@ class PackedGradients:
 
     def release_inputs(self) -> None:
         """Let go of what was sent, once it has been."""
-        self.members = []
-        self.inputs = []
+        self.members, self.inputs, self.added = [], [], None
         arrived = _torch.storage_of(self.output)
         for buffer in self.taken:
             if _torch.storage_of(buffer.flat) != arrived:
@@ -302,39 +302,62 @@ class GradientBucket:
                 unsharded.grad = None
         return gradients
 
-    def pack(
+    def begin(
         self,
-        gradients: list[torch.Tensor | None],
         *,
         in_place: bool,
-        allocate: Allocate | None,
+        allocate: Allocate | None = None,
         arena: Arena = ALLOCATOR,
-        lets_go: bool = False,
-        casts: bool = False,
         onto_output: bool = False,
     ) -> PackedGradients:
-        """Prepare the reduction of ``gradients`` (one per parameter, unsharded shapes; None contributes zeros).
+        """Take the memory of a reduction: where gradients are packed, and where their sum arrives.
 
-        On the stream of the reduce-scatter, which allocates and fills every buffer made here. Gradients are read, never
-        written. ``in_place``: what arrives is what is delivered, if dtype and place allow; else it is a temporary.
-        ``arena``: of what is needed until delivery. ``lets_go``: a gradient that is copied for itself leaves
-        ``gradients`` before the next copy is made, as no stream may still read it. ``casts``: what travels alone is
-        cast to the dtype in which it is reduced. ``onto_output``: what is packed is sent to nobody, and lies where it
-        arrives.
+        On the stream of compute, see [Note: streams and lifetimes]. ``in_place``: what arrives is what is delivered, if
+        dtype and place allow; else it is a temporary. ``arena``: of what is needed until delivery. ``onto_output``:
+        what is packed is sent to nobody, and lies where it arrives.
         """
-        layout, world_size = self.layout, self._world_size
-        sent = self.dtype if casts else self.plan.sent
-        numel = layout.numel
+        layout = self.layout
         taken: list[Resizable] = []
         if allocate is not None:
-            output = allocate((numel,), dtype=self.dtype, device=self._device)
+            output = allocate((layout.numel,), dtype=self.dtype, device=self._device)
         elif in_place and self._arrives_in_place:
             output = self._delivery_flat(arena)
         else:
             passes_on = in_place and self._is_copied_to_delivery
             output = (arena if passes_on else ALLOCATOR).empty(
-                numel, dtype=self.dtype, device=self._device, taken=taken
+                layout.numel, dtype=self.dtype, device=self._device, taken=taken
             )
+        size = self._world_size * layout.packed_numel
+        if allocate is not None:
+            input = allocate((size,), dtype=self.dtype, device=self._device)
+        elif onto_output:
+            input = output[:size]
+        else:
+            input = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
+        packed = PackedGradients(output, allocate is not None, taken=taken)
+        row = output if layout.numel == layout.packed_numel else output[: layout.packed_numel]
+        packed.members.append((row, input))
+        # Gradients may be delivered where they arrived if that is their buffer.
+        packed.delivered = output if self._buffer is not None and output is self._buffer.flat else None
+        return packed
+
+    def pack(
+        self,
+        packed: PackedGradients,
+        gradients: list[torch.Tensor | None],
+        *,
+        arena: Arena = ALLOCATOR,
+        lets_go: bool = False,
+        casts: bool = False,
+    ) -> None:
+        """Fill what `begin` has taken with ``gradients`` (one per parameter, unsharded shapes; None for zeros).
+
+        On the stream of the reduce-scatter. Gradients are read, never written. ``lets_go``: a gradient that is copied
+        for itself leaves ``gradients`` before the next copy is made, as no stream may still read it. ``casts``: what
+        travels alone is cast to the dtype in which it is reduced.
+        """
+        layout, world_size, output, taken = self.layout, self._world_size, packed.output, packed.taken
+        sent = self.dtype if casts else self.plan.sent
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         dtype = self._common_dtype(gradients, missing)
         packing = self._template_of(dtype).copy()
@@ -363,19 +386,10 @@ class GradientBucket:
             packing[-1] = self._without(packing[-1], missing)
         if self._presence_is_apart:
             direct.append((output[self._presences], packing.pop().to(self.dtype).flatten()))
-        size = world_size * layout.packed_numel
-        if allocate is not None:
-            packed = allocate((size,), dtype=self.dtype, device=self._device)
-        elif onto_output:
-            packed = output[:size]
-        else:
-            packed = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
-        self._pack(packing, world_size, packed.view(world_size, -1))
-        row = output if numel == layout.packed_numel else output[: layout.packed_numel]
-        members = [(row, packed), *direct]
-        # Gradients may be delivered where they arrived if that is their buffer.
-        delivered = output if self._buffer is not None and output is self._buffer.flat else None
-        return PackedGradients(members, output, delivered, missing, gradients, allocate is not None, taken)
+        (_, input), *_ = packed.members
+        self._pack(packing, world_size, input.view(world_size, -1))
+        packed.members += direct
+        packed.missing, packed.inputs = missing, gradients
 
     def _place(self, carried: list[torch.Tensor | None], packing: list[torch.Tensor], dtype: torch.dtype) -> None:
         """Put gradients that are packed as they come to their holes in ``packing``, as ``dtype``."""
@@ -466,6 +480,7 @@ class GradientBucket:
         """Add what `keep_reduce_scattered` kept. On the reduce-scatter stream."""
         if self.reduce_scattered is not None:
             packed.output.add_(self.reduce_scattered)
+            packed.added = self.reduce_scattered
             packed.missing = [index for index in packed.missing if index in self._reduce_scattered_missing]
             self.reduce_scattered = None
 
@@ -511,12 +526,13 @@ class GradientBucket:
         divisor: float | torch.Tensor | None,
         keeps: bool,
         arena: Arena = ALLOCATOR,
+        of_compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Divide by ``divisor``, and bring the result to the dtype and place of the gradients.
 
-        ``keeps``: to the host instead, where it waits for the last backward. ``arena``: as in `pack`.
+        ``keeps``: to the host instead, where it waits for the last backward. ``arena``: as in `begin`.
 
-        On the stream that reduced last; the current stream where there are none.
+        On the stream that reduced last, the current stream where there are none. Memory is taken ``of_compute``.
         """
         if divisor is not None:
             packed.output.div_(divisor)
@@ -528,14 +544,18 @@ class GradientBucket:
             packed.missing = sorted(self.sum.still_missing(packed.missing))
             self.sum.drop()
         if self._delivery_dtype is None and packed.is_borrowed:
-            packed.output = packed.output.clone()
+            arrived = packed.output
+            with of_compute():
+                packed.output = torch.empty_like(arrived)
+            packed.output.copy_(arrived)
         if packed.delivered is None and self._delivery_dtype is not None:
             if self._arrives_in_place and not packed.is_borrowed:
                 packed.delivered = packed.output
             elif packed.may_keep and self._can_keep(packed.output):
                 packed.output = packed.delivered = self._kept(packed.output)
             else:
-                packed.delivered = self._delivery_flat(arena)
+                with of_compute():
+                    packed.delivered = self._delivery_flat(arena)
                 packed.delivered.copy_(packed.output, non_blocking=True)
 
     def _delivery_flat(self, arena: Arena) -> torch.Tensor:
@@ -648,9 +668,8 @@ class GradientBucket:
             self._set(packed, set(range(len(self.params))) - late)
 
     def _set(self, packed: PackedGradients, absent: set[int]) -> None:
-        """Of all but ``absent``; notes whether what arrived is copied from, or added, on the current stream."""
+        """Of all but ``absent``."""
         buffer, delivered = self._buffer, packed.delivered
-        packed.is_read = True
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)
         elif buffer is not None and delivered is buffer.flat:
@@ -665,7 +684,6 @@ class GradientBucket:
                         sharded.grad = gradient
                     else:
                         met.append((param, gradient))
-            packed.is_read = bool(met)
             for param, gradient in met:
                 self._add(param, gradient)
         elif buffer is not None and not absent and self._accumulates_in(buffer):

@@ -879,7 +879,8 @@ def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
 def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
     """Free the memory of sharded gradients that have been cleared, and that nobody holds.
 
-    Between passes, or by a hook on a delivered gradient. While a graph is captured it stays.
+    Between passes, or by a hook on a delivered gradient. While a graph is captured it stays; and until the next forward
+    where the optimizer may still be reading it on a stream of its own.
     """
     by_comm: dict[FSDPCommContext, list[tuple[FSDPParamGroup, list[GradientBuffer]]]] = {}
     for group in groups:
@@ -895,9 +896,8 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
                         comm.held_for_graphs.append(buffer)
                     buffer.stays = True
             continue
-        if comm.device.has_streams:
-            last = [group.reducer.last_stream(comm) for group, _ in together]
-            comm.reduces_follow_readers((comm.reduce_scatter_stream, *last))
+        if comm.may_be_read_elsewhere():
+            continue
         for _, cleared in together:
             for buffer in cleared:
                 buffer.release()

@@ -559,7 +559,8 @@ class FSDPModule:
     def set_post_optim_event(self, event: Any) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, recorded after the optimizer's step.
 
-        By default they wait for everything that the current stream has been given. To be set for each iteration.
+        By default they wait for everything that the current stream has been given. To be set for each iteration: before
+        ``zero_grad()``, if the optimizer runs on another stream than forward.
         """
         state = self._get_fsdp_state()
         holder = state if state.root is None else state.root

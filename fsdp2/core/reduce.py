@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -42,6 +43,10 @@ class _Sent(NamedTuple):
     def leave(self) -> None:
         """Neither free nor use again where a collective may write that nothing can wait for."""
         self.gradients.leave_buffer()
+
+    def release_gradients(self) -> None:
+        """Let go of the gradients that were packed."""
+        self.packed.inputs = []
 
     def release_inputs(self) -> None:
         """Let go of what was sent: it has been reduced."""
@@ -348,7 +353,7 @@ class GradientReducer:
 
         What travels is fixed by the plan: parameters without a gradient on this rank contribute zeros.
 
-        Stream: packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
+        Stream: takes memory on that of compute, packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
         """
         if not self.buckets:
             return
@@ -362,8 +367,6 @@ class GradientReducer:
             self._follow()
         taken = [bucket.pop_grads() for bucket in self.buckets]
         self._transport.label = self._labels[self._may_have_added_up]
-        if comm.device.has_streams:
-            comm.reduces_follow_compute()
         pending = PendingReduce(comm.device, self)
         pending.label = self._transport.label
         pending.steps = self._steps(taken, comm, pending)
@@ -409,30 +412,33 @@ class GradientReducer:
         stream = comm.reduce_scatter_stream
         ends_here = replicas is not None and not self.settings.requires_all_reduce
         keeps = self._home.sums_on_host and not self.is_last and not ends_here
+        sent = [
+            _Sent(
+                bucket,
+                bucket.begin(
+                    in_place=not (ends_here or keeps),
+                    allocate=self._transport.allocate,
+                    arena=arena,
+                    onto_output=self._transport.is_alone,
+                ),
+                scaling,
+            )
+            for bucket, scaling in zip(self.buckets, self._scalings, strict=True)
+        ]
+        pending.held = sent
+        if device.has_streams:
+            comm.reduces_follow_compute()
         with device.use(stream):
-            sent = [
-                _Sent(
-                    bucket,
-                    bucket.pack(
-                        gradients,
-                        in_place=not (ends_here or keeps),
-                        allocate=self._transport.allocate,
-                        arena=arena,
-                        lets_go=not device.has_streams,
-                        casts=self._may_have_added_up,
-                        onto_output=self._transport.is_alone,
-                    ),
-                    scaling,
-                )
-                for bucket, gradients, scaling in zip(self.buckets, taken, self._scalings, strict=True)
-            ]
-            pending.held = sent
+            casts = self._may_have_added_up
+            for each, gradients in zip(sent, taken, strict=True):
+                each.gradients.pack(each.packed, gradients, arena=arena, lets_go=not device.has_streams, casts=casts)
+            pending.packed = device.record(stream)
             for op, members in _launches(sent):
                 self._transport.reduce_scatter(members, op, None if device.has_streams else pending.works, arena)
-        del taken, members  # this frame lives on: what is sent is to be let go of as soon as it was
+        del taken, gradients, members  # this frame lives on: what is sent is to be let go of as soon as it was
         if not device.has_streams:
             for each in sent:
-                each.packed.inputs = []  # what was packed has been read
+                each.release_gradients()
         yield Stage.LAST_LAUNCHED if replicas is None or ends_here else Stage.LAUNCHED
         if replicas is not None:
             with device.use(stream):
@@ -453,7 +459,7 @@ class GradientReducer:
                 yield Stage.LAST_LAUNCHED
             if device.has_streams:
                 with device.use(stream):
-                    self._finish(sent, keeps)
+                    self._finish(sent, keeps, arena, functools.partial(device.use, pending.compute_stream))
                     if not (keeps or self.settings.zeros_for_unused):
                         self._copy_presence(sent, device)
             else:
@@ -461,7 +467,6 @@ class GradientReducer:
                 self._finish(sent, keeps, arena)
         pending.event = device.record(stream)
         self._on_host_after = pending.event if keeps else None
-        pending.ends_elsewhere = device.has_streams and stream is not comm.reduce_scatter_stream
         yield Stage.DONE
         self._deliver(sent, comm, pending, delivers=not (ends_here or keeps))
 
@@ -483,13 +488,7 @@ class GradientReducer:
             if each.packed.taken:
                 each.packed.give_back()
         if late:
-            comm.call_when_on_host(pending.event, self, functools.partial(self._set_late_grads, late, comm))
-        self._are_read(sent, comm)
-
-    def _are_read(self, sent: list[_Sent], comm: FSDPCommContext) -> None:
-        """What has arrived may be let go of, though deliveries have just been told to read it."""
-        if comm.device.has_streams and any([each.packed.is_read for each in sent]):
-            comm.reduces_follow_readers((comm.reduce_scatter_stream, self.last_stream(comm)))
+            comm.call_when_on_host(pending.event, self, functools.partial(self._set_late_grads, late))
 
     def _copy_presence(self, sent: list[_Sent], device: Device) -> None:
         for each in sent:
@@ -501,11 +500,10 @@ class GradientReducer:
                 )
             each.gradients.copy_presence(each.packed)
 
-    def _set_late_grads(self, sent: list[_Sent], comm: FSDPCommContext) -> None:
+    def _set_late_grads(self, sent: list[_Sent]) -> None:
         self.is_reducing = False
         for each in sent:
             each.gradients.set_late_grads(each.packed)
-        self._are_read(sent, comm)
 
     def _needs_values(self, sent: list[_Sent]) -> bool:
         """Whether delivery reads what was copied to the host."""
@@ -532,7 +530,13 @@ class GradientReducer:
             presence_offset = each.gradients.layout.presence_offset
             self._transport.all_reduce(each.packed.output, presence_offset, group, each.scaling.replicate_op, works)
 
-    def _finish(self, sent: list[_Sent], keeps: bool, arena: Arena = ALLOCATOR) -> None:
+    def _finish(
+        self,
+        sent: list[_Sent],
+        keeps: bool,
+        arena: Arena = ALLOCATOR,
+        of_compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         hook, denominator = self.settings.all_reduce_hook, self.settings.denominator
         for each in sent:
             if hook is not None:
@@ -541,7 +545,7 @@ class GradientReducer:
             if denominator is not None:
                 before = each.scaling.before
                 divisor = denominator if before == 1.0 else denominator / before
-            each.gradients.finish(each.packed, divisor, keeps, arena)
+            each.gradients.finish(each.packed, divisor, keeps, arena, of_compute)
 
     def arrive_from_graph(
         self, arrived: Sequence[tuple[torch.Tensor | None, bool]], plans: Sequence[ReducePlan], *, may_keep: bool
@@ -555,7 +559,7 @@ class GradientReducer:
         for bucket, plan, (flat, some_missing) in zip(self.buckets, plans, arrived, strict=True):
             if flat is not None:
                 missing = list(range(len(bucket.params))) if some_missing else []
-                packed = PackedGradients([], flat, None, missing, [], is_borrowed=True, may_keep=may_keep)
+                packed = PackedGradients(flat, is_borrowed=True, missing=missing, may_keep=may_keep)
                 sizes = self._mesh.shard_size, self._mesh.replicate_size
                 sent.append(_Sent(bucket, packed, bucket.plan.scaling.rest_after(plan.scaling, *sizes)))
         self._finish(sent, keeps=False)

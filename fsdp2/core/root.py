@@ -245,7 +245,6 @@ class FSDPRoot:
         shared: those of them that modules of several calls use.
         settings: what the user has set on it.
         shared_comm: where other roots find the communication context, if they share it.
-        post_optim_event: what the next forward's all-gathers wait for, instead of all that compute has been given.
         holds_graph: a backward was recorded, and may yet be differentiated: nothing is resharded until one has ended
             that was not.
         hidden: groups of modules whose outputs showed no tensor, and of whose graph another backward may come.
@@ -271,7 +270,6 @@ class FSDPRoot:
         self.comm = shared.comm
         self.groups = tuple(groups)
         self.settings = settings
-        self.post_optim_event: Any = None
         if settings.pools_memory is not None:
             self.comm.pool_memory(settings.pools_memory)
         self.shared: Unit = tuple(group for group in groups if group.is_shared)
@@ -300,6 +298,15 @@ class FSDPRoot:
             action(self)
         self.has_trained = True
 
+    @property
+    def post_optim_event(self) -> Any:
+        """What the next forward's all-gathers wait for, instead of all that compute has been given."""
+        return self.comm.post_optim_event
+
+    @post_optim_event.setter
+    def post_optim_event(self, event: Any) -> None:
+        self.comm.post_optim_event = event
+
     def begin_forward(self) -> None:
         """The root's forward begins, outside of any backward."""
         self.comm.refuse_unfinished_handle("a forward")
@@ -311,21 +318,17 @@ class FSDPRoot:
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
+        event, self.post_optim_event = self.post_optim_event, None
         if self.comm.device.has_streams:
             self.comm.begin_forward()
+            if event is not None:
+                self.comm.compute_follows(event)
         free_cleared_gradients(self.groups)
         for group in self.groups:
             group.begin_iteration(ends_by_itself=not self.settings.finalizes_manually)
         if self.groups:
             self.comm.max_pending_reduces = max(group.settings.max_pending for group in self.groups)
-        event, self.post_optim_event = self.post_optim_event, None
-        if not self.comm.device.has_streams:
-            return
-        # Blocks that are compiled by themselves gather on the stream of compute.
-        on_compute = [group.storage.lies_in_place or group.graph_inputs is not None for group in self.groups]
-        if event is not None and any(on_compute):
-            self.comm.compute_follows(event)
-        if all([group.storage.gathers_nothing for group in self.groups]):
+        if not self.comm.device.has_streams or all([group.storage.gathers_nothing for group in self.groups]):
             return
         if event is None:
             self.comm.gathers_follow_compute()
@@ -479,6 +482,7 @@ class FSDPRoot:
 
     def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
+        self.comm.free_packed()
         iteration = self.iteration
         if iteration.postponed is not None:
             self._enclosing.add(iteration.postponed.during)

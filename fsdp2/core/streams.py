@@ -5,21 +5,21 @@ and check the order of everything.
 
 [Note: streams and lifetimes]
 Compute runs on the caller's current stream, all-gathers on one stream of their own, reduce-scatters on another,
-all-reduces over replicas on a third. A
-buffer is allocated on the stream that first writes it, and freeing it lets that stream (only) reuse its memory at
-once: hence every wait in `Wait`, each of which closes exactly one race. There is no ``record_stream``. The host waits
-for memory of its own only: offloaded gradients that it reads, offloaded shards before the user's code may write them,
-and at the end of a backward in which parameters had no gradient on this rank, which of them has one on another.
+all-reduces over replicas on a third. Memory belongs to the stream that was current when it was allocated: freeing it
+lets that stream (only) reuse it at once. Hence every wait in `Wait`, each of which closes exactly one race. There is no
+``record_stream``. The host waits for memory of its own only: offloaded gradients that it reads, offloaded shards before
+the user's code may write them, and at the end of a backward in which parameters had no gradient on this rank, which of
+them has one on another.
 
 * The unsharded and staging buffers belong to the all-gather stream, which also copies out of the staging buffer.
   Compute waits for GATHERED before it reads; the all-gather stream waits for READ before the memory is freed. As the
   next-but-one gather follows that wait on its stream, at most ``prefetch depth + 1`` groups are unsharded at a time
   on the device, however far the host runs ahead.
-* Gradients belong to compute. The reduce-scatter stream waits for GRADIENTS_READY, packs and reduces; the gradients
-  are held until compute waits for REDUCED. Reduced gradients belong to the reduce-scatter stream, whose next
-  GRADIENTS_READY also follows everything that read the previous ones. With replicas the all-reduce stream takes over:
-  it waits for REDUCE_SCATTERED, and compute waits for it: one reduction later, so that both streams are at work, while
-  unsharded gradients are held until their reduce-scatter is done.
+* What a reduction sends and receives belongs to compute, as gradients do, so that one pool serves all of it. It is
+  allocated before GRADIENTS_READY is recorded. The reduce-scatter stream waits for that, packs and reduces. Compute
+  waits for PACKED before the next backward takes the memory of gradients that were packed, and for REDUCED before it
+  reads what arrived, or reuses the rest. With replicas the all-reduce stream takes over: it waits for REDUCE_SCATTERED,
+  and compute waits for it: one reduction later, so that both streams are at work.
 
 On CPU there are no streams: collectives are asynchronous works, and waiting blocks the host.
 """
@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,11 +54,8 @@ class Wait(enum.Enum):
         "the reduce-scatter stream reads gradients, and reuses reduced ones, after compute is done with them"
     )
     REDUCE_SCATTERED = "the all-reduce stream reads gradients after the reduce-scatter stream has written them"
-    REDUCED = "compute reads reduced gradients, and frees unsharded ones, after the reduce-scatter stream is done"
-    GRADIENTS_READ = (
-        "the allocator may take memory of a stream of reductions from the device, for which it waits for that stream "
-        "only (expandable segments), after the streams that read it are done"
-    )
+    PACKED = "compute reuses the memory of unsharded gradients after the reduce-scatter stream has packed them"
+    REDUCED = "compute reads reduced gradients, and frees what was sent, after the streams of reductions are done"
 
 
 class Device(Protocol):
@@ -227,6 +224,9 @@ class Held(Protocol):
     def leave(self) -> None:
         """Neither free nor use again where a collective may write that nothing can wait for."""
 
+    def release_gradients(self) -> None:
+        """Let go of the gradients that were packed."""
+
     def release_inputs(self) -> None:
         """Let go of what was sent: it has been reduced."""
 
@@ -252,15 +252,15 @@ class PendingReduce(CommHandle):
         needs_host: the gradients were copied to host memory: whether the host needs their values to deliver them (to
             add them up, or for hooks). If not, it waits once, after the last reduction. None: they stay on the device.
         is_launching: collectives are being launched; after an exception there, one may run that nothing can wait for.
-        ends_elsewhere: ``event`` is not of the reduce-scatter stream, which what is held belongs to.
-        compute_stream: where the backward ran, to which the unsharded gradients belong.
+        compute_stream: where the backward ran, to which all belongs that is held.
+        packed: an event behind the packing, until gradients were let go of that are packed. What travels alone stays.
         scattered: an event behind the reduce-scatter, if something follows that on another stream. What was sent may be
             let go of then, while the rest goes on.
         owner: whose gradients they are, see `drop_reduces`.
     """
 
     __slots__ = (
-        "_has_streams", "compute_stream", "ends_elsewhere", "held", "is_launching", "needs_host", "owner", "scattered",
+        "_has_streams", "compute_stream", "held", "is_launching", "needs_host", "owner", "packed", "scattered",
         "stage", "steps",
     )  # fmt: skip
     steps: Iterator[Stage]
@@ -269,12 +269,12 @@ class PendingReduce(CommHandle):
     def __init__(self, device: Device, owner: object = None) -> None:
         self.owner = owner
         self.works, self.event = [], None  # before anything is launched, too: an exception may come at once
+        self.packed: Any = None
         self.scattered: Any = None
         self.label, self.is_lost = UNNAMED, False
         self.held: Sequence[Held] = ()
         self.needs_host: Callable[[], bool] | None = None
         self.is_launching = True
-        self.ends_elsewhere = False
         self.compute_stream = device.current_stream() if device.has_streams else None
         self._has_streams = device.has_streams
 
@@ -305,6 +305,7 @@ class FSDPCommContext:
     """The streams of one root and the reductions in flight on them. Several roots may share one.
 
     Attributes:
+        post_optim_event: behind the optimizer's step, if the user has said so; nothing has waited for it yet.
         max_pending_reduces: how many reductions may be in flight while the next backward computes; each holds the
             unsharded gradients of its group.
         gather_arena: of what belongs to the all-gather stream.
@@ -321,6 +322,7 @@ class FSDPCommContext:
         self.all_gather_stream = device.new_stream()
         self.reduce_scatter_stream = device.new_stream()
         self.all_reduce_stream = device.new_stream()
+        self.post_optim_event: Any = None
         self.max_pending_reduces = 1
         self.gather_arena = self.reduce_arena = ALLOCATOR
         self.held_for_graphs: list[Lasting] = []
@@ -429,12 +431,16 @@ class FSDPCommContext:
             )
         self._unfinished = None
 
+    def may_be_read_elsewhere(self) -> bool:
+        """Whether the program may read gradients beside compute, to which their memory belongs: on another stream."""
+        return self.post_optim_event is not None or self.device.current_stream() != self._compute_stream
+
     def gathers_follow(self, event: Any) -> None:
         """Let all-gathers from now on run after ``event``, which the user recorded after the optimizer's step."""
         self.device.wait(self.all_gather_stream, event, Wait.PARAMETERS_WRITTEN)
 
     def compute_follows(self, event: Any) -> None:
-        """Let compute, which reads shards where they lie, run after ``event``: the same, where nothing is gathered."""
+        """Let compute run after ``event`` too: it reads shards where they lie, and takes the memory of gradients."""
         self.device.wait(self.device.current_stream(), event, Wait.PARAMETERS_WRITTEN)
 
     def gathers_follow_compute(self) -> None:
@@ -463,19 +469,15 @@ class FSDPCommContext:
         event = self.device.record(self.device.current_stream())
         self.device.wait(self.reduce_scatter_stream, event, Wait.GRADIENTS_READY)
 
-    def reduces_follow_readers(self, streams: Iterable[Any]) -> None:
-        """Let ``streams``, of reductions, give memory back that compute has read. Before that memory is freed."""
-        event = self.device.record(self.device.current_stream())
-        for stream in dict.fromkeys(streams):
-            self.device.wait(stream, event, Wait.GRADIENTS_READ)
-
     def compute_follows_reduces(self, hook_stream: Any = None) -> None:
         """Let compute free what the streams of reductions may still be reading, outside of any pending reduction."""
         streams = [self.reduce_scatter_stream, self.all_reduce_stream]
         if hook_stream is not None:
             streams.append(hook_stream)
         if self.device.is_capturing():
-            self.reduces_follow_readers(streams)  # as in `compute_follows_gathers`
+            event = self.device.record(self.device.current_stream())
+            for stream in streams:
+                self.device.wait(stream, event, Wait.GRADIENTS_READY)  # as in `compute_follows_gathers`
         for stream in streams:
             self.device.wait(self.device.current_stream(), self.device.record(stream), Wait.REDUCED)
 
@@ -539,6 +541,18 @@ class FSDPCommContext:
         pending.event, pending.scattered = last, None
         for each in pending.held:
             each.release_inputs()
+
+    def free_packed(self) -> None:
+        """Let compute, which goes on to other gradients, have the memory of those that are packed.
+
+        Not while the reduce-scatter stream is busy with an earlier reduction.
+        """
+        if len(self._pending) == 1 and self._pending[0].packed is not None:
+            (pending,) = self._pending
+            self.device.wait(self.device.current_stream(), pending.packed, Wait.PACKED)
+            pending.packed = None
+            for each in pending.held:
+                each.release_gradients()
 
     def retire_reduces(self, keep: int) -> None:
         """Wait for reductions and deliver their gradients, oldest first, until ``keep`` are in flight.
@@ -616,7 +630,7 @@ class FSDPCommContext:
     def forget_events(self) -> None:
         """Wait for none: they are of a recording that was given up, so nothing of it ran, and a device refuses them."""
         for pending in (*self._all_reducing, *self._pending):
-            pending.event = pending.scattered = None
+            pending.event = pending.scattered = pending.packed = None
         self._to_host.clear()
         self._host_reads.clear()
 
@@ -635,8 +649,6 @@ class FSDPCommContext:
         except Exception:
             self.has_failed = True
             raise
-        if pending.ends_elsewhere and pending.event is not None:
-            self.device.wait(self.reduce_scatter_stream, pending.event, Wait.GRADIENTS_READ)
         if pending.needs_host is not None and pending.event is not None:
             if pending.needs_host():
                 self.device.block_host(pending.event)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
 from fsdp2.core.gather import Gather
@@ -31,7 +32,9 @@ from tests.harness.happens_before import (
     Kind,
     Mark,
     Operation,
+    Release,
     StreamWait,
+    TraceEvent,
     Violation,
     find_violations,
 )
@@ -40,7 +43,7 @@ from tests.harness.recording.passes import Passes
 from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
-from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Training, gradients_of
+from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Stack, Training, gradients_of
 
 
 def report(recorded: Recording, violations: Sequence[Violation]) -> str:
@@ -91,46 +94,61 @@ def test_forward_and_backward_never_make_the_host_wait(scenario: str) -> None:
     assert not [wait for _, wait in waits(recorded) if wait.stream == HOST]
 
 
-LET_GO_AT_ONCE = {
-    "gradients_kept",  # by the user
-    "custom_collectives", "custom_collectives_on_neighbours", "memory_of_the_process_group",  # it is theirs
-    "two_dtypes",  # they have no buffer: the user's zero_grad() frees them
-    "assigned", "converted", "frozen_and_unfrozen", "root_taken_over", "replaced_in_flight",  # laid out anew
-    "replicated_partly_frozen", "settings_in_flight",  # the same
-    "arrival_fails", "deleted_in_flight", "replicated_deleted_in_flight", "hooked_deleted_in_flight",  # all is dropped
-    "shared_context_late", "half_cached_in_two_contexts",  # of streams that were given up
-    "copied", "hooked_accumulating",
-    "two_streams",  # the program's own, which goes from one to the other
-}  # fmt: skip
-"""Where memory of reduced gradients is let go of by something else than a step, right after it was read."""
+TWO_STREAMS = "two_streams"
+"""The program's own: what compute runs on changes from one to the other, and so does what memory belongs to."""
 
 
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_memory_is_given_back_to_the_device_after_its_last_use(scenario: str) -> None:
     """Also where the allocator waits for the stream that it belongs to only: with expandable segments."""
     found = [violation for violation in violations_of(record(scenario), True) if violation.kind is Kind.UNMAPPED]
-    assert not found or scenario in LET_GO_AT_ONCE or scenario.startswith("pooled"), report(record(scenario), found)
+    assert not found or scenario == TWO_STREAMS, report(record(scenario), found)
 
 
-@pytest.mark.parametrize(
-    ("scenario", "where"),
-    [
-        ("plain", "group.free_cleared_gradients"),
-        ("accumulated_reduced", "reduce._are_read"),
-        ("replicated_in_half", "retired"),
-    ],
-)
-def test_no_wait_for_readers_of_gradients_can_be_dropped(scenario: str, where: str) -> None:
-    """Before they are released, after they were added up, and before what they were copied from is let go of."""
-    recorded = record(scenario)
+# ---- which pool memory comes from, and how much --------------------------------------------------------------
 
-    def keeps(index: int, wait: StreamWait) -> bool:
-        site = wait.sites[0].split(":")[0] if wait.sites else ""
-        found = site if site in ("group.free_cleared_gradients", "reduce._are_read") else "retired"
-        return wait.why is not Wait.GRADIENTS_READ or found != where
 
-    assert not all(keeps(index, wait) for index, wait in waits(recorded))
-    assert breaks(recorded, keeps, Wait.GRADIENTS_READ)
+def live_bytes(trace: Sequence[TraceEvent], pools: set[int]) -> dict[str, list[int]]:
+    """By mark, how much memory of ``pools`` was allocated after each event since that was last set."""
+    nbytes: dict[int, int] = {}
+    found: dict[str, list[int]] = {"": []}
+    at = ""
+    for event in trace:
+        if isinstance(event, Mark):
+            found[at := event.name] = []
+        elif isinstance(event, Allocation) and event.stream in pools:
+            nbytes[event.block] = event.nbytes
+        elif isinstance(event, Release):
+            nbytes.pop(event.block, None)
+        found[at].append(sum(nbytes.values()))
+    return found
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=["sharded", "replicated"])
+def test_what_a_reduction_packs_and_receives_comes_from_the_pool_of_compute(mesh: tuple[int, ...]) -> None:
+    """The memory of a stream of reductions would be of no use to anybody else."""
+    with fake_world(4):
+        options = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])}
+        for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy()):
+            with recording() as recorder:
+                Training.of_stack(recorder, mp_policy=policy, **options).steps(3)
+            trace = recorder.trace[recorder.trace.index(Mark(UPDATE)) :]  # constants are made before
+            allocated = {event.stream for event in trace if isinstance(event, Allocation)}
+            operations = [event for event in trace if isinstance(event, Operation)]
+            reducing = {event.stream for event in operations if event.name in (PACK, ALL_REDUCE)}
+            assert len(reducing) == len(mesh) and COMPUTE not in reducing | {HOST} and not reducing & allocated
+
+
+def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
+    """A block in backward: two of parameters, one of gradients, two (as fp32) of what is sent. Not the one before."""
+    model = Stack(64, 256, blocks=4)
+    block = 2 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    with fake_world(64), recording() as recorder:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        Training.of_stack(recorder, model, mp_policy=policy).steps(3)
+    pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
+    found = live_bytes(recorder.trace, pools)
+    assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "and what is received, activations, the outer layers"
 
 
 RANKS = (
@@ -211,11 +229,10 @@ def test_a_missing_gradient_is_refused_by_name_while_a_graph_is_captured() -> No
 # ---- every wait is needed --------------------------------------------------------------------------------------
 
 
-def breaks(recorded: Recording, keep: Callable[[int, StreamWait], bool], why: object = None) -> bool:
-    """Whether there are more violations with only the waits that ``keep`` accepts. ``why`` the others were there."""
-    unmaps = why is Wait.GRADIENTS_READ
-    present = violations_of(recorded, unmaps)
-    return any(violation not in present for violation in find_violations(recorded.trace, keep, unmaps=unmaps))
+def breaks(recorded: Recording, keep: Callable[[int, StreamWait], bool]) -> bool:
+    """Whether there are more violations with only the waits that ``keep`` accepts."""
+    present = violations_of(recorded)
+    return any(violation not in present for violation in find_violations(recorded.trace, keep))
 
 
 @cache
@@ -234,12 +251,13 @@ REASONS = (*Wait, WORKED, BLOCKED)
 
 @pytest.mark.parametrize("why", REASONS, ids=lambda why: why.name if isinstance(why, Wait) else why)
 def test_no_reason_to_wait_can_be_dropped(why: object) -> None:
-    assert any(breaks(record(name), lambda index, wait: wait.why is not why, why) for name in SCENARIOS)
+    assert any(breaks(record(name), lambda index, wait: wait.why is not why) for name in SCENARIOS)
 
 
 UNSEEN = {
     ("never_resharded", Wait.READ),  # nothing is gathered twice between two optimizer steps
     ("one_group_reduces_twice", Wait.READ),
+    ("two_streams", Wait.PACKED),  # each backward's gradients are of the other stream
 }
 """Where a reason is given, and something else happens to order the same."""
 
@@ -249,8 +267,8 @@ def test_every_reason_that_is_given_is_one(scenario: str) -> None:
     """Not only somewhere: in every scenario each kind of wait that it comes to closes a race."""
     recorded = record(scenario)
     given = {wait.why for _, wait in waits(recorded)}.intersection(REASONS)
-    needed = {why for why in given if breaks(recorded, lambda index, wait, why=why: wait.why is not why, why)}  # type: ignore[misc]
-    assert {(scenario, why) for why in given - needed - {Wait.GRADIENTS_READ}} <= UNSEEN
+    needed = {why for why in given if breaks(recorded, lambda index, wait, why=why: wait.why is not why)}  # type: ignore[misc]
+    assert {(scenario, why) for why in given - needed} <= UNSEEN
     everywhere = {Wait.GRADIENTS_READY, Wait.REDUCED}
     assert needed >= everywhere | (
         set() if scenario.startswith("only_replicated") else {Wait.PARAMETERS_WRITTEN, Wait.GATHERED}
@@ -282,10 +300,10 @@ def test_no_call_that_waits_can_be_removed(site: Site) -> None:
     occurs = {name: {wait.why for _, wait in waits(record(name)) if is_here(wait)} for name in SCENARIOS}
     reasons = set().union(*occurs.values())
     assert reasons, f"no scenario comes to {site} (line {site.lines.start}): add one"
-    for why in reasons - {Wait.GRADIENTS_READ}:  # which has a test of its own
+    for why in reasons:
         names = [name for name, given in occurs.items() if why in given]
         assert any(
-            breaks(record(name), lambda index, wait, why=why: not (is_here(wait) and wait.why is why), why)  # type: ignore[misc]
+            breaks(record(name), lambda index, wait, why=why: not (is_here(wait) and wait.why is why))  # type: ignore[misc]
             for name in names
         ), f"{site} (line {site.lines.start}) can be removed, or not wait for {why}, without a race in {names}"
 
@@ -329,9 +347,7 @@ def test_no_single_wait_can_be_dropped(scenario: str) -> None:
     recorded = record(scenario)
     needed = []
     for dropped, wait in waits(recorded):
-        if wait.why is Wait.GRADIENTS_READ:
-            continue
-        needed.append(breaks(recorded, lambda index, wait, dropped=dropped: index != dropped, wait.why))  # type: ignore[misc]
+        needed.append(breaks(recorded, lambda index, wait, dropped=dropped: index != dropped))  # type: ignore[misc]
         is_there_for_hooks = wait.why is Wait.REDUCED and comes_again(recorded, dropped)
         assert needed[-1] or is_superseded(recorded, dropped) or is_there_for_hooks, recorded.trace[dropped]
     assert sum(needed) > len(needed) / 2
@@ -416,10 +432,9 @@ def test_streams_are_reached_through_the_device_only() -> None:
 def test_gradients_must_be_held_until_compute_has_waited() -> None:
     pack = GradientBucket.pack
 
-    def forgetful(self: GradientBucket, gradients: list, **options: Any) -> PackedGradients:  # type: ignore[type-arg]
-        packed = pack(self, gradients, **options)
+    def forgetful(self: GradientBucket, packed: PackedGradients, *args: Any, **options: Any) -> None:
+        pack(self, packed, *args, **options)
         packed.inputs = []
-        return packed
 
     with mock.patch.object(GradientBucket, "pack", forgetful), fake_world(4, 1), recording() as recorder:
         Training.of_stack(recorder).steps(3)

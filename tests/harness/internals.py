@@ -36,7 +36,8 @@ def allocated_bytes(group: FSDPParamGroup) -> int:
     """Bytes of unsharded memory, and of what gathers need beside it, that are allocated at this moment."""
     storage = group.storage
     gathers = [storage.gather, storage.post_forward.gather if storage.post_forward is not None else None]
-    unsharded = sum(buffers.unsharded.storage.nbytes() for buffers in storage._buffers)
+    own = [buffers for buffers in storage._buffers if not buffers.lies_in_place]  # other than the shards themselves
+    unsharded = sum(buffers.unsharded.storage.nbytes() for buffers in own)
     return unsharded + sum(gather.allocated_bytes for gather in gathers if gather is not None)
 
 

@@ -42,7 +42,7 @@ def run(setting: Setting) -> Found:
             return {"skipped": "the pool needs torch 2.13"}
         else:
             model.set_keep_unsharded_storage(True)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain)]
         inputs = torch.ones(8, width, device=setting.device)
         other = torch.ones(200, width, device=setting.device)
         if setting.is_rehearsal:

@@ -20,6 +20,7 @@ from fsdp2.core.buffers import Resizable
 from fsdp2.core.gather import Gather, Source
 from fsdp2.core.layout import DIRECT_ALIGNMENT_BYTES, BufferLayout
 from fsdp2.core.sharding import Partition
+from fsdp2.core.transport import Alone
 from fsdp2.features.reshard_to_fewer import layout_over
 from tests.harness import fake_world
 from tests.harness.counting import Kernels
@@ -51,6 +52,17 @@ def columns(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether slots are copied out as on devices, in one kernel."""
     with mock.patch.object(fsdp2.core.gather, "copies_columns", lambda device: request.param):
         yield request.param
+
+
+def test_one_rank_casts_to_where_parameters_are_used_and_copies_no_more() -> None:
+    whole, cuts = [torch.arange(64.0)], [Partition((64,), 0)]
+    ((source,),) = sources_of([whole], [cuts], [(FULL, HALF)], world_size=1, threshold=0)
+    gather = Gather([source], 1, 0, CPU, None)
+    assert gather.allocated_bytes == 0
+    gather.copy_in()
+    with Kernels() as kernels:
+        Alone().all_gather(gather.members, None)
+    assert not kernels.counts and torch.equal(source.unsharded[:64], whole[0].to(HALF))
 
 
 @pytest.mark.parametrize("custom", [False, True], ids=["ours", "custom"])

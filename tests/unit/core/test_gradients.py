@@ -227,7 +227,9 @@ def prepared() -> tuple[nn.Module, GradientBucket]:
 
 
 def pack(bucket: GradientBucket, *gradients: Tensor | None, in_place: bool = True) -> PackedGradients:
-    return bucket.pack(list(gradients), in_place=in_place, allocate=None)
+    packed = bucket.begin(in_place=in_place)
+    bucket.pack(packed, list(gradients))
+    return packed
 
 
 def arrive(packed: PackedGradients, *parts: Sequence[float]) -> None:
