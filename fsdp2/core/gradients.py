@@ -304,7 +304,6 @@ class GradientBucket:
 
     def begin(
         self,
-        *,
         in_place: bool,
         allocate: Allocate | None = None,
         arena: Arena = ALLOCATOR,
@@ -334,12 +333,10 @@ class GradientBucket:
             input = output[:size]
         else:
             input = arena.empty(size, dtype=self.dtype, device=self._device, taken=taken)
-        packed = PackedGradients(output, allocate is not None, taken=taken)
         row = output if layout.numel == layout.packed_numel else output[: layout.packed_numel]
-        packed.members.append((row, input))
         # Gradients may be delivered where they arrived if that is their buffer.
-        packed.delivered = output if self._buffer is not None and output is self._buffer.flat else None
-        return packed
+        delivered = output if self._buffer is not None and output is self._buffer.flat else None
+        return PackedGradients(output, allocate is not None, delivered, [], [(row, input)], [], taken=taken)
 
     def pack(
         self,

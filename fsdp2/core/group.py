@@ -896,7 +896,7 @@ def free_cleared_gradients(groups: Iterable[FSDPParamGroup]) -> None:
                         comm.held_for_graphs.append(buffer)
                     buffer.stays = True
             continue
-        if comm.may_be_read_elsewhere():
+        if comm.device.has_streams and comm.may_be_read_elsewhere():
             continue
         for _, cleared in together:
             for buffer in cleared:

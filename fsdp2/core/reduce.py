@@ -353,7 +353,8 @@ class GradientReducer:
 
         What travels is fixed by the plan: parameters without a gradient on this rank contribute zeros.
 
-        Stream: takes memory on that of compute, packs and reduces on the reduce-scatter stream, goes on over replicas on the all-reduce stream.
+        Stream: takes memory on that of compute, packs and reduces on the reduce-scatter stream, goes on over replicas
+        on the all-reduce stream.
         """
         if not self.buckets:
             return
@@ -415,12 +416,7 @@ class GradientReducer:
         sent = [
             _Sent(
                 bucket,
-                bucket.begin(
-                    in_place=not (ends_here or keeps),
-                    allocate=self._transport.allocate,
-                    arena=arena,
-                    onto_output=self._transport.is_alone,
-                ),
+                bucket.begin(not (ends_here or keeps), self._transport.allocate, arena, self._transport.is_alone),
                 scaling,
             )
             for bucket, scaling in zip(self.buckets, self._scalings, strict=True)
@@ -432,13 +428,14 @@ class GradientReducer:
             casts = self._may_have_added_up
             for each, gradients in zip(sent, taken, strict=True):
                 each.gradients.pack(each.packed, gradients, arena=arena, lets_go=not device.has_streams, casts=casts)
-            pending.packed = device.record(stream)
+            if device.has_streams:
+                pending.packed = device.record(stream)
             for op, members in _launches(sent):
                 self._transport.reduce_scatter(members, op, None if device.has_streams else pending.works, arena)
         del taken, gradients, members  # this frame lives on: what is sent is to be let go of as soon as it was
         if not device.has_streams:
             for each in sent:
-                each.release_gradients()
+                each.packed.inputs = []
         yield Stage.LAST_LAUNCHED if replicas is None or ends_here else Stage.LAUNCHED
         if replicas is not None:
             with device.use(stream):

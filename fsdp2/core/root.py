@@ -305,6 +305,7 @@ class FSDPRoot:
 
     @post_optim_event.setter
     def post_optim_event(self, event: Any) -> None:
+        """To be set for each iteration."""
         self.comm.post_optim_event = event
 
     def begin_forward(self) -> None:
@@ -318,7 +319,7 @@ class FSDPRoot:
         PLACE.step, PLACE.thread = PLACE.step + 1, threading.get_ident()
         PLACE.phase, PLACE.left, PLACE.tells = self._phases[0], "", self.settings.aborts_together
         self.iteration.order = self._forward_order if torch.is_grad_enabled() else self._evaluation_order
-        event, self.post_optim_event = self.post_optim_event, None
+        event, self.comm.post_optim_event = self.comm.post_optim_event, None
         if self.comm.device.has_streams:
             self.comm.begin_forward()
             if event is not None:
@@ -482,7 +483,8 @@ class FSDPRoot:
 
     def gather_for_backward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit`` and, ahead of its backward, the units that come ``then``, or are expected to. Collective."""
-        self.comm.free_packed()
+        if self.comm.device.has_streams:
+            self.comm.free_packed()
         iteration = self.iteration
         if iteration.postponed is not None:
             self._enclosing.add(iteration.postponed.during)

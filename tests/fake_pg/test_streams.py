@@ -148,7 +148,7 @@ def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
         Training.of_stack(recorder, model, mp_policy=policy).steps(3)
     pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
     found = live_bytes(recorder.trace, pools)
-    assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "and what is received, activations, the outer layers"
+    assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "with activations and the outer layers"
 
 
 RANKS = (

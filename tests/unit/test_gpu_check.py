@@ -259,17 +259,19 @@ def test_kernels_are_attributed_to_the_innermost_range_around_their_launch() -> 
         event("user_annotation", "FSDP::all_gather (block)", 10, 20),
         event("user_annotation", "somebody's own", 12, 2),
         event("cuda_runtime", "cudaLaunchKernel", 13, 1, correlation=1),
-        event("cuda_runtime", "cudaMemcpyAsync", 50, 1, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 50, 1, correlation=2),
+        event("cuda_runtime", "cudaMemcpyAsync", 55, 1, correlation=4),
         event("cuda_runtime", "cudaLaunchKernel", 13, 1, tid=2, correlation=3),
         event("kernel", "ncclDevKernel_AllGather", 300, 5, tid=20, correlation=1, stream=20),
-        event("gpu_memcpy", "Memcpy DtoD", 200, 5, tid=7, correlation=2, stream=7),
+        event("kernel", "copy", 200, 5, tid=7, correlation=2, stream=7),
+        event("gpu_memcpy", "Memcpy HtoD", 190, 5, tid=7, correlation=4, stream=7),
         event("kernel", "gemm", 100, 5, tid=7, correlation=3, stream=7),
         {"ph": "M", "name": "process_name"},
     ]
     kernels = kernels_in(events)
     assert [(each.name, each.range, each.stream) for each in kernels] == [
         ("gemm", "", 7),
-        ("Memcpy DtoD", "pre_forward", 7),
+        ("copy", "pre_forward", 7),
         ("ncclDevKernel_AllGather", "all_gather", 20),
     ]
     assert [each.is_nccl for each in kernels] == [False, False, True]
