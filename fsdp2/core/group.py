@@ -464,11 +464,24 @@ class FSDPParamGroup:
         self._take_over(replacements)
         self._gathered = self.written() if not was_stale else None
         self.storage.forget_sent()  # its version was that of others
+        self._lay_out_gradients()
+        return True
+
+    def _lay_out_gradients(self) -> None:
+        """Anew: parameters were frozen or thawed."""
         if self.is_prepared:
             self.is_prepared = False  # as long as gradients wait, and refuse another layout
             self.reducer.lay_out(self.params)
             self.is_prepared = True
-        return True
+
+    def _adopt_toggled(self) -> None:
+        """Take over that parameters were frozen or thawed while they were unsharded: their backward begins."""
+        if self.comm is not None:
+            self.comm.finish_reduces()  # what is in flight was packed by the old plan
+        for param in self.params:
+            param.adopt_toggled()
+        self._registrations.expect_replaced()
+        self._lay_out_gradients()
 
     # -- unshard
 
@@ -531,6 +544,8 @@ class FSDPParamGroup:
             is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
             if for_backward or not (is_toggled or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
+                    if for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled():
+                        self._adopt_toggled()
                     is_there = for_backward and not is_prefetch and self._phase is ParamPhase.UNSHARDED
                     if is_there and self.storage.lies_in_place and self.is_stale():
                         self.refuse_backward()  # what was written is what the forward saved

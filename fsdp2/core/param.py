@@ -309,6 +309,14 @@ class FSDPParam:
             if other is not None and other.requires_grad is not self.requires_grad:
                 other.requires_grad_(self.requires_grad)
 
+    def adopt_toggled(self) -> None:
+        """Take over whether one of its forms was frozen or thawed, for all of them."""
+        forms = [each for each in (self.sharded, self.unsharded, self.post_forward) if each is not None]
+        if any(each.requires_grad is not self.requires_grad for each in forms):
+            self.requires_grad = not self.requires_grad
+            for each in forms:
+                each.requires_grad_(self.requires_grad)
+
     @property
     def resting(self) -> nn.Parameter:
         """The parameter that is registered while the group is resharded to fewer ranks."""

@@ -106,6 +106,7 @@ class GradientReducer:
         self.is_reducing = False
         self._to_widen: tuple[FSDPParam, ...] = ()
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
+        self._frozen: tuple[FSDPParam, ...] = ()
         self._may_have_added_up = False  # since the last reduction; the same on all ranks
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
@@ -135,6 +136,7 @@ class GradientReducer:
             if bucket.dtype in kept:
                 bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
+        self._frozen = tuple(param for param in params if param not in trainable)
         self.large = _large_ones(trainable)
         hook, custom = self.settings.comm_hook, self.settings.custom_reduce_scatter
         if hook is None:
@@ -334,6 +336,19 @@ class GradientReducer:
         return [] if self.is_reducing else [one for each in self.buckets if (one := each.cleared_buffer()) is not None]
 
     # -- the end of a backward
+
+    def refuse_unexpected(self) -> None:
+        """Refuse a gradient that is in no bucket: it would be lost.
+
+        Raises:
+            FSDPRuntimeError: naming the parameter.
+        """
+        for param in self._frozen:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                raise FSDPRuntimeError(
+                    f"a gradient of parameter '{param.path}' arrived, which was frozen when this backward began to "
+                    "gather: it would be lost. Freeze and thaw parameters before backward() is called."
+                )
 
     def keep_unsharded(self) -> None:
         """Leave the gradients of this backward unsharded, for a later one to reduce the sum.
