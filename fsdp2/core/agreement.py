@@ -169,7 +169,7 @@ class Number:
 def refuse_unowned_parameters(
     modules: Sequence[nn.Module], class_name: str, params: Sequence[FSDPParam], ignored: Collection[nn.Parameter]
 ) -> None:
-    """Every parameter below ``modules`` is one of ``params``, ignored, or in a module that torch's `replicate` manages.
+    """Every parameter below ``modules`` is of ``params``, ignored, frozen, or in a module of torch's `replicate`.
 
     Raises:
         FSDPRuntimeError: one is not, and would not be reduced.
@@ -182,7 +182,8 @@ def refuse_unowned_parameters(
             if module in replicated:
                 continue
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter in ignored or (module, name) in owned:
+                is_frozen = parameter is not None and not parameter.requires_grad
+                if parameter is None or is_frozen or parameter in ignored or (module, name) in owned:
                     continue
                 raise FSDPRuntimeError(
                     f"parameter '{prefix + '.' + name if prefix else name}' of {class_name} was added after "

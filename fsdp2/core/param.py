@@ -711,9 +711,9 @@ class Registrations:
 
     def are_toggled(self) -> bool:
         """Whether parameters, in either form, were frozen or unfrozen since the plan was made."""
-        return any(
-            list(map(_REQUIRES_GRAD, map(form, self._params))) != self._require_grad for form in (_UNSHARDED, _SHARDED)
-        )
+        known, params = self._require_grad, self._params
+        is_toggled = list(map(_REQUIRES_GRAD, map(_UNSHARDED, params))) != known
+        return is_toggled or list(map(_REQUIRES_GRAD, map(_SHARDED, params))) != known
 
     def register_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""

@@ -79,6 +79,7 @@ class GradientReducer:
         accumulated: unsharded gradients of earlier backwards wait for a reduction.
         scatter_group: the process group of the reduce-scatter, if it has one of its own.
         buckets: how gradients are laid out, one for each dtype they are reduced in.
+        frozen: the parameters that are in none.
         is_reducing: a reduction was issued and has not been delivered.
         large: the trainable parameters of some size, if their gradients are at least half of the bytes.
         is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
@@ -106,7 +107,7 @@ class GradientReducer:
         self.is_reducing = False
         self._to_widen: tuple[FSDPParam, ...] = ()
         self._follow_arrivals: tuple[FSDPParam, ...] = ()
-        self._frozen: tuple[FSDPParam, ...] = ()
+        self.frozen: tuple[FSDPParam, ...] = ()
         self._may_have_added_up = False  # since the last reduction; the same on all ranks
         self._scalings: list[Scaling] = []
         self._params: tuple[FSDPParam, ...] = ()
@@ -136,7 +137,7 @@ class GradientReducer:
             if bucket.dtype in kept:
                 bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
-        self._frozen = tuple(param for param in params if param not in trainable)
+        self.frozen = tuple(param for param in params if param not in trainable)
         self.large = _large_ones(trainable)
         hook, custom = self.settings.comm_hook, self.settings.custom_reduce_scatter
         if hook is None:
@@ -343,7 +344,7 @@ class GradientReducer:
         Raises:
             FSDPRuntimeError: naming the parameter.
         """
-        for param in self._frozen:
+        for param in self.frozen:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 raise FSDPRuntimeError(
                     f"a gradient of parameter '{param.path}' arrived, which was frozen when this backward began to "

@@ -570,7 +570,8 @@ class FSDPRoot:
         if self.iteration.postponed is not None:
             self.gather_postponed()
         for group in unit:
-            group.reducer.refuse_unexpected()
+            if group.reducer.frozen:
+                group.reducer.refuse_unexpected()
             if not group.reducer.is_trainable:
                 continue
             if group.settings.requires_gradient_sync:

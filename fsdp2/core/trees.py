@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,33 +20,45 @@ from torch import nn
 from fsdp2.core.options import InputCast
 from fsdp2.errors import FSDPTypeError, FSDPValueError
 
-_REBUILT = (list, tuple, dict, UserDict)
-"""Containers that can be rebuilt with other items; dataclass instances too."""
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, UserDict})
 
 
-def _items(tree: object) -> Iterable[tuple[Any, Any]]:
-    """The keys and values of a container; none for anything else."""
-    if isinstance(tree, (list, tuple)):
+def _is_record(kind: type) -> bool:
+    """Whether it is a dataclass, and nothing else. (Of transformers' outputs: and a dict.)"""
+    return dataclasses.is_dataclass(kind) and not issubclass(kind, (nn.Module, list, tuple, torch.Tensor))
+
+
+def _items(tree: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The keys and values of a container; None of anything else, which is neither read nor written.
+
+    Containers are known by their exact type: a class of the program's may do anything when it is read or written.
+    """
+    kind = type(tree)
+    if kind in _SEQUENCES or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields")):
         return enumerate(tree)
-    if isinstance(tree, Mapping):
-        return tree.items()
-    if _is_dataclass(tree):
-        names = (entry.name for entry in dataclasses.fields(tree))  # type: ignore[arg-type]
-        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
-    return ()
-
-
-def _is_dataclass(tree: object) -> bool:
-    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+    if kind in _MAPPINGS:
+        return tree.items()  # type: ignore[no-any-return]
+    if not _is_record(kind):
+        return None
+    if issubclass(kind, dict):
+        return tree.items()  # type: ignore[no-any-return]
+    names = (entry.name for entry in dataclasses.fields(tree))
+    return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
 
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
-    """All tensors in ``tree``, through lists, tuples, mappings and dataclass instances, in order."""
+    """All tensors in ``tree``, through its containers, each of them once, in order."""
+    return _tensors_in(tree, set())
+
+
+def _tensors_in(tree: object, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
-    else:
-        for _, value in _items(tree):
-            yield from tensors_in(value)
+    elif id(tree) not in seen:
+        seen.add(id(tree))
+        for _, value in _items(tree) or ():
+            yield from _tensors_in(value, seen)
 
 
 _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, nn.Module, types.ModuleType)
@@ -85,10 +97,13 @@ def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch
 
 def _parts(value: Any) -> Iterable[object]:
     """What ``value``, which is no tensor, holds."""
-    if isinstance(value, Mapping):
+    for kind in (list, tuple, set, frozenset, deque):
+        if isinstance(value, kind):
+            yield from kind.__iter__(value)  # whatever the program's class does there
+    if isinstance(value, dict):
+        yield from dict.values(value)
+    elif isinstance(value, types.MappingProxyType):
         yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from value
     if isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     if isinstance(value, types.MethodType):
@@ -133,7 +148,7 @@ class Replaced:
     def take_out(self) -> None:
         """Put back what was there before."""
         for container in self.containers.values():
-            for key, value in list(_items(container)):
+            for key, value in list(_items(container) or ()):
                 found = value
                 while id(value) in self._originals:  # what was put there may have been replaced once more
                     replacement, version, original = self._originals[id(value)]
@@ -149,33 +164,53 @@ def _version_of(value: Any) -> int:
 
 
 def _set(container: Any, key: Any, value: Any) -> None:
-    if _is_dataclass(container) and not isinstance(container, Mapping):
-        object.__setattr__(container, key, value)  # of frozen ones as well
-    else:
+    if isinstance(container, (list, dict, UserDict)):
         container[key] = value
+    else:
+        object.__setattr__(container, key, value)  # of frozen ones as well
 
 
 def _is_mutable(tree: Any) -> bool:
     """Whether others that hold ``tree`` can see what is written into it."""
-    if isinstance(tree, tuple):
-        return False
-    return isinstance(tree, _REBUILT) or not type(tree).__dataclass_params__.frozen
+    if isinstance(tree, (list, dict, UserDict)):
+        return True
+    return not isinstance(tree, tuple) and not type(tree).__dataclass_params__.frozen
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, replaced: Replaced | None = None) -> Any:
-    """``tree`` with every tensor replaced by ``function`` of it.
+Known = dict[int, tuple[Any, Any]]
+"""What was mapped already, by identity, and to what."""
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    tree: Any,
+    replaced: Replaced | None = None,
+    known: Known | None = None,
+) -> Any:
+    """``tree`` with every tensor replaced by ``function`` of it, which is asked once of each.
 
     Containers are copied, in their own type, only where something in them changes. With ``replaced``, those that can be
-    written into stay the same objects, with other contents until ``replaced`` takes them out. Mappings other than
-    ``dict`` and ``UserDict`` are left alone.
+    written into stay the same objects, with other contents until ``replaced`` takes them out. ``known``: of trees that
+    belong together.
     """
+    if known is None:
+        known = {}
+    elif id(tree) in known:
+        return known[id(tree)][1]
     if isinstance(tree, torch.Tensor):
-        return function(tree)
-    if not isinstance(tree, _REBUILT) and not _is_dataclass(tree):
+        mapped = function(tree)
+        if mapped is not tree:
+            if tree.__dict__ and type(tree) is torch.Tensor:  # attributes that the program has set
+                mapped.__dict__.update(tree.__dict__)
+            known[id(tree)] = (tree, mapped)
+        return mapped
+    items = _items(tree)
+    if items is None:
         return tree
+    known[id(tree)] = (tree, tree)  # it may contain itself
     changes = []
-    for key, value in list(_items(tree)):
-        replacement = map_tensors(function, value, replaced)
+    for key, value in list(items):
+        replacement = map_tensors(function, value, replaced, known)
         if replacement is not value:
             changes.append((key, value, replacement))
     if not changes:
@@ -184,7 +219,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any, rep
         for change in changes:
             replaced.put(tree, *change)
         return tree
-    return _with_changes(tree, {key: replacement for key, _, replacement in changes})
+    found = _with_changes(tree, {key: replacement for key, _, replacement in changes})
+    known[id(tree)] = (tree, found)
+    return found
 
 
 def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
@@ -199,10 +236,11 @@ def _with_changes(tree: Any, changes: dict[Any, Any]) -> Any:
 
 def text_of(tree: Any, leaf: Callable[[Any], str]) -> str:
     """``tree`` as text, through the containers that `map_tensors` goes through; ``leaf`` gives that of all else."""
-    if isinstance(tree, torch.Tensor) or not (isinstance(tree, _REBUILT) or _is_dataclass(tree)):
+    found = None if isinstance(tree, torch.Tensor) else _items(tree)
+    if found is None:
         return leaf(tree)
     is_sequence = isinstance(tree, (list, tuple))
-    items = [f"{'' if is_sequence else f'{key!r}: '}{text_of(value, leaf)}" for key, value in _items(tree)]
+    items = [f"{'' if is_sequence else f'{key!r}: '}{text_of(value, leaf)}" for key, value in found]
     signs: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
     opening, closing = signs.get(type(tree), (f"{type(tree).__name__}(", ")"))
     return f"{opening}{', '.join(items)}{closing}"
@@ -212,17 +250,20 @@ def map_inputs(
     function: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], replaced: Replaced
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`map_tensors` of the arguments of a call, which are no container of the caller's."""
-    new_args = tuple([map_tensors(function, value, replaced) for value in args])
-    return new_args, {name: map_tensors(function, value, replaced) for name, value in kwargs.items()}
+    known: Known = {}
+    new_args = tuple([map_tensors(function, value, replaced, known) for value in args])
+    return new_args, {name: map_tensors(function, value, replaced, known) for name, value in kwargs.items()}
 
 
-def cast_floating_point(dtype: torch.dtype, tree: Any, replaced: Replaced | None = None) -> Any:
-    """``tree`` with every floating-point tensor of another dtype cast to ``dtype``. ``replaced``: see `map_tensors`."""
+def cast_floating_point(
+    dtype: torch.dtype, tree: Any, replaced: Replaced | None = None, known: Known | None = None
+) -> Any:
+    """``tree`` with every floating-point tensor of another dtype cast to ``dtype``. The others: see `map_tensors`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
-    return map_tensors(cast, tree, replaced)
+    return map_tensors(cast, tree, replaced, known)
 
 
 def cast_inputs(
@@ -230,8 +271,10 @@ def cast_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """``args`` and ``kwargs`` for ``function``, those that ``cast`` names cast; ``replaced`` as in `map_tensors`."""
 
+    known: Known = {}
+
     def convert(dtype: torch.dtype, value: Any) -> Any:
-        return cast_floating_point(dtype, value, replaced)
+        return cast_floating_point(dtype, value, replaced, known)
 
     if cast.names is None:
         new_args = tuple([convert(cast.dtype, value) for value in args])
