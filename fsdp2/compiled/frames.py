@@ -10,7 +10,7 @@ from fsdp2 import _torch_compiler
 from fsdp2.core.module import ON_SHARDING
 
 PACKAGE = "fsdp2"
-BEGINS_GRAPHS = "_captured_call"
+BEGINS_GRAPHS = "_fsdp_captured_call"
 HOOKS = ("pre_forward", "post_forward")
 """What they call may be the user's: collectives, tensors that gather themselves."""
 

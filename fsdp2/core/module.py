@@ -187,47 +187,7 @@ class FSDPModule:
         return plain
 
     def _get_fsdp_state(self) -> FSDPState:
-        state = state_of(self)  # type: ignore[arg-type]
-        assert state is not None, "an FSDPModule has a state"
-        return state
-
-    def _states(self, recurse: bool) -> list[FSDPState]:
-        return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
-
-    def _groups(self, recurse: bool) -> list[FSDPParamGroup]:
-        """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
-        return _own_groups(self._states(recurse))
-
-    def _configure(self, recurse: bool = False, **changes: Any) -> None:
-        """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
-        states = self._states(recurse)
-        _configure_groups(_own_groups(states), changes)
-        if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
-            _ask_shared(states, changes)
-
-    def _configure_as_root(self, method: str, **changes: Any) -> None:
-        """Change settings of roots, between iterations."""
-        RootSettings(**changes)
-        state = self._get_fsdp_state()
-        root = state.root
-        if root is not None and not state.is_root:
-            raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
-        if root is not None:
-            root.recover_if_failed()
-        if root is not None and root.is_running():
-            raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
-        state.configure_root(**changes)
-
-    def _groups_of_one_mesh(self, method: str) -> list[FSDPParamGroup]:
-        """The module's own, but for that of small parameters (``replicate_below``), which no rank has a shard of."""
-        has_small = self._get_fsdp_state().arguments.replicate_below
-        groups = [each for each in self._groups(recurse=False) if not has_small or each.mesh.shard_group is not None]
-        if len({group.mesh.key for group in groups}) > 1:
-            raise FSDPValueError(
-                f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
-                "it would not be clear which of them is meant."
-            )
-        return groups
+        return _state(self)
 
     # -- parameters
 
@@ -244,7 +204,7 @@ class FSDPModule:
         Returns:
             The handle if ``async_op``, else None.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         root = state.ensure_root()
         root.recover_if_failed()
         handle = UnshardHandle(state.unit, root)
@@ -266,7 +226,7 @@ class FSDPModule:
         No communication. Nothing to do if they are sharded. See `set_keep_unsharded_storage`. Inside of the module's
         own backward, which may need them yet, it is left to the end of that.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         if state._in_backward and _torch.backward_is_running():
             return
         for group in state.unit:
@@ -285,9 +245,9 @@ class FSDPModule:
         """
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"reshard_after_forward must be a bool here, got {reshard_after_forward!r}.")
-        for state in self._states(recurse):
+        for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
-        for group in self._groups(recurse):
+        for group in _groups(self, recurse):
             group.rest_on_all_ranks()
 
     @checked()
@@ -297,7 +257,7 @@ class FSDPModule:
         False saves the next forward its all-gathers when no optimizer step lies between (gradient accumulation). After
         a step the next forward gathers again.
         """
-        for state in self._states(recurse):
+        for state in _states(self, recurse):
             state.reshard_after_backward = reshard_after_backward
 
     @checked(strategy=ANYTHING)
@@ -316,8 +276,8 @@ class FSDPModule:
             FSDPValueError: no such strategy; or from ``"replicate"`` to another or back, which `unwrap` followed by
                 `fully_shard` does.
         """
-        SET_STRATEGY.filling(strategy, list(self._states(recurse)))
-        for group in self._groups(recurse):
+        SET_STRATEGY.filling(strategy, list(_states(self, recurse)))
+        for group in _groups(self, recurse):
             group.rest_on_all_ranks()
 
     @checked()
@@ -329,7 +289,7 @@ class FSDPModule:
         Raises:
             FSDPRuntimeError: it is to be given back though a graph was captured that uses it.
         """
-        self._configure(recurse, keeps_unsharded_storage=keep)
+        _configure(self, recurse, keeps_unsharded_storage=keep)
 
     @checked()
     def set_full_precision(self, full_precision: bool, *, recurse: bool = True) -> None:
@@ -342,12 +302,12 @@ class FSDPModule:
             FSDPRuntimeError: a forward or backward is running, or gradients wait for their reduction, in the dtypes of
                 before; whole parameters are lent by `full_parameters`.
         """
-        states = self._states(recurse)
+        states = _states(self, recurse)
         for state in states:
             state.refuse_other_precision()
         for state in states:
             state.in_full_precision = full_precision
-        self._configure(recurse, full_precision=full_precision)
+        _configure(self, recurse, full_precision=full_precision)
 
     @checked()
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -356,7 +316,7 @@ class FSDPModule:
         Raises:
             FSDPValueError: False, and weights are tied to those of other modules, whose backward may need them.
         """
-        self._configure(unshards_in_backward=unshard_in_backward)
+        _configure(self, unshards_in_backward=unshard_in_backward)
 
     @checked()
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -365,7 +325,7 @@ class FSDPModule:
         Recursive. All memory then belongs to the current stream, which avoids fragmentation between streams; only
         explicit prefetching overlaps, and casts before the gather do not.
         """
-        self._configure(recurse=True, gathers_on_compute=async_op)
+        _configure(self, recurse=True, gathers_on_compute=async_op)
 
     # -- prefetching
 
@@ -379,7 +339,7 @@ class FSDPModule:
         Raises:
             FSDPValueError: not a list of sharded modules.
         """
-        self._get_fsdp_state().forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        _state(self).forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
 
     @checked(modules=ANYTHING)
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
@@ -390,7 +350,7 @@ class FSDPModule:
         """
         units = _units_of(modules, "set_modules_to_backward_prefetch")
         # The groups of a module are needed in reverse in backward.
-        self._get_fsdp_state().backward_prefetch = units and tuple(unit[::-1] for unit in units)
+        _state(self).backward_prefetch = units and tuple(unit[::-1] for unit in units)
 
     @checked(nbytes=ANYTHING)
     def set_prefetch_budget(self, nbytes: int | None) -> None:
@@ -406,7 +366,7 @@ class FSDPModule:
             FSDPValueError: neither None nor an int >= 0.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
-        self._configure_as_root("set_prefetch_budget", prefetch_bytes=nbytes)
+        _configure_as_root(self, "set_prefetch_budget", prefetch_bytes=nbytes)
 
     @checked()
     def set_backward_prefetch(self, when: str) -> None:
@@ -422,7 +382,7 @@ class FSDPModule:
             FSDPValueError: another word.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
-        self._configure_as_root("set_backward_prefetch", backward_prefetch=when)
+        _configure_as_root(self, "set_backward_prefetch", backward_prefetch=when)
 
     @checked()
     def set_replica_check(self, parameters: bool = True, buffers: bool = True) -> None:
@@ -442,7 +402,7 @@ class FSDPModule:
             FSDPTypeError: not a bool.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
-        self._configure_as_root("set_replica_check", compares_parameters=parameters, compares_buffers=buffers)
+        _configure_as_root(self, "set_replica_check", compares_parameters=parameters, compares_buffers=buffers)
 
     @checked(on_error=ANYTHING)
     def set_recovery(self, on_error: str = "keep_accumulated", abort_together: bool = False) -> None:
@@ -471,8 +431,8 @@ class FSDPModule:
             FSDPNotImplementedError: ``abort_together`` without a watchdog, or with exchanges that carry no name.
         """
         if abort_together:
-            ABANDON.filling.refuse_if_alone(self._groups(recurse=True))
-        self._configure_as_root("set_recovery", on_error=on_error, aborts_together=abort_together)
+            ABANDON.filling.refuse_if_alone(_groups(self, recurse=True))
+        _configure_as_root(self, "set_recovery", on_error=on_error, aborts_together=abort_together)
 
     @checked(on_difference=ANYTHING)
     def set_divergence(self, on_difference: str = "error", order: Sequence[nn.Module] | None = None) -> None:
@@ -496,19 +456,8 @@ class FSDPModule:
             FSDPValueError: another word; ``order`` names a module that is not below, or that was not sharded.
             FSDPRuntimeError: this module is not the root, or an iteration is running.
         """
-        names = None if order is None else self._names_in_order(order)
-        self._configure_as_root("set_divergence", divergence=on_difference, divergence_order=names)
-
-    def _names_in_order(self, order: Sequence[nn.Module]) -> tuple[str, ...]:
-        root = cast(nn.Module, self)
-        names = {module: name for name, module in root.named_modules()}
-        for module in order:
-            if module not in names or state_of(module) is None:
-                raise FSDPValueError(
-                    f"set_divergence: order has {type(module).__name__}, which is not below {type(root).__name__}, or "
-                    "on which fully_shard was not called."
-                )
-        return tuple(names[module] for module in order)
+        names = None if order is None else _names_in_order(cast(nn.Module, self), order)
+        _configure_as_root(self, "set_divergence", divergence=on_difference, divergence_order=names)
 
     @checked()
     def join_step(self) -> None:
@@ -523,7 +472,7 @@ class FSDPModule:
             FSDPRuntimeError: not on the root; without ``set_divergence("join")``; inside of forward or backward; or
                 after a backward that an exception has left.
         """
-        self._get_fsdp_state().join_step()
+        _state(self).join_step()
 
     # -- gradients
 
@@ -535,8 +484,8 @@ class FSDPModule:
         says (unset: its original dtype). The next backward with True reduces the sum. ``zero_grad``, of the model or
         of an optimizer, drops them.
         """
-        self._configure(
-            recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
+        _configure(
+            self, recurse, requires_gradient_sync=requires_gradient_sync, requires_all_reduce=requires_gradient_sync
         )
 
     @checked()
@@ -545,7 +494,7 @@ class FSDPModule:
 
         The next backward with True all-reduces the sum.
         """
-        self._configure(recurse, requires_all_reduce=requires_all_reduce)
+        _configure(self, recurse, requires_all_reduce=requires_all_reduce)
 
     @checked()
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -553,7 +502,7 @@ class FSDPModule:
 
         With False the last ones stay in flight; before gradients are used, a backward must have run with True.
         """
-        self._get_fsdp_state().configure_root(is_last_backward=is_last_backward)
+        _state(self).configure_root(is_last_backward=is_last_backward)
 
     @checked(event=_EVENT)
     def set_post_optim_event(self, event: Any) -> None:
@@ -562,7 +511,7 @@ class FSDPModule:
         By default they wait for everything that the current stream has been given. To be set for each iteration: before
         ``zero_grad()``, if the optimizer runs on another stream than forward.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         holder = state if state.root is None else state.root
         holder.post_optim_event = event
 
@@ -577,7 +526,7 @@ class FSDPModule:
             FSDPValueError: the module's parameters are on several meshes.
         """
         check_comm(comm, "set_custom_all_gather")
-        _configure_groups(self._groups_of_one_mesh("set_custom_all_gather"), {"custom_all_gather": comm})
+        _configure_groups(_groups_of_one_mesh(self, "set_custom_all_gather"), {"custom_all_gather": comm})
 
     @checked(comm=ANYTHING)
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -588,7 +537,7 @@ class FSDPModule:
             FSDPValueError: the module's parameters are on several meshes.
         """
         check_comm(comm, "set_custom_reduce_scatter")
-        _configure_groups(self._groups_of_one_mesh("set_custom_reduce_scatter"), {"custom_reduce_scatter": comm})
+        _configure_groups(_groups_of_one_mesh(self, "set_custom_reduce_scatter"), {"custom_reduce_scatter": comm})
 
     @checked(layout=ANYTHING)
     def set_all_gather_layout(self, layout: Any, *, recurse: bool = True) -> None:
@@ -609,7 +558,7 @@ class FSDPModule:
             FSDPNotImplementedError: it is one of a backend's, with methods that torch keeps private.
             FSDPValueError: parameters are unsharded, or being gathered; none is changed then.
         """
-        self._configure(recurse, all_gather_output_fn=OUTPUT_FUNCTION.filling(layout))
+        _configure(self, recurse, all_gather_output_fn=OUTPUT_FUNCTION.filling(layout))
 
     @checked(fn=ANYTHING)
     def set_reduce_scatter_input_fn(self, fn: Any, *, recurse: bool = True) -> None:
@@ -633,7 +582,7 @@ class FSDPModule:
             FSDPValueError: a parameter is owned by a rank, or dealt out in blocks of rows; none is changed then.
             FSDPRuntimeError: gradients wait for their all-reduce over replicas, or for the last backward; as above.
         """
-        self._configure(recurse, reduce_scatter_input_fn=INPUT_FUNCTION.filling(fn))
+        _configure(self, recurse, reduce_scatter_input_fn=INPUT_FUNCTION.filling(fn))
 
     @checked()
     def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:
@@ -650,9 +599,9 @@ class FSDPModule:
             FSDPTypeError: ``hook`` cannot be called.
             FSDPValueError: ``stream`` with replicas, or parameters on several meshes.
         """
-        groups = self._groups_of_one_mesh("set_all_reduce_hook")
+        groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
         _configure_groups(groups, {"all_reduce_hook": hook, "all_reduce_hook_stream": stream})
-        self._configure(all_reduce_hook=hook)  # that of small parameters has replicas, and no stream for it
+        _configure(self, all_reduce_hook=hook)  # that of small parameters has replicas, and no stream for it
 
     @checked(state=ANYTHING)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -674,12 +623,12 @@ class FSDPModule:
             FSDPValueError: parameters below are sharded and replicated (HSDP), or scaled or reduced in another way by
                 a setting.
         """
-        own = self._get_fsdp_state()
+        own = _state(self)
         if own.root is not None and not own.is_root:
             raise FSDPRuntimeError(
                 f"register_comm_hook can only be called on a root instance. '{own.name}' is below {own.root.name}."
             )
-        for group in self._groups(recurse=True):
+        for group in _groups(self, recurse=True):
             if group.settings.comm_hook is not None:
                 raise FSDPRuntimeError(
                     f"A communication hook is already registered, for '{group.name}': let one hook do both."
@@ -689,7 +638,7 @@ class FSDPModule:
                 f"register_comm_hook must be called before the first forward or unshard() of {own.root.name}, which "
                 "has been: gradients are laid out otherwise. Register the hook right after the last fully_shard."
             )
-        self._configure(recurse=True, comm_hook=CommHook(state, hook))
+        _configure(self, recurse=True, comm_hook=CommHook(state, hook))
 
     @checked(factor=ANYTHING)
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -702,7 +651,7 @@ class FSDPModule:
         """
         if not is_number(factor):
             raise FSDPValueError(f"set_gradient_divide_factor takes a positive number, got {factor!r}.")
-        self._configure(divide_factor=float(factor), denominator=None)
+        _configure(self, divide_factor=float(factor), denominator=None)
 
     @checked(reduction=ANYTHING)
     def set_gradient_reduction(self, reduction: str | float | torch.Tensor, *, recurse: bool = True) -> None:
@@ -726,7 +675,8 @@ class FSDPModule:
                 "set_gradient_reduction takes 'mean', 'sum' or a positive number to divide the sum by, got "
                 f"{reduction!r}."
             )
-        self._configure(
+        _configure(
+            self,
             recurse,
             divide_factor=1.0 if isinstance(reduction, str) and reduction == "sum" else None,
             denominator=None if isinstance(reduction, str) else denominator_of(reduction),
@@ -742,7 +692,7 @@ class FSDPModule:
     @checked()
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let collectives only ever sum, and scale separately: some fast paths of NCCL can do nothing else."""
-        self._configure(only_sums=enable)
+        _configure(self, only_sums=enable)
 
     @checked()
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -750,7 +700,7 @@ class FSDPModule:
 
         Parameters that are used on some ranks only are reduced in any case.
         """
-        self._configure(recurse, zeros_for_unused=reduce_scatter_unused_params)
+        _configure(self, recurse, zeros_for_unused=reduce_scatter_unused_params)
 
     @checked(max_input_buffers=ANYTHING)
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -762,7 +712,7 @@ class FSDPModule:
             FSDPTypeError: not an int.
             FSDPValueError: less than 1.
         """
-        self._configure(recurse, max_pending=max_input_buffers)
+        _configure(self, recurse, max_pending=max_input_buffers)
 
     @checked()
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -770,7 +720,7 @@ class FSDPModule:
 
         Makes process groups, one for each set of ranks: all ranks must call this.
         """
-        self._configure(recurse, has_scatter_group=enable)
+        _configure(self, recurse, has_scatter_group=enable)
 
     @checked()
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -779,7 +729,7 @@ class FSDPModule:
         Raises:
             FSDPRuntimeError: a custom collective is set, which allocates itself.
         """
-        groups, method = self._groups(recurse=False), "set_allocate_memory_from_process_group_for_comm"
+        groups, method = _groups(self, recurse=False), "set_allocate_memory_from_process_group_for_comm"
         SET_IN_MEMORY.filling(groups, method, None, enable)
 
     @checked()
@@ -792,7 +742,7 @@ class FSDPModule:
         """
         if backend != "NCCL":
             raise FSDPValueError(f"set_symm_mem_for_comm knows the backend 'NCCL' only, got {backend!r}.")
-        SET_IN_MEMORY.filling(self._groups(recurse=False), "set_symm_mem_for_comm", backend, True)
+        SET_IN_MEMORY.filling(_groups(self, recurse=False), "set_symm_mem_for_comm", backend, True)
 
     @checked()
     def set_communication_memory_pool(self, enable: bool) -> None:
@@ -816,10 +766,10 @@ class FSDPModule:
                 "ones cannot move memory from one storage to another. set_keep_unsharded_storage(True) keeps the "
                 "memory of unsharded parameters, at the cost of all of it."
             )
-        root = self._get_fsdp_state().root
+        root = _state(self).root
         if root is not None and not enable:
             root.comm.refuse_to_drop_pools()
-        self._configure_as_root("set_communication_memory_pool", pools_memory=enable)
+        _configure_as_root(self, "set_communication_memory_pool", pools_memory=enable)
         if root is not None:
             root.comm.pool_memory(enable)
 
@@ -834,7 +784,7 @@ class FSDPModule:
         Raises:
             FSDPRuntimeError: this module is not the root, or a backward is running or not finalized.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         root = state.root
         if root is not None and not state.is_root:
             raise FSDPRuntimeError(
@@ -869,7 +819,7 @@ class FSDPModule:
             FSDPRuntimeError: not the root, not enabled, during a backward, a handle is outstanding, or gradients would
                 stop between reduce-scatter and all-reduce.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         root = state.root
         if root is None:
             return GradientReductionHandle() if async_op else None
@@ -893,7 +843,7 @@ class FSDPModule:
             FSDPRuntimeError: this module is not the root, or a root that shares its communication context has a handle
                 outstanding.
         """
-        state = self._get_fsdp_state()
+        state = _state(self)
         if state.root is None:
             state.take_over()
         elif state.is_root:
@@ -909,7 +859,7 @@ class FSDPModule:
         """Observe exceptions (module hooks do not run on KeyboardInterrupt), and make graphs possible.
 
         Dynamo does not take up this frame of a compiled call, so what must happen outside of the graph happens here. It
-        takes up the next one, of `_captured_call`, and reaches the module's hooks through it.
+        takes up the next one, of `_fsdp_captured_call`, and reaches the module's hooks through it.
         """
         if torch.compiler.is_dynamo_compiling():
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -923,7 +873,7 @@ class FSDPModule:
                         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
                     args, kwargs = call.inputs(args, kwargs)
                     with state.graph_hooks.called():
-                        output = self._captured_call(*args, **kwargs)
+                        output = self._fsdp_captured_call(*args, **kwargs)
                 state.await_backward_of_graph(output)
                 return output
             return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
@@ -936,13 +886,13 @@ class FSDPModule:
         finally:
             state.calls -= 1
 
-    def _captured_call(self, *args: Any, **kwargs: Any) -> Any:
+    def _fsdp_captured_call(self, *args: Any, **kwargs: Any) -> Any:
         return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Convert or move the sharded parameters (``to``, ``half``, ``to_empty``), and take the results over."""
-        state = self._get_fsdp_state()
-        for each in self._states(recurse):  # all, before the first of them is converted
+        state = _state(self)
+        for each in _states(self, recurse):  # all, before the first of them is converted
             each.quiesce()
         with EXPLAINED_CONVERSION.filling(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -1005,6 +955,66 @@ def new_sharded(original: type, *arguments: Any) -> NoReturn:
 made_again = new_sharded
 
 
+def _state(module: FSDPModule) -> FSDPState:
+    state = state_of(module)  # type: ignore[arg-type]
+    assert state is not None, "an FSDPModule has a state"
+    return state
+
+
+def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
+    return states_below(module) if recurse else [_state(module)]  # type: ignore[arg-type]
+
+
+def _groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
+    """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
+    return _own_groups(_states(module, recurse))
+
+
+def _configure(module: FSDPModule, recurse: bool = False, **changes: Any) -> None:
+    """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
+    states = _states(module, recurse)
+    _configure_groups(_own_groups(states), changes)
+    if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
+        _ask_shared(states, changes)
+
+
+def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
+    """Change settings of roots, between iterations."""
+    RootSettings(**changes)
+    state = _state(module)
+    root = state.root
+    if root is not None and not state.is_root:
+        raise FSDPRuntimeError(f"{method}() must be called on the root, {root.name}, not on '{state.name}'.")
+    if root is not None:
+        root.recover_if_failed()
+    if root is not None and root.is_running():
+        raise FSDPRuntimeError(f"{method}() must be called outside of forward and backward.")
+    state.configure_root(**changes)
+
+
+def _groups_of_one_mesh(module: FSDPModule, method: str) -> list[FSDPParamGroup]:
+    """The module's own, but for that of small parameters (``replicate_below``), which no rank has a shard of."""
+    has_small = _state(module).arguments.replicate_below
+    groups = [each for each in _groups(module, recurse=False) if not has_small or each.mesh.shard_group is not None]
+    if len({group.mesh.key for group in groups}) > 1:
+        raise FSDPValueError(
+            f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
+            "it would not be clear which of them is meant."
+        )
+    return groups
+
+
+def _names_in_order(root: nn.Module, order: Sequence[nn.Module]) -> tuple[str, ...]:
+    names = {module: name for name, module in root.named_modules()}
+    for module in order:
+        if module not in names or state_of(module) is None:
+            raise FSDPValueError(
+                f"set_divergence: order has {type(module).__name__}, which is not below {type(root).__name__}, or "
+                "on which fully_shard was not called."
+            )
+    return tuple(names[module] for module in order)
+
+
 def _own_groups(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     return [group for state in states for group in state.unit if group.sharers[0] is state]
 
@@ -1065,7 +1075,7 @@ def mix_in(module: nn.Module) -> None:
     sharded = _CLASSES.get(original)
     if sharded is None:
         namespace = {"__module__": original.__module__, **_own_forward_of(original)}
-        namespace["_captured_call"] = _of_its_own_code(FSDPModule._captured_call)
+        namespace["_fsdp_captured_call"] = _of_its_own_code(FSDPModule._fsdp_captured_call)
         # Another rank, a thread of this process, may have made it by now: the first counts.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
         sharded = _CLASSES.setdefault(original, made)
@@ -1085,7 +1095,7 @@ def _own_forward_of(kind: type) -> dict[str, Any]:
 
     @functools.wraps(inherited)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return inherited(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # that of now: programs replace it
 
     return {"forward": forward}
 

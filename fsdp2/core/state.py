@@ -492,7 +492,8 @@ class FSDPState:
         if self.root is None:
             self._on_real_parameters(self._become_root)
         root = self.ensure_root()
-        recompute = _torch.current_backward() != -1
+        # (One without gradients in the backward of another model is a forward like any other.)
+        recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
         hooks = True
         inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if recompute:
@@ -645,7 +646,7 @@ class FSDPState:
             return _torch.outside_selective_checkpoints(self.post_forward, module, args, output)
         root = self.root
         assert root is not None, "a forward that ends has begun"
-        recompute = _torch.current_backward() != -1
+        recompute = _torch.current_backward() != -1 and (torch.is_grad_enabled() or root.iteration.in_backward)
         if not recompute or not self._in_backward:
             self._on_real_parameters(self._leave_forward, root, module, output, recompute)
         if self._replaced_in_calls:

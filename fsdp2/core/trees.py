@@ -97,7 +97,8 @@ def tensors_anywhere_in(output: object, most: int = _MOST_VISITED) -> list[torch
 
 def _parts(value: Any) -> Iterable[object]:
     """What ``value``, which is no tensor, holds."""
-    for kind in (list, tuple, set, frozenset, deque):
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+    for kind in kinds:
         if isinstance(value, kind):
             yield from kind.__iter__(value)  # whatever the program's class does there
     if isinstance(value, dict):

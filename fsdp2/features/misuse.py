@@ -30,7 +30,7 @@ from fsdp2.core.trees import tensors_in
 from fsdp2.errors import FSDPError, FSDPRuntimeError, FSDPTypeError
 
 _DATA_PARALLEL = nn.parallel.DistributedDataParallel.__init__.__code__.co_filename
-_CALLS = frozenset({"_call_impl", "_captured_call", "wrapped"})
+_CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
 
 _MIXED = "got mixed torch.Tensor and DTensor"

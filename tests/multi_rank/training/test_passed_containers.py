@@ -20,6 +20,7 @@ from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of
 
 WIDTH = 6
 SUMS = Tolerance(rtol=1e-5, atol=1e-6, reason="the gradients of a tensor with several uses add up in another order")
+HALF = Tolerance(rtol=0.1, atol=0.05, reason="bf16 beside fp32")
 BF16 = Tolerance(rtol=3e-2, atol=3e-3, reason="the sum of two gradients of bf16, each rounded before or after the sum")
 
 
@@ -174,3 +175,47 @@ def test_the_callers_own_container_has_what_was_written_and_what_it_had(kind: st
     before, written = contents(passed)
     assert before is mine, "fp32, as the caller put it there"
     assert written.dtype is torch.bfloat16 and written.requires_grad
+
+
+class OwnNames(nn.Linear):
+    """Names of its own that helpers of fsdp2 have had."""
+
+    def _configure(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def _groups(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def _states(self) -> str:
+        return "mine"
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        assert c is x and x.note == "kept" and self._states() == "mine"  # type: ignore[attr-defined]
+        return super().forward(self._groups(self._configure(x)))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@multi_rank(2)
+def test_one_tensor_passed_twice_is_one_inside_and_methods_of_the_module_are_its_own(half: bool) -> None:
+    torch.manual_seed(0)
+    plain = OwnNames(WIDTH, WIDTH)
+    policy = MixedPrecisionPolicy(torch.bfloat16) if half else MixedPrecisionPolicy()
+    model = fully_shard(copy.deepcopy(plain), mp_policy=policy)
+    model.set_requires_gradient_sync(True)
+    for module in (plain, model):
+        x = batch(0).requires_grad_()
+        x.note = "kept"  # type: ignore[attr-defined]
+        module(x, x).square().mean().backward()
+    assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=HALF if half else SUMS)
+
+
+@multi_rank(2)
+def test_a_forward_that_is_replaced_after_sharding_runs() -> None:
+    """As kernels are patched into torch's own classes."""
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(nn.Linear, "forward", lambda self, x: x @ self.weight.t() * 3)
+        output = model(batch(0))
+    model.unshard()
+    assert torch.allclose(output, batch(0) @ model.weight.t() * 3)
+    model.reshard()
