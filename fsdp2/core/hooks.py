@@ -209,7 +209,11 @@ def after_backward_of_inputs(
 
 
 def before_backward_of_outputs(
-    callback: Callable[[torch.Tensor], None], outputs: Iterable[torch.Tensor], output: object, began: int
+    callback: Callable[[torch.Tensor], None],
+    outputs: Iterable[torch.Tensor],
+    output: object,
+    began: int,
+    on_leaves: list[RemovableHandle],
 ) -> bool:
     """Arrange that ``callback`` runs in backward as soon as the gradient of any of ``outputs`` arrives.
 
@@ -219,6 +223,7 @@ def before_backward_of_outputs(
         output: what the module has returned. An object of some class in it may hold what other modules have made: that
             is passed over.
         began: which is what comes before this in `_torch.order_of`.
+        on_leaves: takes the hooks on leaves, to be removed after the backward: those outlive it, and have others.
 
     Returns:
         Whether there may be one: whether one of them requires a gradient.
@@ -230,9 +235,10 @@ def before_backward_of_outputs(
             if is_older and all(each is not tensor for each in tensors_in(output)):
                 continue
             found = True
-            if tensor.grad_fn is None and callback in (_torch.tensor_hooks(tensor) or {}).values():
-                continue  # a parameter, or another leaf, which has kept the hook of an earlier call
-            tensor.register_hook(callback)
+            if tensor.grad_fn is not None:
+                tensor.register_hook(callback)
+            elif callback not in (_torch.tensor_hooks(tensor) or {}).values():
+                on_leaves.append(tensor.register_hook(callback))
     return found
 
 

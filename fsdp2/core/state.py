@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp2 import _torch
 from fsdp2.core.agreement import (
@@ -278,6 +279,7 @@ class FSDPState:
         self.prepared_hooks: Any = UNTRACED
         self.is_captured = True
         self._calls: list[weakref.ref[ForwardCall]] = []
+        self._on_leaves: list[RemovableHandle] = []
         self._in_backward = False
         self._awaits_finalization = False
         self._hides_outputs = False  # its backward may begin unnoticed: it stays unsharded for it
@@ -660,7 +662,7 @@ class FSDPState:
         awaits_backward = torch.is_grad_enabled()
         if awaits_backward:
             began = self._began() if len(outputs) > 1 else -1
-            is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began)
+            is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began, self._on_leaves)
             if not recompute and torch.Tensor in map(type, module.__dict__.values()):
                 before_backward_of_kept(self._pre_backward, module, self._began())
             has_trained = self.is_root and root.iteration.trained  # and no other backward is to come
@@ -737,7 +739,9 @@ class FSDPState:
             if living is not None:
                 living.begin_backward()
 
-        before_backward_of_outputs(begin_backward, [each for each in outputs if each.grad_fn is not None], output, -1)
+        before_backward_of_outputs(
+            begin_backward, [each for each in outputs if each.grad_fn is not None], output, -1, []
+        )
 
     def forward_failed(self, module: nn.Module) -> None:
         """An exception leaves the forward of ``module``, (one of) this state's.
@@ -884,6 +888,8 @@ class FSDPState:
         Returns:
             Its groups, if another backward may begin unnoticed.
         """
+        while self._on_leaves:
+            self._on_leaves.pop().remove()
         self._hides_outputs = self._hides_outputs and self._awaits_hidden()
         if self._in_backward or self._awaits_finalization:
             self.end_module_backward(reduces=True)

@@ -566,3 +566,30 @@ def test_a_parameter_that_is_returned_several_times_stays_until_it_was_read(worl
         assert_sharded_same("gradients", gradients_of(model), expected, tolerance=SUM_ORDER)
         for each in (model, plain):
             each.zero_grad()
+
+
+class Prompted(nn.Module):
+    """Returns a parameter that is left to the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.prompt = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x + self.prompt), self.prompt
+
+
+@multi_rank(2)
+def test_a_leaf_that_was_returned_is_used_after_the_step() -> None:
+    model = Prompted()
+    fully_shard(model, ignored_params={model.prompt})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        output, prompt = model(torch.ones(2, 4))
+        (output.sum() + prompt.sum() * step).backward()
+        assert model.linear.weight.grad is not None
+        optimizer.step()
+        optimizer.zero_grad()
+        prompt.pow(2).sum().backward()
+        assert torch.equal(prompt.grad, 2 * prompt)  # type: ignore[arg-type]
+        prompt.grad = None

@@ -121,7 +121,7 @@ def test_callbacks_frame_the_backward_of_what_lies_between() -> None:
     assert changed is not None
     (x_inside,), kwargs = changed
     output = Output(x_inside * weight * kwargs["scale"])
-    assert before_backward_of_outputs(lambda _: calls.append("pre"), tensors_in(output), output, -1)
+    assert before_backward_of_outputs(lambda _: calls.append("pre"), tensors_in(output), output, -1, [])
     (output.logits * 2).sum().backward()
     assert calls == ["pre", "accumulated", "post", "before the module"]
 
