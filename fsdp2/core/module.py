@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import threading
@@ -919,8 +918,19 @@ class FSDPModule:
 
     # -- copies
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A sharded module of its own: parameters, gradients, hooks, attributes and settings like this one's.
+
+        No communication. Between iterations only; unsharded parameters are resharded first.
+
+        Raises:
+            FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
+            FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
+        """
+        return DEEPCOPIED.filling(self, _original_class(type(self)), memo)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by its original class. Every rank unpickles its own."""
+        """Pickled by its original class; see `__deepcopy__`. Every rank unpickles its own."""
         return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
@@ -1069,26 +1079,12 @@ def mix_in(module: nn.Module) -> None:
         # Another rank, a thread of this process, may have made it by now: the first counts.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
         sharded = _CLASSES.setdefault(original, made)
-        copy._deepcopy_dispatch[sharded] = _deepcopied  # type: ignore[attr-defined]
         _CLASSES.were_any = True
     module.__class__ = sharded
     _torch.compose(module, "fully_shard")
     if (state := state_of(module)) is not None:
         _torch.map_state(module, state)
     _torch_compiler.recompile_from(module)
-
-
-def _deepcopied(module: FSDPModule, memo: dict[int, Any]) -> Any:
-    """A sharded module of its own: parameters, gradients, hooks, attributes and settings like those of ``module``.
-
-    No communication. Between iterations only; unsharded parameters are resharded first. (`copy` finds this by the exact
-    class. A ``__deepcopy__`` would be found through wrappers that pass attributes on, and be taken for theirs.)
-
-    Raises:
-        FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
-        FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
-    """
-    return DEEPCOPIED.filling(module, _original_class(type(module)), memo)
 
 
 def _own_forward_of(kind: type) -> dict[str, Any]:

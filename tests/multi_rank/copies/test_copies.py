@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -510,29 +509,3 @@ def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
     del first.cannot_be_copied
     copied, reference = copy.deepcopy(model), Reference(CASE, world_size=world_size)
     goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)
-
-
-class Passing(nn.Module):
-    """Passes attributes on, as wrappers of checkpoints and of compiled modules do."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-
-@multi_rank(2)
-def test_a_copy_of_a_wrapper_is_a_wrapper() -> None:
-    for wrap in (Passing, checkpoint_wrapper, torch.compile):
-        model = fully_shard(nn.Linear(4, 4))
-        copied: Any = copy.deepcopy(wrap(model))
-        assert type(copied) is type(wrap(nn.Linear(4, 4)))
-        inner = next(each for each in copied.modules() if isinstance(each, FSDPModule) and each is not copied)
-        assert inner is not model and inner.weight is not model.weight  # type: ignore[attr-defined]
-        inner(torch.ones(2, 4)).sum().backward()
-        assert inner.weight.grad is not None and model.weight.grad is None  # type: ignore[attr-defined, union-attr]
