@@ -665,7 +665,7 @@ class GradientBucket:
             self._set(packed, set(range(len(self.params))) - late)
 
     def _set(self, packed: PackedGradients, absent: set[int]) -> None:
-        """Of all but ``absent``."""
+        """Set or add to the gradients of all parameters but ``absent``."""
         buffer, delivered = self._buffer, packed.delivered
         if delivered is None or self._have_tensor_hooks():
             self._accumulate_each(packed.output if delivered is None else delivered, absent)

@@ -966,7 +966,7 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
 
 
 def _groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
-    """Those that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
+    """The groups that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
     return _own_groups(_states(module, recurse))
 
 

@@ -200,10 +200,9 @@ def map_tensors(
         return known[id(tree)][1]
     if isinstance(tree, torch.Tensor):
         mapped = function(tree)
-        if mapped is not tree:
-            if tree.__dict__ and type(tree) is torch.Tensor:  # attributes that the program has set
-                mapped.__dict__.update(tree.__dict__)
-            known[id(tree)] = (tree, mapped)
+        if mapped is not tree and tree.__dict__ and type(tree) is torch.Tensor:
+            mapped.__dict__.update(tree.__dict__)  # attributes that the program has set
+        known[id(tree)] = (tree, mapped)
         return mapped
     items = _items(tree)
     if items is None:

@@ -227,3 +227,12 @@ def test_the_differentiation_of_a_recorded_backward_is_noticed_first_of_all() ->
     assert calls == ["end"]
     slope.sum().backward()
     assert calls[:2] == ["end", "second"] and set(calls[2:]) == {"end", "accumulated"}
+
+
+def test_an_input_that_is_passed_twice_leaves_the_others_theirs() -> None:
+    a, b, c = (torch.full((1,), float(value), requires_grad=True) * 1 for value in range(3))
+    changed = after_backward_of_inputs(ForwardCall(Owner()), (a, [a, b], a), {"b": b, "c": c}, Replaced())
+    assert changed is not None
+    (first, (second, third), fourth), named = changed
+    assert first is second is fourth and third is named["b"]
+    assert [first.item(), third.item(), named["c"].item()] == [0, 1, 2]
