@@ -177,6 +177,10 @@ class _RunsOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if owner is None else owner.run_operator(func, args, kwargs or {})
 
 
+SETS_ITEMS_AS_DTENSORS = _VERSION < (2, 13)
+"""Whether ``dtensor[...] = value`` runs operators of DTensor on all that it meets, of the class below too."""
+
+
 class OwnOperators(DTensor):
     """A DTensor that runs operators itself: subclasses implement `run_operator`. Made as ``cls(local, spec, ...)``."""
 

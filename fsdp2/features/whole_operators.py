@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.core.module import ON_SHARDING
-from fsdp2.core.trees import tensors_in
+from fsdp2.core.trees import map_tensors, tensors_in
 from fsdp2.errors import FSDPNotImplementedError
 from fsdp2.features.misuse import is_ours
 
@@ -78,7 +78,8 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     dtensors = [each for each in tensors if isinstance(each, DTensor)]
     if not all(is_ours(each) and (func not in _TRACKED or _is_on_host(each)) for each in dtensors):
         return _torch.run_unhandled(func, args, kwargs)
-    if func in _INDEXED and len(dtensors) > 1:
+    is_masked = func is _aten.index_put_.default and args[2].numel() == 1 and not isinstance(args[2], DTensor)
+    if func in _INDEXED and len(dtensors) > 1 and not is_masked:
         return _torch.run_unhandled(func, args, kwargs)
     if func in _REFUSED:
         raise FSDPNotImplementedError(
@@ -136,8 +137,8 @@ def run_on_whole(
         part_of(whole, spec).copy_(under)
         return whole
 
-    wholes = [whole_of(value) for value in args]
-    named = {name: whole_of(value) for name, value in kwargs.items()}
+    wholes = map_tensors(whole_of, list(args))
+    named = map_tensors(whole_of, kwargs)
     result = func(*wholes, **named)
     written = _torch.written_arguments(func, args, kwargs)
     for value, whole in zip((*args, *kwargs.values()), (*wholes, *named.values()), strict=True):

@@ -1,0 +1,183 @@
+"""Rows and elements of sharded tensors: what is written into them reaches the shards; and the numbers read off them.
+
+torch's DTensor answers ``weight[1]`` of a tensor whose rows are dealt out with a view of a gathered copy, so that
+``weight[1].zero_()`` writes into the copy. Here that view is a `WrittenView`, and what is written into it is written
+into this rank's part of the tensor as well: `nn.Embedding.reset_parameters` and the initialization of many models
+depend on it. And ``bool(tensor.isnan().any())`` reads what this rank has of a sum that no rank has the whole of; here
+it is the whole tensor's. Both take a gather or a reduction, so all ranks of the mesh must do them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp2 import _torch
+from fsdp2.core.mesh import SHARDED
+from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.trees import map_tensors, tensors_in
+from fsdp2.features.misuse import is_ours
+from fsdp2.features.whole_operators import chunk_of
+
+_aten: Any = torch.ops.aten
+
+_VIEWS = (
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.unbind.int,
+    _aten.diagonal.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+)
+"""The views that DTensor gathers for, or refuses, if they are along a dim that is cut."""
+
+_ALL_ROWS = 1 << 62
+"""A slice that ends there has no end."""
+
+
+_SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.SETS_ITEMS_AS_DTENSORS else ()
+"""What ``tensor[...] = value`` writes with."""
+
+
+@functools.cache
+def serve() -> None:
+    """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
+    _torch.handle_operators(
+        dict.fromkeys((*_VIEWS, *_SET), _run_handled) | {_aten._local_scalar_dense.default: _number}
+    )
+
+
+class _Whole:
+    """A gathered copy of a sharded tensor, which views look at.
+
+    Attributes:
+        origin: the sharded tensor.
+        values: the copy, as a plain tensor.
+    """
+
+    __slots__ = ("origin", "values")
+
+    def __init__(self, origin: DTensor) -> None:
+        self.origin = origin
+        self.values = _gathered(origin)
+
+    def read_part(self) -> torch.Tensor:
+        """Of this rank, which may have been written since."""
+        return self._part().copy_(_torch.local_of(self.origin)).clone()
+
+    def write_part(self, before: torch.Tensor) -> None:
+        """Of this rank, into the sharded tensor: what is not as ``before``, for one operator may write two views."""
+        local, part = _torch.local_of(self.origin), self._part()
+        local.copy_(torch.where(part != before, part, local))
+        torch.autograd.graph.increment_version(self.origin)
+
+    def _part(self) -> torch.Tensor:
+        return chunk_of(self.values, _torch.spec_of(self.origin))
+
+
+class WrittenView(_torch.OwnOperators):
+    """A view of a sharded tensor, replicated, which writes into it what is written into the view.
+
+    It sees what is written into the sharded tensor later when it is written itself, as far as this rank has it.
+    """
+
+    _whole: _Whole
+
+    @classmethod
+    def _of(cls, values: torch.Tensor, whole: _Whole) -> WrittenView:
+        mesh = whole.origin.device_mesh
+        spec = _torch.make_spec(mesh, [Replicate()] * mesh.ndim, values.shape, values.stride(), values.dtype)
+        view = cls(values, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+        view._whole = whole
+        return view
+
+    @classmethod
+    def run_operator(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Views stay views, writes reach the sharded tensor; all else is what torch's DTensor makes of it."""
+        written = tensors_in(_torch.written_arguments(func, args, kwargs))
+        views = [each for each in written if isinstance(each, WrittenView)]
+        if not views and not func.is_view:
+            return func(*map_tensors(_plain, args), **map_tensors(_plain, kwargs))
+        if not views:
+            whole = args[0]._whole
+            seen = func(*map_tensors(_values, args), **map_tensors(_values, kwargs))
+            return map_tensors(lambda values: cls._of(values, whole), seen)
+        wholes = {view._whole: view._whole.read_part() for view in views}
+        result = func(*map_tensors(_values, args), **map_tensors(_values, kwargs))
+        for whole, before in wholes.items():
+            whole.write_part(before)
+        known = {id(_torch.local_of(view)): view for view in views}
+        return map_tensors(lambda values: known.get(id(values), values), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        return _plain(self).clone()  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).clone().__reduce_ex__(protocol)  # without the rest of the gathered copy
+
+
+def _plain(value: Any) -> Any:
+    """What torch's DTensor would be in its place."""
+    if not isinstance(value, WrittenView):
+        return value
+    return _torch.make_dtensor(_torch.local_of(value), _torch.spec_of(value))
+
+
+def _values(value: Any) -> Any:
+    """Its values on this rank: of a view as they lie in the gathered copy, of other DTensors the whole."""
+    if isinstance(value, WrittenView):
+        return _torch.local_of(value)
+    return _gathered(value) if isinstance(value, DTensor) else value
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """The whole of ``tensor``, without gradients."""
+    with torch.no_grad():
+        return _detached(tensor).full_tensor()
+
+
+def _detached(tensor: DTensor) -> DTensor:
+    """``tensor`` as autograd does not know it: below autograd, ``detach()`` is an operator like any other."""
+    return type(tensor)(_torch.local_of(tensor), _torch.spec_of(tensor), requires_grad=False)  # type: ignore[call-arg,arg-type]
+
+
+def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view of a DTensor: of what is not cut, or not ours, torch's. Or what is written into one."""
+    tensor = args[0]
+    if isinstance(tensor, _torch.OwnOperators):
+        return tensor.run_operator(func, args, kwargs)
+    if func in _SET or not is_ours(tensor) or type(_torch.local_of(tensor)) is not torch.Tensor:  # or it is traced
+        return _torch.run_unhandled(func, args, kwargs)
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    dims = {given[name] % tensor.ndim for name in ("dim", "dim1", "dim2") if name in given} or set(range(tensor.ndim))
+    if func in (_aten.squeeze.default, _aten.squeeze.dim):
+        dims = {dim for dim in dims if tensor.size(dim) == 1}
+    cut = {placement.dim % tensor.ndim for placement in tensor.placements if _torch.is_shard(placement)}  # type: ignore[attr-defined]
+    is_all = func is _aten.slice.Tensor and not given["start"] and (given["end"] or _ALL_ROWS) >= tensor.size(*dims)
+    if dims.isdisjoint(cut) or (is_all and given["step"] == 1):
+        return _torch.run_unhandled(func, args, kwargs)
+    whole = _Whole(tensor)
+    seen = func(whole.values, *args[1:], **kwargs)
+    return map_tensors(lambda values: WrittenView._of(values, whole), seen)
+
+
+def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one element of a tensor, as a number of Python."""
+    tensor: DTensor = args[0]
+    spec = _torch.spec_of(tensor)
+    if spec.mesh not in SHARDED or all(placement.is_replicate() for placement in spec.placements):
+        return _torch.run_unhandled(func, args, kwargs)
+    if tensor.dtype is torch.bool:  # what ranks add up
+        tensor = cast(DTensor, _detached(tensor).to(torch.int32))
+        return bool(_gathered(tensor).item())
+    return _gathered(tensor).item()
+
+
+ON_SHARDING.append(serve)
