@@ -39,6 +39,7 @@ from fsdp2.features.unwrap import ON_UNWRAPPED
 from fsdp2.features.whole_tensors import former_of
 from fsdp2.optim.offload import offload_as_policies_ask
 from fsdp2.optim.ordinary import Ordinary, ordinary_of
+from fsdp2.optim.outside import refuse_outside
 from fsdp2.optim.step_targets import is_counter
 
 LOG = logging.getLogger("fsdp2")
@@ -151,7 +152,9 @@ class OptimizerGuard:
         if seen is None or seen.signature != _signature(optimizer):
             rekey(optimizer)
             offload_as_policies_ask(optimizer)
-            seen = self._seen[optimizer] = _seen(optimizer)
+            seen = _seen(optimizer)
+            refuse_outside(optimizer, [group for each in seen.groups if (group := each()) is not None])
+            self._seen[optimizer] = seen
         for reference in seen.on_host:
             group = reference()
             if group is not None and group.comm is not None:

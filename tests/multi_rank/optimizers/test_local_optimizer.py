@@ -372,6 +372,7 @@ def test_gradients_of_several_meshes_and_plain_ones_are_set_to_zero(flat: bool) 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model[1], mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh, ignored_params={*model[2].parameters()})
     optimizer = local_like(adamw_foreach(trainable(model)), flat=flat)
     for _ in range(2):
         model(torch.ones(1, 4)).sum().backward()

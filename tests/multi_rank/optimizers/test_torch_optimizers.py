@@ -58,12 +58,9 @@ class Kind:
 LOOP, FOREACH, FUSED_KERNEL = {"foreach": False}, {"foreach": True}, {"fused": True}
 # Those that `optimizers.EVERY_KIND` has not.
 BOTH = [Kind(name, options) for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam") for options in (LOOP, FOREACH)]
-BOTH += [Kind("Adam", FUSED_KERNEL), Kind("Adagrad", FOREACH), Kind("SGD", FOREACH)]
-RPROP = Kind("Rprop", LOOP, plain=torch.__version__ >= "2.15")  # DTensor knows `index_put_` since
-BOTH += [RPROP] * RPROP.plain
+BOTH += [Kind("Adam", FUSED_KERNEL), Kind("Adagrad", FOREACH), Kind("SGD", FOREACH), Kind("Rprop", LOOP)]
 LOCAL_ONLY = [
     Kind("Adagrad", FUSED_KERNEL, plain=False),
-    *[RPROP] * (not RPROP.plain),
     Kind("Rprop", FOREACH, plain=False),
     Kind("SGD", FUSED_KERNEL, plain=False),
 ]

@@ -162,7 +162,8 @@ def test_numbers_are_those_of_the_whole() -> None:
     for read in (torch.sum, torch.norm, torch.max, torch.min, torch.mean, torch.count_nonzero, torch.prod, torch.var):
         assert read(weight).item() == pytest.approx(read(whole).item())
     assert float((weight > 10).sum()) == 17
-    assert int(weight.argmax()) == 27 or torch.__version__ < "2.13"
+    if torch.__version__ >= "2.13":  # else its own gather raises
+        assert int(weight.argmax()) == 27
     if dist.get_rank() == 0:
         weight.to_local().fill_(float("nan"))
     assert bool(torch.isnan(weight).any()), "a guard against NaN"
