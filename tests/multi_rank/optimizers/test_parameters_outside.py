@@ -1,4 +1,4 @@
-"""A step of parameters that no rank reduces, beside sharded ones, is refused: their values would part without a word."""
+"""A step of parameters that no rank reduces, beside sharded ones, is refused: their values would part in silence."""
 
 from __future__ import annotations
 
