@@ -285,6 +285,9 @@ spec_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 
 
 # Counts in-place writes, in most ways: DTensor's operators, but neither foreach and fused ones nor those on `.data`.
+use_count: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")
+"""How many hold a tensor: Python (one), a node that takes its gradient, each node that has saved it. (2.11 to 2.15.)"""
+
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 

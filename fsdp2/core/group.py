@@ -118,6 +118,7 @@ class FSDPParamGroup:
         self._unsharding: Unsharding | None = None
         self._rests_in_place = False  # sharded parameters are registered, and the unsharded ones have their values
         self._left_to_do: bool | None = None  # see `leave_later`
+        self.is_lent = False  # see `FSDPRoot.lend`
         self._storages: tuple[object, ...] = ()
         self._take_sharded()
         self._gathered: object = (0, 0)  # what `written` was; None: unknown
@@ -523,6 +524,8 @@ class FSDPParamGroup:
         if self.loan is not None:
             self.loan.refuse_pass(self.name, for_backward=for_backward)
             return False
+        if self.is_lent and not for_backward:
+            self.is_lent = self.is_saved()  # else only by what is gathered again for its backward
         unsharding = self._unsharding
         if unsharding is not None:
             unsharding.user_initiated = user_initiated
@@ -682,7 +685,7 @@ class FSDPParamGroup:
         self._left_to_do = None
         if awaits_backward and self._phase is ParamPhase.SHARDED_POST_FORWARD:
             return  # an exception came after the end of this forward, or before its beginning
-        post_forward = self.storage.post_forward if awaits_backward else None
+        post_forward = self.storage.post_forward if awaits_backward and not self.is_lent else None
         if post_forward is None or self._phase is not ParamPhase.UNSHARDED or self.storage.changed() is not None:
             self.reshard()
             return
@@ -708,6 +711,10 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: the user changed a parameter while it was unsharded.
         """
+        if self.is_lent and self.is_saved():
+            self.rest_in_place()
+            if self._rests_in_place:
+                return
         if self._phase is ParamPhase.SHARDED:
             if self._rests_in_place:
                 self._free_unsharded()
@@ -757,6 +764,18 @@ class FSDPParamGroup:
             self._registrations.register_sharded()
             self._enter(ParamPhase.SHARDED)
             self._rests_in_place = True
+
+    def is_in_graph(self) -> bool:
+        """Whether an unsharded parameter is a leaf of a graph."""
+        return self._uses() > 1
+
+    def is_saved(self) -> bool:
+        """Whether a graph has saved one, to read it in backward."""
+        return self._uses() > 2  # beside Python, and the node that takes its gradient
+
+    def _uses(self) -> int:
+        unsharded = [param.unsharded for param in self.params if param.unsharded is not None]
+        return max(map(_torch.use_count, unsharded), default=1)
 
     def free_in_place(self) -> None:
         """Free what `rest_in_place` has left, if nothing has unsharded it since."""

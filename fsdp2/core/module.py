@@ -196,6 +196,8 @@ class FSDPModule:
         """Gather and register this module's own parameters, not those of sharded submodules.
 
         They stay unsharded until `reshard`, or until the end of the module's next forward or backward that reshards.
+        What is computed with them outside of forward is differentiated like everything else; for as long as autograd
+        has saved them for it, they keep their memory.
         Collective: all ranks of the mesh must call it. Initializes lazily, like a forward.
 
         Args:
@@ -215,6 +217,8 @@ class FSDPModule:
                     _torch.outside_selective_checkpoints(functools.partial(group.unshard, user_initiated=async_op))
             if not async_op:
                 handle.wait()
+                if torch.is_grad_enabled() and not root.is_running():
+                    root.lend(state.unit)
         except BaseException:
             root.iteration.failed = True  # the next forward cleans up
             raise

@@ -284,6 +284,7 @@ class FSDPRoot:
         self.hidden: tuple[FSDPParamGroup, ...] = ()
         self._resting: tuple[FSDPParamGroup, ...] = ()
         self._watched: dict[torch.Tensor, RemovableHandle] = {}
+        self._lent: set[FSDPParamGroup] = set()  # see `lend`
         self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -649,8 +650,22 @@ class FSDPRoot:
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
+        if self._lent:
+            self._lent = {group for group in self._lent if group.is_in_graph()}
+            self.watch_parameters(self._lent)
         if kept:
             self.watch_parameters(kept)
+
+    def lend(self, unit: Unit) -> None:
+        """The user has unsharded ``unit``, and may compute with its parameters outside of its modules' forward.
+
+        Nothing tells when the backward of that begins: it is noticed when it comes to a parameter, and as long as a
+        graph reads them the parameters keep their values.
+        """
+        for group in unit:
+            group.is_lent = True
+        self._lent.update(unit)
+        self.watch_parameters(unit)
 
     def watch_parameters(self, groups: Iterable[FSDPParamGroup]) -> None:
         """Notice a backward, until one has ended, when it comes to a parameter of ``groups``."""

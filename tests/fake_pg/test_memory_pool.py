@@ -236,7 +236,7 @@ def test_a_stale_tensor_never_lies_on_the_memory_of_another_layer(width: int) ->
         model = pooled(width)
         plain_step(model, width)
         model[0].unshard()
-        stale = [model[0].up.weight, model[0].up.weight.detach(), model[0].up.weight[1:]]
+        stale = [model[0].up.weight, model[0].up.weight.detach(), model[0].up.weight.detach()[1:]]
         model[0].reshard()
         for _ in range(3):
             plain_step(model, width)
