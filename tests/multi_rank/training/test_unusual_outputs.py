@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -593,3 +593,45 @@ def test_a_leaf_that_was_returned_is_used_after_the_step() -> None:
         prompt.pow(2).sum().backward()
         assert torch.equal(prompt.grad, 2 * prompt)  # type: ignore[arg-type]
         prompt.grad = None
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a sum": lambda y: y.add_(1),
+    "relu": lambda y: y.relu_(),
+    "a mask": lambda y: y.masked_fill_(y > 0, 0.5),
+    "dropout": lambda y: nn.functional.dropout(y, 0.5, inplace=True),
+    "a column": lambda y: (y[..., 0].zero_(), y)[1],
+}
+
+
+class WritesInPlace(nn.Module):
+    """Writes into the outputs of its layers, which for inputs of three dims are views."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.first, self.second, self.write = nn.Linear(4, 6), nn.Linear(6, 4), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        write = WRITES[self.write]
+        return self.second(write(self.first(x)))  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_an_output_that_is_a_view_and_is_written_in_place(reshards: bool) -> None:
+    for write in WRITES:
+        torch.manual_seed(0)
+        plain = WritesInPlace(write)
+        model = copy.deepcopy(plain)
+        for module in (model.first, model.second, model):
+            fully_shard(module, reshard_after_forward=reshards)
+        for wants_input in (True, False):
+            inputs = [torch.linspace(-1, 1, 24).view(2, 3, 4).requires_grad_(wants_input) for _ in range(2)]
+            for each, x in zip((model, plain), inputs, strict=True):
+                torch.manual_seed(1)
+                WRITES[write](each(x)).sum().backward()
+            expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+            assert_sharded_same(write, gradients_of(model), expected, tolerance=SUM_ORDER)
+            assert inputs[0].grad is None or torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+            for each in (model, plain):
+                each.zero_grad()
