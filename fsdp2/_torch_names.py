@@ -104,6 +104,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch:ops.aten.add_.Tensor._schema.arguments",
         "torch:ops.aten.add_.Tensor._overloadpacket",
         "torch:ops.aten._foreach_norm.Scalar",
+        "torch:ops.aten._local_scalar_dense.default",
     ),
     _AUTOGRAD: (
         "torch.autograd.graph:_engine_run_backward",
@@ -117,6 +118,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch._C:_are_functorch_transforms_active",
         "torch.autograd.graph:Node._sequence_nr",
         "torch:Tensor._version",
+        "torch:Tensor._use_count",
         "torch:Tensor._backward_hooks",
         "torch._C:TensorBase._post_accumulate_grad_hooks",
     ),

@@ -235,12 +235,12 @@ def before_backward_of_outputs(
             if is_older and all(each is not tensor for each in tensors_in(output)):
                 continue
             found = True
-            base = tensor._base
-            if base is not None and base.grad_fn is not None:
-                # A write in place to a view takes its own hooks out of the graph, and leaves those of its base.
-                base.register_hook(callback)
-            elif tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(callback)
+                base = tensor._base
+                if base is not None and base.grad_fn is not None and _torch.order_of(base.grad_fn) >= began:
+                    # A write in place to a view takes the view's hooks out of the graph, and leaves those of its base.
+                    base.register_hook(callback)
             elif callback not in (_torch.tensor_hooks(tensor) or {}).values():
                 on_leaves.append(tensor.register_hook(callback))
     return found

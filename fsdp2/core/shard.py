@@ -19,7 +19,7 @@ from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
-from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, mix_in
+from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, FSDPModule, mix_in
 from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of, refuse_choice
 from fsdp2.core.options import (
     OTHER_WORDS,
@@ -291,6 +291,8 @@ def fully_shard(
     if _is_repetition(modules, arguments):
         return module
     managed = _managed_modules(modules)
+    for sharded in modules:
+        _refuse_own_names(sharded)
     found = _find_parameters(modules, managed, ignored)
     _refuse_lazy(found, modules[0])
     # Of those that other calls have sharded, or replaced, something is noted on the parameter.
@@ -410,6 +412,24 @@ def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
         raise FSDPValueError(
             f"reshard_after_forward={size} must divide the {sharding.mesh.shard_size} ranks that parameter '{fqn}' of "
             f"{name} is sharded over."
+        )
+
+
+_PUBLIC = frozenset(name for name in vars(FSDPModule) if name[0] != "_" and not hasattr(nn.Module, name))
+"""What `FSDPModule` adds to modules."""
+
+
+def _refuse_own_names(module: nn.Module) -> None:
+    """Refuse a module that has something of its own under a name that `FSDPModule` would take."""
+    if isinstance(module, FSDPModule):
+        return
+    own = [vars(each) for each in (module, *type(module).__mro__)]
+    own += [module._parameters, module._buffers, module._modules]
+    taken = sorted(name for name in _PUBLIC if any(name in names for names in own))
+    if taken:
+        raise FSDPTypeError(
+            f"{type(module).__name__} has '{taken[0]}' of its own, which fully_shard would hide behind the method "
+            f"FSDPModule.{taken[0]}: give it another name."
         )
 
 

@@ -661,7 +661,8 @@ class FSDPState:
         outputs = (output,) if isinstance(output, torch.Tensor) else tensors_anywhere_in(output)
         awaits_backward = torch.is_grad_enabled()
         if awaits_backward:
-            began = self._began() if len(outputs) > 1 else -1
+            is_compared = len(outputs) > 1 or (outputs and outputs[0]._base is not None)
+            began = self._began() if is_compared else -1
             is_seen = before_backward_of_outputs(self._pre_backward, outputs, output, began, self._on_leaves)
             if not recompute and torch.Tensor in map(type, module.__dict__.values()):
                 before_backward_of_kept(self._pre_backward, module, self._began())

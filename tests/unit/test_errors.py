@@ -6,6 +6,7 @@ One process, simulated ranks: nothing here communicates. Mistakes that show only
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,34 @@ def test_list_with_a_module_twice() -> None:
     with pytest.raises(FSDPValueError, match="holds a module twice"):
         fully_shard([layer, other, layer])
     assert not isinstance(layer, FSDPModule), "a refused call must change nothing"
+
+
+class OwnUnshard(nn.Linear):
+    def unshard(self) -> str:
+        return "mine"
+
+
+def with_own_attribute() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.reshard = True  # type: ignore[assignment]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: OwnUnshard(4, 4), "unshard"),
+        (with_own_attribute, "reshard"),
+        (lambda: nn.Sequential(OrderedDict(reset_iter_state=nn.Linear(4, 4))), "reset_iter_state"),
+    ],
+)
+def test_a_module_with_a_name_that_sharded_modules_have(make: Callable[[], nn.Module], name: str) -> None:
+    """For none of them would take the place of the other without a word."""
+    module = make()
+    kind = type(module)
+    with pytest.raises(FSDPTypeError, match=f"'{name}' of its own, .* behind the method FSDPModule.{name}"):
+        fully_shard(module)
+    assert type(module) is kind and not isinstance(next(module.parameters()), DTensor)
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict, SilentLayers])
