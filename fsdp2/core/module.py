@@ -145,9 +145,6 @@ hooks are to be part of a graph (``is_captured``); or None."""
 EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] = Port(lambda state: nullcontext())
 """Around what converts or moves the parameters of a state, to explain why it fails."""
 
-DEEPCOPIED: Port[Callable[[Any, type, dict[int, Any]], Any]] = Port(missing("copies"))
-"""Copies a sharded module of that original class, with that memo."""
-
 REDUCED: Port[Callable[[Any, type, Callable[[int], Any], int], Any]] = Port(missing("copies"))
 """What a sharded module of that original class, with that class's ``__reduce_ex__``, is pickled as."""
 
@@ -922,19 +919,16 @@ class FSDPModule:
 
     # -- copies
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A sharded module of its own: parameters, gradients, hooks, attributes and settings like this one's.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copied and pickled by its original class: parameters, gradients, hooks, attributes and settings.
 
-        No communication. Between iterations only; unsharded parameters are resharded first.
+        No communication. Between iterations only; unsharded parameters are resharded first. Every rank unpickles its
+        own. (A ``__deepcopy__`` would be found by wrappers that look up what they lack in this module, as their own.)
 
         Raises:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
             FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
         """
-        return DEEPCOPIED.filling(self, _original_class(type(self)), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by its original class; see `__deepcopy__`. Every rank unpickles its own."""
         return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
@@ -1079,6 +1073,8 @@ def mix_in(module: nn.Module) -> None:
     sharded = _CLASSES.get(original)
     if sharded is None:
         namespace = {"__module__": original.__module__, **_own_forward_of(original)}
+        if hasattr(original, "__deepcopy__"):
+            namespace["__deepcopy__"] = _refuse_own_copy
         namespace["_fsdp_captured_call"] = _of_its_own_code(FSDPModule._fsdp_captured_call)
         # Another rank, a thread of this process, may have made it by now: the first counts.
         made = type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
@@ -1102,6 +1098,13 @@ def _own_forward_of(kind: type) -> dict[str, Any]:
         return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]  # that of now: programs replace it
 
     return {"forward": forward}
+
+
+def _refuse_own_copy(self: FSDPModule, memo: dict[int, Any]) -> NoReturn:
+    raise FSDPNotImplementedError(
+        f"{_original_class(type(self)).__name__} defines __deepcopy__, which knows nothing of sharding; copy the "
+        "module before fully_shard, or load its state_dict() into a second one."
+    )
 
 
 def _of_its_own_code(function: Any) -> Any:

@@ -12,7 +12,8 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.functions import gather_around
-from fsdp2.core.module import COMPLETED, DEEPCOPIED, ON_SHARDING, REDUCED, mix_in, new_sharded
+from fsdp2.core.hooks import STATE
+from fsdp2.core.module import COMPLETED, ON_SHARDING, REDUCED, mix_in, new_sharded
 from fsdp2.core.options import GroupSettings, RootSettings
 from fsdp2.core.plan import fingerprint
 from fsdp2.core.sharding import Partition
@@ -29,27 +30,21 @@ def _state(module: Any) -> FSDPState:
     return state
 
 
-def deepcopied(module: Any, original: type, memo: dict[int, Any]) -> Any:
-    """A copy of ``module``, whose class was ``original``.
+class _Attributes(dict[str, Any]):
+    """Those of a module that is copied or pickled."""
 
-    Raises:
-        FSDPNotImplementedError: that class copies itself in a way of its own.
-    """
-    if hasattr(original, "__deepcopy__"):
-        raise FSDPNotImplementedError(
-            f"{original.__name__} defines __deepcopy__, which knows nothing of sharding; copy the module before "
-            "fully_shard, or load its state_dict() into a second one."
-        )
-    make, arguments, attributes = module.__reduce_ex__(4)[:3]
-    for group in _state(module).unit:
-        for param in group.params:
-            spec = _torch.spec_of(param.sharded)
-            memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
-    copied = make(*arguments)
-    memo[id(module)] = copied
-    copied.__setstate__(copy.deepcopy(attributes, memo))
-    link_copies(memo)
-    return copied
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        for group in self[STATE].unit:
+            for param in group.params:
+                spec = _torch.spec_of(param.sharded)
+                memo[id(spec)], memo[id(spec.mesh)] = spec, spec.mesh  # which copies have in common
+        copied = copy.deepcopy(dict(self), memo)
+        link_copies(memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a plain dict."""
+        return dict, (), None, None, iter(self.items())
 
 
 def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol: int) -> tuple[Any, ...]:
@@ -65,7 +60,8 @@ def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol:
             f"{original.__name__} says itself how it is pickled, and knows nothing of sharding; save its state_dict() "
             "instead."
         )
-    return made_again, (original, _format(), *how[1][1:]), *how[2:]
+    attributes = _Attributes(how[2]) if type(how[2]) is dict else how[2]
+    return made_again, (original, _format(), *how[1][1:]), attributes, *how[3:]
 
 
 BY_PLACE = (Partition, ShardArguments, GroupSettings, RootSettings, MeshRecord, GroupFacts)
@@ -106,6 +102,5 @@ def completed() -> None:
             action()
 
 
-DEEPCOPIED.fill(deepcopied)
 REDUCED.fill(reduced)
 COMPLETED.fill(completed)

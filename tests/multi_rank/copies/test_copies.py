@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -509,3 +510,33 @@ def test_a_copy_that_failed_leaves_nothing_behind(world_size: int) -> None:
     del first.cannot_be_copied
     copied, reference = copy.deepcopy(model), Reference(CASE, world_size=world_size)
     goes_on_like(reference, copied, adamw(trainable(copied)), steps=2, world_size=world_size)
+
+
+class Forwarding(nn.Module):
+    """Looks up in the module inside what it lacks itself, as many wrappers do."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inside"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inside(x)  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("wrap", [Forwarding, checkpoint_wrapper, torch.compile], ids=["own", "checkpoint", "compile"])
+def test_a_copy_of_a_wrapper_is_a_wrapper(wrap: Any) -> None:
+    wrapper = wrap(fully_shard(nn.Linear(4, 4)))
+    copied = copy.deepcopy(wrapper)
+    assert type(copied) is type(wrapper)
+    inside, original = (next(m for m in each.modules() if isinstance(m, FSDPModule)) for each in (copied, wrapper))
+    assert inside is not original
+    for each in (inside, original):
+        each(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(inside.weight.grad.to_local(), original.weight.grad.to_local())  # type: ignore[union-attr,operator]
