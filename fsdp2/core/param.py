@@ -282,8 +282,12 @@ class FSDPParam:
     def tie(self, uses: Sequence[tuple[nn.Module, str]]) -> None:
         """Register the sharded parameter in further modules, which hold its original (or itself)."""
         self.uses += tuple(uses)
-        self.registrations += tuple(registration(module, name) for module, name in uses)
-        for mapping, name in self.registrations:
+        self.register_in([registration(module, name) for module, name in uses])
+
+    def register_in(self, places: Sequence[Registration]) -> None:
+        """Register it in further places, which hold its original (or itself)."""
+        self.registrations += tuple(places)
+        for mapping, name in places:
             mapping[name] = self.sharded
 
     def adopt(self, sharded: nn.Parameter) -> None:
@@ -432,6 +436,7 @@ class FSDPParam:
             asks = is_extended and _torch.reduces_in_grad_dtype
             # None: a gradient of any dtype may lie here; see `accumulation_dtype`
             unsharded.grad_dtype = self.accumulation_dtype if asks else None
+        carry_attributes_over(self.sharded, unsharded)
         if self.unsharded is not None:
             mark_replaced(self.unsharded, self.sharded)
             if self.unsharded.requires_grad:
@@ -634,9 +639,14 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.dev
     return sharded
 
 
+def carry_attributes_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes that the user set on ``predecessor``."""
+    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
+
+
 def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
     """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
-    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
+    carry_attributes_over(predecessor, successor)
     explicit, dtype = _torch.grad_dtype_policy(predecessor)
     if explicit:
         successor.grad_dtype = dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import GATHERS_ITSELF, RESTS
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
+from fsdp2.core.kept import registered_outside
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, FSDPModule, mix_in
 from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of, refuse_choice
@@ -31,7 +32,15 @@ from fsdp2.core.options import (
     module_policy,
     policy_or_function,
 )
-from fsdp2.core.param import FSDPParam, WriteCounter, fsdp_param_of, is_subclass, local_data, replacement_of
+from fsdp2.core.param import (
+    FSDPParam,
+    Registration,
+    WriteCounter,
+    fsdp_param_of,
+    is_subclass,
+    local_data,
+    replacement_of,
+)
 from fsdp2.core.ports import Port, missing
 from fsdp2.core.root import Unit
 from fsdp2.core.sharding import (
@@ -299,6 +308,7 @@ def fully_shard(
     is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
     tied = [] if is_fresh else TIES.filling.take(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
+    kept = registered_outside(managed, {parameter: uses[0][2] for parameter, uses in found.items()})
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *[(t.original, t.uses) for t in tied])]
     policy = module_policy(arguments.mp_policy, named, name)
     every = [*found.items(), *[(each.original, each.uses) for each in tied]]
@@ -311,7 +321,7 @@ def fully_shard(
             TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
         shardings = _shardings(found, arguments, name, small)
         taken = [] if small is None else SMALL.filling.below(modules, arguments, _own(small, shardings), name)
-        unit = _shard(found, shardings, managed, arguments, policy, places, name)
+        unit = _shard(found, shardings, managed, arguments, policy, places, name, kept)
         unit, absorbed = SMALL.filling.absorb(modules, unit, taken, name) if taken else (unit, None)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
@@ -579,6 +589,7 @@ def _shard(
     policy: ModulePolicy,
     places: Sequence[Offloading],
     name: str,
+    kept: Mapping[nn.Parameter, Sequence[Registration]],
 ) -> Unit:
     """Shard the parameters, each by its policy, and group them by meshes and places."""
     neighbours = arguments.reshard_after_forward[1]
@@ -590,6 +601,7 @@ def _shard(
         write_counter, _, params = groups.setdefault((sharding.mesh.key, place.key), (WriteCounter(), place, []))
         at = [use[:2] for use in uses]
         params.append(FSDPParam(uses[0][2], at, original, sharding, each, write_counter, name, place.device))
+        params[-1].register_in(kept.get(original, ()))
     unit: Unit = tuple(
         FSDPParamGroup(params, params[0].sharding.mesh, place, write_counter=write_counter, name=name)
         for write_counter, place, params in groups.values()
