@@ -17,6 +17,8 @@ from fsdp2 import _torch
 from fsdp2.core.places import ORDERS, PLACE
 from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
 
+_TELLS_SECONDS = 3.0
+"""For so long a rank may need to say what a verdict is."""
 _SECONDS = 30.0
 """For so long after a verdict ranks may come that wait in vain as well."""
 _UNUSED_TAG = (1 << 30) - 1
@@ -58,6 +60,10 @@ class Releases:
         gone: ranks whose processes are gone.
         now: when it began.
         ends: collectives without a name do not match: groups that a rank waits in for them are closed.
+
+    Attributes:
+        to_close: groups that this rank waits over in a collective of torch's.
+        told_first: who waits so, and is to say why before the error of a connection that was closed comes.
     """
 
     def __init__(
@@ -68,9 +74,16 @@ class Releases:
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
         self._closed: set[tuple[str, int]] = set()
+        self.to_close: list[dist.ProcessGroup] = []
+        self.told_first: list[int] = []
 
     def go_on(self, now: float) -> bool:
         """Do what has come up since; whether there may be more."""
+        told = [f"pending/{self._epoch}/{rank}" for rank in self.told_first]
+        if self.to_close and (now - self._began > _TELLS_SECONDS or self._store.check(told)):
+            for group in self.to_close:
+                self.close(group)
+            self.to_close = []
         groups = {key_of(group): group for group in live_groups()}
         if self._ends and PLACE.stopped and PLACE.waiting is not None and not isinstance(PLACE.waiting, Exchange):
             for group in list(ORDERS):
