@@ -21,7 +21,7 @@ SAID = {
     "ended": _GONE,
     "stopped": r"FSDPRuntimeError: rank 0 has waited for the all-gather of '\S+' for \d+ s, and "
     "rank 1 does not answer: its process is stopped, or dead",
-    "in a barrier": r"(?s)FSDPRuntimeError: rank 0 has waited for .*all that it waits for wait as well.*"
+    "in a barrier": r"(?s)FSDPRuntimeError: rank [01] has waited for .*all that it waits for wait as well.*"
     r"rank 1: step 2.*waits for torch\.distributed\.barrier\(\), for \d+ s, at ranks_that_fail\.py:\d+ in happens",
     "in full_tensor": r"(?s)FSDPRuntimeError: .*all that it waits for wait as well.*"
     r"rank 1: step 2.*waits for torch's full_tensor\(\), for \d+ s, at ranks_that_fail\.py:\d+ in happens",

@@ -60,10 +60,6 @@ class Releases:
         gone: ranks whose processes are gone.
         now: when it began.
         ends: collectives without a name do not match: groups that a rank waits in for them are closed.
-
-    Attributes:
-        to_close: groups that this rank waits over in a collective of torch's.
-        told_first: who waits so, and is to say why before the error of a connection that was closed comes.
     """
 
     def __init__(
@@ -74,8 +70,8 @@ class Releases:
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
         self._closed: set[tuple[str, int]] = set()
-        self.to_close: list[dist.ProcessGroup] = []
-        self.told_first: list[int] = []
+        self.to_close: list[dist.ProcessGroup] = []  # that this rank waits over, in a collective of torch's
+        self.told_first: list[int] = []  # ranks that wait so, and say why before the error of a closed connection comes
 
     def go_on(self, now: float) -> bool:
         """Do what has come up since; whether there may be more."""

@@ -65,7 +65,7 @@ class Watchdog:
         self.seconds = seconds
         self._dump = dump
         self._world = dist.group.WORLD
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         is_same = before is not None and before._world is self._world
         self._has_own_store: bool = before is not None and is_same and before._has_own_store
         # Until the thread has a connection of its own, over that which the program uses.
@@ -108,7 +108,7 @@ class Watchdog:
     # -- the thread
 
     def _run(self) -> None:
-        period = max(min(0.5, self.seconds / 4), self._world_size / 2000)
+        period = max(min(0.5, self.seconds / 4), self.world_size / 2000)
         failures = 0
         if not self._has_own_store:
             try:
@@ -153,7 +153,7 @@ class Watchdog:
             self._answered = alarm
         if self._round:
             self._look(now)
-        if now - self._compared >= max(_COMPARE_SECONDS, self._world_size / 200) and not PLACE.stopped:
+        if now - self._compared >= max(_COMPARE_SECONDS, self.world_size / 200) and not PLACE.stopped:
             self._compared = now
             self._compare()
         if self._answered:
@@ -350,13 +350,14 @@ class Watchdog:
 
     def gone_among(self, ranks: Iterable[int], *, or_stopped: bool) -> list[int]:
         """Those of ``ranks`` that are known to be gone, as their processes on this host are, ``or_stopped``."""
-        found = []
-        for rank in ranks:
-            if rank != self._rank and self._store.check([f"here/{rank}"]):
-                host, pid = json.loads(self._store.get(f"here/{rank}"))
-                if host == _host() and not _runs(pid, _STOPPED + _GONE if or_stopped else _GONE):
-                    found.append(rank)
-        return found
+        here = [(rank, f"here/{rank}") for rank in ranks if rank != self._rank]
+        places = [(rank, *json.loads(self._store.get(key))) for rank, key in here if self._store.check([key])]
+        ends = _STOPPED + _GONE if or_stopped else _GONE
+        for _ in range(_LOOKS):
+            if found := [rank for rank, host, pid in places if host == _host() and not _runs(pid, ends)]:
+                return found
+            time.sleep(0.1)  # a process that is killed closes its connections before it has ended
+        return []
 
 
 _LOOKS = 5

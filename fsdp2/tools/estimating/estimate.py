@@ -236,7 +236,8 @@ def _settings(request: Request, seen: Observation) -> dict[str, str]:
         said["microbatches"] = f"{request.accumulation} ({request.kept} gradients)"
     if request.matmul_dtype is not None:
         said["multiplies in"] = _dtype(request.matmul_dtype)
-    said["optimizer"] = request.optimizer_name
+    name = "none" if request.optimizer is None else getattr(request.optimizer, "__name__", "given")
+    said["optimizer"] = f"{name}(fused=True)" if request.fused else name
     if request.compiled:
         said["compiled"] = "yes"
     return said

@@ -132,12 +132,6 @@ class Request:
         return all(group.get("foreach", 0) is group.get("fused", 0) is None for group in groups)
 
     @property
-    def optimizer_name(self) -> str:
-        """Of its class or function, and whether it is `fused`."""
-        name = "none" if self.optimizer is None else str(getattr(self.optimizer, "__name__", "given"))
-        return f"{name}(fused=True)" if self.fused else name
-
-    @property
     def samples(self) -> int:
         """Of all ranks together in a step.
 

@@ -48,10 +48,7 @@ def simulated_world(ranks: int, caller: str) -> Iterator[None]:
 
 @contextmanager
 def laid_out_for(device_type: str) -> Iterator[None]:
-    """While inside, meshes are taken for those of a device that need not be there: nothing is moved to it.
-
-    The device decides what is packed, and who casts gradients to the dtype that they are reduced in.
-    """
+    """While inside, meshes are of a device that need not be there: it decides what is packed, and cast by whom."""
     before = meshes.device_of, shard._move_to_device
     meshes.device_of, shard._move_to_device = lambda mesh: torch.device(device_type), lambda *_: None
     try:

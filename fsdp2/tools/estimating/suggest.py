@@ -229,9 +229,6 @@ class _Search:
             if self._first_that_fits(offloaded) is None and self._base.activation_bytes is None:
                 self._with_microbatches(offloaded, None)
         self._confirm_the_fastest()
-        first = self._first()
-        if first is not None and first.request.fused:
-            self._estimate(replace(first.request, fused=False))  # which says what temporaries of foreach take
         return list(self.known.values())
 
     def _bases(self) -> Iterator[Request]:
@@ -317,16 +314,14 @@ class _Search:
     def _confirm_the_fastest(self) -> None:
         """What is to be first is estimated whole, until the first one is."""
         for _ in range(_MOST_CONFIRMED):
-            first = self._first()
+            fit = [each for each in self.known.values() if each.estimate.fits]
+            first = min(fit, key=lambda each: _speed(each.estimate), default=None)
+            if first is not None and first.request.fused and not first.is_scaled:
+                self._estimate(replace(first.request, fused=False))  # which says what temporaries of foreach take
             if first is None or not first.is_scaled:
                 return
             self._tell(f"{written(first.request)}, whole")
             self.known[written(first.request)] = Tried(first.request, answer(first.request, _CALLER), False)
-
-    def _first(self) -> Tried | None:
-        """The fastest that fits."""
-        fit = [each for each in self.known.values() if each.estimate.fits]
-        return min(fit, key=lambda each: _speed(each.estimate), default=None)
 
     def _estimate(self, request: Request) -> Tried:
         arguments = written(request)
