@@ -15,7 +15,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -683,6 +683,15 @@ def coalesces(group: dist.ProcessGroup) -> bool:
 def knows_group(group: dist.ProcessGroup) -> bool:
     """Whether torch.distributed knows ``group``: it was not destroyed."""
     return group in dist.distributed_c10d._world.pg_group_ranks
+
+
+def begun_over_groups() -> dict[dist.ProcessGroup, int]:
+    """How many collectives and messages this rank has begun over each of its groups whose backend counts them."""
+    found = {}
+    for group in list[Any](dist.distributed_c10d._world.pg_group_ranks):
+        with suppress(RuntimeError, AttributeError):  # a number stands for those that it is not in
+            found[group] = group._get_sequence_number_for_group()
+    return found
 
 
 _c10d: Any = dist.distributed_c10d

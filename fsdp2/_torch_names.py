@@ -159,6 +159,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "torch.distributed:distributed_c10d._get_default_store",
         "torch.distributed:distributed_c10d._resolve_process_group",
         "torch.distributed:PrefixStore._underlying_non_prefix_store",
+        "torch.distributed:ProcessGroup._get_sequence_number_for_group",
     ),
     _GRAPHS: (
         "torch._C._dynamo.eval_frame:get_eval_frame_callback",

@@ -1,4 +1,4 @@
-"""Ranks that diverge while they train, in 36 ways: rank 1 does something that the others do not."""
+"""Ranks that diverge while they train, in 42 ways: rank 1 does something that the others do not."""
 
 from __future__ import annotations
 
@@ -214,6 +214,21 @@ def _barrier(trained: Trained, is_other: bool) -> None:
     trained.train()
 
 
+@way("full_tensor() on one rank")
+def _full_tensor(trained: Trained, is_other: bool) -> None:
+    if is_other:
+        next(iter(trained.model.parameters())).full_tensor()  # type: ignore[attr-defined]
+    trained.train()
+
+
+@way("clipping left out on one rank")
+def _clipping(trained: Trained, is_other: bool) -> None:
+    trained.train()
+    if not is_other:
+        torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 1.0)
+    trained.train()
+
+
 @way("a batch of another size")
 def _uneven(trained: Trained, is_other: bool) -> None:
     trained.model(torch.ones(9 if is_other else 2, 8)).sum().backward()
@@ -247,6 +262,8 @@ ENDS = (
     "its process is killed",
     "its process is stopped",
     "a barrier of the program's own",
+    "full_tensor() on one rank",
+    "clipping left out on one rank",
     "a step more, then the end",
 )
 """After which the process group is of no use."""

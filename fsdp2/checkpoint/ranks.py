@@ -116,9 +116,14 @@ class OfEveryRank(InBackground):
         super().__init__(self._own)
 
     def all_gather(self, value: Any, what: str) -> list[Any]:
-        """torch.distributed's own way: the thread may wait for as long as the group's timeout lets it."""
+        """torch.distributed's own way, for as long as the group's timeout lets it; its error names who is gone."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._own)
+        try:
+            dist.all_gather_object(found, value, group=self._own)
+        except RuntimeError as error:
+            gone = gone_among(self.numbers)
+            who = f"the processes of the ranks {gone} are gone" if gone else "a rank is gone, or cannot be reached"
+            raise RuntimeError(f"{who}, and do not come to {what}: see what they said.") from error
         return found
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class Exchange:
         """Begin to receive ``arriving`` from each rank in turn, and to send ``leaving`` to each, but this one.
 
         Raises:
-            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`.
+            FSDPRuntimeError: nothing may be exchanged, see `Place.stopped`; or a rank is gone, as of `wait`.
         """
         if PLACE.stopped:
             raise_stopped()
@@ -132,6 +132,8 @@ class Exchange:
             if len(self._messages) < len(sources) + len(targets):  # else it was Ctrl-C, after all of them
                 self._fail(failure)
                 line.broken.append(number)
+                if type(failure) is RuntimeError:  # gloo's, where a connection is lost already
+                    raise FSDPRuntimeError(LOST.text(self, failure)) from failure
             raise
 
     @property
@@ -196,7 +198,7 @@ class Lost:
 
     def text(self, exchange: Exchange, failure: Exception) -> str:
         """For an exchange that failed so."""
-        waited_for = exchange.waited_for - 1
+        waited_for = (exchange.waited_for or len(exchange._messages) + 1) - 1  # 0: it was not launched to its end
         sources, targets = _peers(exchange.group)
         peer = [*sources, *targets][waited_for]
         rank = dist.get_global_rank(exchange.group, peer)

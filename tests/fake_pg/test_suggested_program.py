@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +78,7 @@ def test_what_it_says_of_gpus_and_offloading() -> None:
     own = program(request_of(torch.empty(8, 8), optimizer=lambda parameters: torch.optim.SGD(parameters)))
     assert "optimizer = make_optimizer(list(model.parameters()))  # yours" in own
     assert "optimizer" not in program(request_of(torch.empty(8, 8), optimizer=None))
+    assert "torch.optim.AdamW(model.parameters(), fused=True)" in program(request_of(torch.empty(8, 8), fused=True))
 
 
 class Layer(nn.Module):
@@ -111,3 +114,20 @@ def test_zero1_and_zero2_that_need_the_same_are_one_line() -> None:
         "peak): 9 GiB",
         "   mesh_shape=8, strategy='zero3', accumulation=2: 8 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "can"),
+    [
+        (torch.optim.SGD, True),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4), True),
+        (lambda parameters: torch.optim.AdamW(parameters, foreach=True), False),
+        (functools.partial(torch.optim.AdamW, fused=True), False),
+        (torch.optim.RMSprop, False),
+        (lambda parameters: torch.optim.AdamW([parameters[7]]), False),
+        (None, False),
+    ],
+)
+def test_which_optimizers_are_fused(optimizer: Any, can: bool) -> None:
+    request = request_of(torch.empty(8, 8), optimizer=optimizer, hardware=hardware_of("h100-8x"))
+    assert request.can_fuse() is can and not replace(request, hardware=hardware_of("cpu")).can_fuse()

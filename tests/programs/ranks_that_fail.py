@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 import fsdp2
 
 
-def happens(case: str) -> None:
+def happens(case: str, model: Any) -> None:
     """What happens to that rank, before a step of all."""
     if case == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -25,8 +26,17 @@ def happens(case: str) -> None:
         os._exit(0)
     elif case == "in a barrier":
         dist.barrier()
+    elif case == "in full_tensor":
+        model[0].weight.full_tensor()
     elif case == "raised":
         raise ValueError("a batch that cannot be read")
+
+
+def clip_or_not(model: nn.Module, *, clips: bool) -> None:
+    """A rank leaves out what the others do after a step, and comes to what is after that."""
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    dist.barrier()
 
 
 class Layers(nn.Sequential):
@@ -80,8 +90,10 @@ def main(case: str, to: int) -> None:
         if case in ("swaps", "skips", "evaluates", "asked"):
             go_on(model, case, diverges=rank == to)
         elif rank == to:
-            happens(case)
+            happens(case, model)
         step()
+        if case == "clips":
+            clip_or_not(model, clips=rank != to)
     except Exception as error:
         print(f"rank {rank} after {time.monotonic() - begun:.0f} s, {type(error).__name__}: {error}", flush=True)
         if case in ("swaps", "skips", "evaluates"):

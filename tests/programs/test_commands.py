@@ -36,6 +36,9 @@ def build():
 def words():
     return nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
 
+def wide():
+    return nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+
 def by_hand():
     model = build()
     fsdp2.fully_shard(model[2])
@@ -86,6 +89,26 @@ def test_explain(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "The settings of its ShardingConfig:\n  strategy: zero2\n  blocks: ['Block']\n  min_bytes: 0" in text
     assert "up.weight" in said(capsys, *arguments, "--group", "2")
     assert "There are: " in said(capsys, *arguments, "--group", "9", status=1)
+
+
+@pytest.mark.parametrize(("device", "hardware", "reduced"), [("cuda", "h100-8x", 2), ("cpu", "cpu", 1)])
+def test_explain_and_estimate_say_the_same_of_what_moves(
+    models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, hardware: str, reduced: int
+) -> None:
+    """NCCL reduces in fp32 what was computed in bf16, and sends that; on gloo bf16 travels, but for what is packed."""
+    sizes = {"mesh_shape": (4,), "mesh_dim_names": ("shard",), "device_type": device}
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    config = fsdp2.ShardingConfig(**sizes, mp_policy=policy).to_file(tmp_path / "a.json")
+    explained = json.loads(said(capsys, "explain", f"{models}:wide", "--config", str(config), "--json"))
+    batch = ("--batch", "8x1024", "--hardware", hardware, "--mesh", "4", "--dtype", "bfloat16")
+    estimated = json.loads(said(capsys, "estimate", f"{models}:wide", *batch, "--json"))
+    for kind, times in (("all-gather", 2), ("reduce-scatter", reduced)):
+        sent = sum(each["inside_bytes"] for each in explained["exchanges"] if each["kind"] == kind)
+        said_too = sum(each["sent_inside"] for each in estimated["collectives"] if each["kind"] == kind)
+        assert sent == pytest.approx(said_too, rel=0.001)
+        assert sent == pytest.approx(times * 3 / 4 * 2 * 1024 * 1024 * 2, rel=0.01), kind
+    reduces = {each["reduce"] for group in explained["groups"] for each in group["params"]}
+    assert device == "cpu" or reduces == {"packed"}, "where it is cast as it is packed"
 
 
 def test_explain_says_first_that_blocks_are_cut(

@@ -21,8 +21,10 @@ SAID = {
     "ended": _GONE,
     "stopped": r"FSDPRuntimeError: rank 0 has waited for the all-gather of '\S+' for \d+ s, and "
     "rank 1 does not answer: its process is stopped, or dead",
-    "in a barrier": r"(?s)FSDPRuntimeError: rank 0 has waited for .*all that it waits for wait as well.*"
-    r"rank 1: step 2.*is in torch\.distributed\.barrier\(\), at ranks_that_fail\.py:\d+ in happens",
+    "in a barrier": r"(?s)FSDPRuntimeError: rank [01] has waited for .*all that it waits for wait as well.*"
+    r"rank 1: step 2.*waits for torch\.distributed\.barrier\(\), for \d+ s, at ranks_that_fail\.py:\d+ in happens",
+    "in full_tensor": r"(?s)FSDPRuntimeError: .*all that it waits for wait as well.*"
+    r"rank 1: step 2.*waits for torch's full_tensor\(\), for \d+ s, at ranks_that_fail\.py:\d+ in happens",
     "raised": r"FSDPRuntimeError: (the process of rank 1 is gone|the all-gather of '\S+' with rank 1 failed)",
 }
 
@@ -82,6 +84,18 @@ def test_the_others_name_it(case: str, rank: int, says: str, tmp_path: Path) -> 
     seconds = int(re.search(rf"rank {other} after (\d+) s", out).group(1))  # type: ignore[union-attr]
     assert seconds < 20
     assert status[other] == 3, "neither aborted nor crashed"
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_that_are_in_nothing_but_torchs_collectives_are_named_by_all(world_size: int, tmp_path: Path) -> None:
+    """Rank 1 does not clip, and waits for the others in a barrier, and they for it: nobody in an exchange of ours."""
+    said, status = run("clips", 1, tmp_path, world_size=world_size)
+    for rank, out in enumerate(said):
+        assert "has waited for torch" in out and "and all that it waits for wait as well" in out, out
+        assert re.search(r"rank 0: step 3.*waits for torch's clip_grad_norm_\(\).*in clip_or_not", out), out
+        assert re.search(r"rank 1: step 3.*waits for torch\.distributed\.barrier\(\).*in clip_or_not", out), out
+        seconds = re.search(rf"rank {rank} after (\d+) s", out)
+        assert (rank == 1 and status[rank] is None) or (seconds is not None and int(seconds[1]) < 20), out
 
 
 DIFFER = (

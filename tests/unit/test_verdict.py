@@ -9,7 +9,7 @@ import pytest
 from fsdp2.core.places import label
 from fsdp2.features.gloo_p2p import tag_of
 from fsdp2.features.watchdog.release import first_number
-from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, Waiting
 from fsdp2.features.watchdog.verdict import Silence, judge
 
 WORLD = (0, 1, 2)
@@ -22,6 +22,7 @@ def rank(
     *,
     waits: bool = False,
     call: Sequence[int] = (),
+    called: str = "torch.distributed.barrier()",
     broken: tuple[int, ...] = (),
     line: str = "world",
     ranks: tuple[int, ...] = WORLD,
@@ -29,14 +30,14 @@ def rank(
     """A rank that has begun exchanges over ``ranks``, and waits for the last of them."""
     recent = tuple(Begun(index, each, LABELS[each], 7, "forward of Net") for index, each in enumerate(begun))
     waiting = Waiting(line, len(begun) - 1, begun[-1], LABELS[begun[-1]], 12.0) if waits else None
+    if call:
+        waiting = Waiting(COLLECTIVE, None, called, len(called), 12.0, tuple(call))
     return State(
         number,
         1,
         7,
         "forward of Net",
         at=f"train.py:{number} in main",
-        call="torch.distributed.barrier()" if call else "",
-        call_ranks=tuple(call),
         waiting=waiting,
         lines={line: LineState(ranks, len(begun), broken, recent)},
     )
@@ -89,7 +90,7 @@ def test_a_barrier_that_waits_for_who_waits_is_a_deadlock() -> None:
     known = {0: rank(0, ["gather a"], waits=True, ranks=(0, 1)), 1: rank(1, call=(0, 1), ranks=(0, 1))}
     verdict = judge(0, known)
     assert verdict.raises and "all that it waits for wait as well" in verdict.text
-    assert "is in torch.distributed.barrier()" in verdict.text
+    assert "rank 1: step 7, forward of Net; waits for torch.distributed.barrier(), for 12 s" in verdict.text
 
 
 def test_a_circle_over_several_groups_is_a_deadlock() -> None:
@@ -160,7 +161,20 @@ def test_a_collective_that_all_have_begun_is_slow_not_stuck() -> None:
     }
     verdict = judge(0, known)
     assert not verdict.raises and verdict.complete
-    assert "rank 1 is in torch.distributed.barrier(), which all of its ranks have begun" in verdict.text
+    assert "rank 1 waits for torch.distributed.barrier(), which all ranks have begun" in verdict.text
+
+
+def test_different_collectives_of_torchs_own_are_a_deadlock() -> None:
+    """Nobody waits for an exchange of ours: the optimizer's on one rank, and on the others what comes after it."""
+    known = {0: rank(0, call=WORLD), 1: rank(1, call=WORLD, called="torch's clip_grad_norm_()"), 2: rank(2, call=WORLD)}
+    for each in WORLD:
+        verdict = judge(each, known)
+        assert verdict.raises and "and all that it waits for wait as well" in verdict.text
+    known[1] = rank(1)
+    verdict = judge(0, known)
+    assert not verdict.raises and verdict.complete, "it evaluates, or loads"
+    assert "rank 1 has not come to it yet (it runs train.py:1 in main)" in verdict.text
+    assert not judge(0, {each: rank(each, call=WORLD) for each in WORLD}).raises, "a large one"
 
 
 def test_what_a_verdict_has_ended_is_taken_for_nothing_that_follows() -> None:

@@ -55,11 +55,11 @@ def test_a_backward_that_nothing_runs_any_more_has_been_left(monkeypatch: pytest
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="states of processes are read there")
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_process_that_a_profiler_stops_for_moments_is_not_gone(goes_on: bool) -> None:
-    """Its state is sampled: only one that is stopped whenever somebody looks, or has ended, is gone."""
+    """Its state is sampled: only one that is stopped whenever somebody looks, for 3 s, or has ended, is gone."""
     with subprocess.Popen(["sleep", "60"]) as process:
         here = json.dumps([thread._host(), process.pid]).encode()
         store = SimpleNamespace(check=lambda keys: keys[0].startswith("here/"), get=lambda key: here)
-        watchdog: Any = SimpleNamespace(_store=store, _round=1, _asked=0.0, _seen_running=set(), seconds=4.0)
+        watchdog: Any = SimpleNamespace(_store=store, _round=1, _asked=0.0, _seen_running=set(), seconds=10.0)
 
         def send(number: int) -> None:
             process.send_signal(number)

@@ -26,7 +26,7 @@ from fsdp2.features.watchdog.orders import orders_of_live_groups
 from fsdp2.features.watchdog.release import key_of, live_groups
 from fsdp2.features.watchdog.signals import listen
 from fsdp2.features.watchdog.states import Begun
-from fsdp2.features.watchdog.thread import Watchdog, told
+from fsdp2.features.watchdog.thread import LOG, Watchdog, told
 
 
 class _Chosen:
@@ -44,8 +44,9 @@ def set_watchdog(seconds: float = 10.0, *, dump_signal: int | None = None) -> No
     A thread of each rank, which is there from the first `fully_shard` over several ranks on, answers through the
     process group's store. If the ranks can never meet (they run different modules, or in another order; a process is
     gone, or stopped), all of them raise the same FSDPRuntimeError, which names the ranks, the modules and the lines
-    of the program that they are in. If a rank is only slow, in the program's own code, the logger ``fsdp2`` warns,
-    once, and nothing is raised however long it takes.
+    of the program that they are in. (A rank in a collective of torch's logs it, and gets its backend's error.) If a
+    rank is only slow, in the program's own code, the logger ``fsdp2`` warns, once, and nothing is raised however long
+    it takes.
 
     Each rank may set it as it likes; only those that wait ask. Where ranks exchange by NCCL, or more than 64 by gloo,
     collectives are torch's own and carry no name: the threads compare once a second what ranks have begun. If that
@@ -82,8 +83,14 @@ def start() -> None:
 
 
 def _stop() -> None:
-    if _CHOSEN.watchdog is not None:
-        _CHOSEN.watchdog.stop()
+    watchdog = _CHOSEN.watchdog
+    if watchdog is None:
+        return
+    watchdog.stop()
+    if isinstance(getattr(sys, "last_value", None), RuntimeError):  # a backend's names addresses
+        with contextlib.suppress(RuntimeError):  # who keeps the store is gone as well
+            if gone := watchdog.gone_among(range(watchdog.world_size), or_stopped=False):
+                LOG.error("This error may come of it that the processes of the ranks %s are gone.", gone)
 
 
 atexit.register(_stop)  # a thread that is in the store when Python goes would end the process

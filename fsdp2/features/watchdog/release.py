@@ -17,6 +17,8 @@ from fsdp2 import _torch
 from fsdp2.core.places import ORDERS, PLACE
 from fsdp2.features.gloo_p2p import LINES, Exchange, tag_of
 
+_TELLS_SECONDS = 3.0
+"""For so long a rank may need to say what a verdict is."""
 _SECONDS = 30.0
 """For so long after a verdict ranks may come that wait in vain as well."""
 _UNUSED_TAG = (1 << 30) - 1
@@ -68,9 +70,16 @@ class Releases:
         self._gone = frozenset(gone)
         self._done: set[tuple[Any, ...]] = set()
         self._closed: set[tuple[str, int]] = set()
+        self.to_close: list[dist.ProcessGroup] = []  # that this rank waits over, in a collective of torch's
+        self.told_first: list[int] = []  # ranks that wait so, and say why before the error of a closed connection comes
 
     def go_on(self, now: float) -> bool:
         """Do what has come up since; whether there may be more."""
+        told = [f"pending/{self._epoch}/{rank}" for rank in self.told_first]
+        if self.to_close and (now - self._began > _TELLS_SECONDS or self._store.check(told)):
+            for group in self.to_close:
+                self.close(group)
+            self.to_close = []
         groups = {key_of(group): group for group in live_groups()}
         if self._ends and PLACE.stopped and PLACE.waiting is not None and not isinstance(PLACE.waiting, Exchange):
             for group in list(ORDERS):

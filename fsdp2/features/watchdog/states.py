@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+COLLECTIVE = "a collective of torch's"
+"""`Waiting.line` of those that carry no name: the program's own, and those of DTensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -45,7 +48,7 @@ class Waiting:
     """What a rank waits for.
 
     Attributes:
-        line: the key of its process group.
+        line: the key of its process group, or `COLLECTIVE`.
         number: of the exchange there; None of one that is not numbered.
         label: what it is of.
         bits: of that label.
@@ -71,11 +74,8 @@ class State:
         step: forwards of roots that it has begun.
         phase: which pass runs, or ran last.
         at: the line of the user's code that its main thread is in.
-        call: the collective of torch.distributed that it is in, of those that no rank leaves before all have come to
-            them; "" if none.
-        call_ranks: of the group that this one is of.
         failure: what exception left its last pass; "" if none did.
-        waiting: for what; None if it does not.
+        waiting: for what, also in a collective of torch's; None if it does not.
         stopped: it is about to raise, as ranks were found that can never meet.
         lines: its exchanges, by the keys of their groups.
     """
@@ -85,8 +85,6 @@ class State:
     step: int
     phase: str
     at: str = ""
-    call: str = ""
-    call_ranks: tuple[int, ...] = ()
     failure: str = ""
     waiting: Waiting | None = None
     stopped: bool = False
@@ -110,7 +108,6 @@ class State:
             )
             for key, line in found.pop("lines").items()
         }
-        found["call_ranks"] = tuple(found["call_ranks"])
         return cls(
             **found,
             waiting=None if waiting is None else Waiting(**waiting | {"ranks": tuple(waiting["ranks"])}),
@@ -124,8 +121,6 @@ class State:
             doing = "is about to raise"
         elif self.waiting is not None:
             doing = f"waits for {self.waiting.label}, for {self.waiting.seconds:.0f} s"
-        elif self.call:
-            doing = f"is in {self.call}"
         else:
             doing = "runs the program's own code"
         failure = f"; {self.failure}" if self.failure else ""

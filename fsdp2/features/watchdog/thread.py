@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 import fsdp2
 from fsdp2 import _torch
-from fsdp2.core.places import PLACE, Record
+from fsdp2.core.places import PLACE, Record, label
 from fsdp2.features.gloo_p2p import LINES, Exchange, Line
 from fsdp2.features.watchdog.orders import Comparison, orders_of_live_groups
 from fsdp2.features.watchdog.release import Releases, first_number, is_live, key_of, live_groups
 from fsdp2.features.watchdog.signals import was_asked
-from fsdp2.features.watchdog.states import Begun, LineState, State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, Begun, LineState, State, Waiting
 from fsdp2.features.watchdog.verdict import Known, Silence, Verdict, judge
 
 LOG = logging.getLogger("fsdp2")
@@ -44,6 +44,10 @@ _COMPARE_SECONDS = 1.0
 """What carries no name is compared so often; by more ranks more rarely."""
 _FAILURES = 5
 """After so many in turn the thread gives up."""
+_STOPPED_SECONDS = 3.0
+"""A rank on this host whose process is stopped for so long, after it was asked, does not come."""
+_CALL_SECONDS = 2.0
+"""A rank that is in one of torch's collectives for so long, and begins no other, waits."""
 _SILENT_SECONDS = 60.0
 """A rank on another host that has not answered for so long is taken for gone; on this host its process is looked at."""
 
@@ -61,7 +65,7 @@ class Watchdog:
         self.seconds = seconds
         self._dump = dump
         self._world = dist.group.WORLD
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self.world_size = dist.get_rank(), dist.get_world_size()
         is_same = before is not None and before._world is self._world
         self._has_own_store: bool = before is not None and is_same and before._has_own_store
         # Until the thread has a connection of its own, over that which the program uses.
@@ -104,7 +108,7 @@ class Watchdog:
     # -- the thread
 
     def _run(self) -> None:
-        period = max(min(0.5, self.seconds / 4), self._world_size / 2000)
+        period = max(min(0.5, self.seconds / 4), self.world_size / 2000)
         failures = 0
         if not self._has_own_store:
             try:
@@ -131,7 +135,7 @@ class Watchdog:
 
     def _tick(self, now: float) -> None:
         store = self._store
-        waiting = _identity(PLACE.waiting)  # to hold it would keep memory that the engine wants to use again
+        waiting = self._waits_for()
         if waiting != self._waiting:
             self._waiting, self._since, self._round, self._told = waiting, now, 0, ""
         if PLACE.tells and self._has_left():
@@ -149,7 +153,7 @@ class Watchdog:
             self._answered = alarm
         if self._round:
             self._look(now)
-        if now - self._compared >= max(_COMPARE_SECONDS, self._world_size / 200) and not PLACE.stopped:
+        if now - self._compared >= max(_COMPARE_SECONDS, self.world_size / 200) and not PLACE.stopped:
             self._compared = now
             self._compare()
         if self._answered:
@@ -163,15 +167,25 @@ class Watchdog:
         """The thread that runs forwards: the main one, until one has run in another."""
         return self._main if PLACE.thread is None else PLACE.thread
 
+    def _frame(self) -> FrameType | None:
+        """Where the thread that trains is."""
+        return sys._current_frames().get(self._trains() or 0)
+
+    def _waits_for(self) -> Any:
+        """What tells apart what this rank waits for, without holding it: the engine wants to use its memory again."""
+        if PLACE.waiting is not None:
+            return id(PLACE.waiting), getattr(PLACE.waiting, "number", -1)
+        call, group = _call_of(self._frame())
+        return (call, group and id(group), *_torch.begun_over_groups().values()) if call else None
+
     def state(self, round: int) -> State:
         """Where this rank is."""
-        frame = sys._current_frames().get(self._trains() or 0)
+        frame = self._frame()
         at, (call, group) = _line_of(frame), _call_of(frame)
-        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        seconds = time.monotonic() - self._since if self._waits_for() == self._waiting else 0.0
         waiting = PLACE.waiting
         told = None
         if waiting is not None:
-            seconds = time.monotonic() - self._since if _identity(waiting) == self._waiting else 0.0
             is_numbered = isinstance(waiting, Exchange) and is_live(waiting.group)
             told = Waiting(
                 key_of(waiting.group) if is_numbered else "",
@@ -179,11 +193,15 @@ class Watchdog:
                 waiting.label.text,
                 waiting.label.bits,
                 seconds,
-                () if is_numbered else _ranks_of_orders(),
+                () if is_numbered else _ranks_of(orders_of_live_groups()),
             )
-        lines = {key_of(group): _line_state(group, LINES[group]) for group in live_groups()}
+        elif call and seconds >= min(self.seconds / 2, _CALL_SECONDS):
+            ranks = _ranks_of(_torch.begun_over_groups() if group is None else [group])
+            bits = label(call, "" if group is None else key_of(group)).bits
+            told = Waiting(COLLECTIVE, None, call, bits, seconds, ranks)
+        lines = {key_of(each): _line_state(each, LINES[each]) for each in live_groups()}
         place = (self._rank, round, PLACE.step, PLACE.phase)
-        return State(*place, at, call, ranks, PLACE.failure, told, bool(PLACE.stopped), lines)
+        return State(*place, at, PLACE.failure, told, bool(PLACE.stopped), lines)
 
     # -- what is asked
 
@@ -194,7 +212,8 @@ class Watchdog:
             return
         verdict = judge(self._rank, known)
         if verdict.raises:
-            calls = [rank for rank, each in known.items() if isinstance(each, State) and each.call]
+            waits = {rank: each.waiting for rank, each in known.items() if isinstance(each, State)}
+            calls = [rank for rank, waiting in waits.items() if waiting is not None and waiting.line == COLLECTIVE]
             self._publish({"text": verdict.text, "gone": verdict.gone, "calls": calls})
             self._round = 0
         elif verdict.complete:
@@ -243,7 +262,7 @@ class Watchdog:
                 return Silence.GONE
             if _runs(pid):  # a profiler or a debugger stops it for moments only
                 self._seen_running.add(rank)
-        if silent < max(1.0, min(self.seconds, 10.0)):
+        if silent < max(1.0, min(self.seconds, _STOPPED_SECONDS)):
             return Silence.NOT_YET
         if host == _host():
             return Silence.BUSY if rank in self._seen_running else Silence.GONE
@@ -310,10 +329,11 @@ class Watchdog:
         self._releases = Releases(self._store, self._epoch, self._rank, verdict["gone"], now, ends=ends)
         PLACE.stopped = verdict["text"]
         self._releases.go_on(now)
-        group = _call_of(sys._current_frames().get(self._trains() or 0))[1]
-        if self._rank in verdict["calls"] and group is not None and PLACE.waiting is None:
-            LOG.error("%s\nThis rank is in a collective of the program's own, which is ended.", verdict["text"])
-            self._releases.close(group)
+        call, group = _call_of(self._frame())
+        if self._rank in verdict["calls"] and call and PLACE.waiting is None:
+            LOG.error("%s\nThis rank is in %s, which is ended.", verdict["text"], call)
+            self._releases.to_close = list(_torch.begun_over_groups()) if group is None else [group]
+            self._releases.told_first = verdict["calls"]
 
     def restart(self) -> None:
         """Number exchanges anew, alike on all ranks. By the thread that trains."""
@@ -330,13 +350,14 @@ class Watchdog:
 
     def gone_among(self, ranks: Iterable[int], *, or_stopped: bool) -> list[int]:
         """Those of ``ranks`` that are known to be gone, as their processes on this host are, ``or_stopped``."""
-        found = []
-        for rank in ranks:
-            if rank != self._rank and self._store.check([f"here/{rank}"]):
-                host, pid = json.loads(self._store.get(f"here/{rank}"))
-                if host == _host() and not _runs(pid, _STOPPED + _GONE if or_stopped else _GONE):
-                    found.append(rank)
-        return found
+        here = [(rank, f"here/{rank}") for rank in ranks if rank != self._rank]
+        places = [(rank, *json.loads(self._store.get(key))) for rank, key in here if self._store.check([key])]
+        ends = _STOPPED + _GONE if or_stopped else _GONE
+        for _ in range(_LOOKS):
+            if found := [rank for rank, host, pid in places if host == _host() and not _runs(pid, ends)]:
+                return found
+            time.sleep(0.1)  # a process that is killed closes its connections before it has ended
+        return []
 
 
 _LOOKS = 5
@@ -348,11 +369,6 @@ def _runs_backward(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _identity(waiting: Any) -> tuple[int, int] | None:
-    """What tells apart what is waited for, without holding it."""
-    return None if waiting is None else (id(waiting), getattr(waiting, "number", -1))
 
 
 def _line_state(group: dist.ProcessGroup, line: Line) -> LineState:
@@ -369,14 +385,13 @@ def told(recent: Iterable[Record]) -> tuple[Begun, ...]:
 def _concerned(state: State) -> Iterable[int]:
     """The ranks that ``state`` may wait for."""
     if state.waiting is None:
-        return state.call_ranks
+        return ()
     line = state.lines.get(state.waiting.line)
     return state.waiting.ranks if line is None else line.ranks
 
 
-def _ranks_of_orders() -> tuple[int, ...]:
-    """Of all groups whose collectives carry no name."""
-    groups = orders_of_live_groups()
+def _ranks_of(groups: Iterable[dist.ProcessGroup]) -> tuple[int, ...]:
+    """Of all ``groups``."""
     return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 
@@ -384,6 +399,7 @@ _OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OF_FSDP2 = os.path.dirname(fsdp2.__file__) + os.sep
 _LIBRARIES = f"{os.sep}lib{os.sep}python"
 _COLLECTIVES = os.path.join(_OF_TORCH, "distributed", "distributed_c10d.py")
+_OF_TENSORS = os.path.join(_OF_TORCH, "distributed", "_functional_collectives.py")
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -396,24 +412,24 @@ def _line_of(frame: FrameType | None) -> str:
     return ""
 
 
-_OF_ALL = ("barrier", "monitored_barrier", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-"""How collectives begin that no rank leaves before all have come to them: not so a broadcast, or a gather."""
+_NAMES = ("barrier", "monitored", "all_", "reduce", "broadcast", "gather", "scatter")
+"""How collectives begin; those that a rank may leave before others come, as a broadcast, it leaves at once."""
 
 
 def _call_of(frame: FrameType | None) -> tuple[str, dist.ProcessGroup | None]:
-    """The collective of torch.distributed that runs, and its group; the engine's own are not among them."""
-    call: tuple[str, dist.ProcessGroup | None] = ("", None)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(_OF_FSDP2):
-            return "", None
-        if code.co_filename == _COLLECTIVES and code.co_name.startswith(_OF_ALL):
-            group = frame.f_locals.get("group")
-            group = dist.group.WORLD if group is None else group
-            known = isinstance(group, dist.ProcessGroup) and is_live(group)
-            call = (f"torch.distributed.{code.co_name}()", group) if known else ("", None)
+    """The collective of torch's that runs, as its caller has called it, and its group; None of a DTensor's."""
+    call, group, of_tensors = "", None, False
+    while frame is not None and frame.f_code.co_filename.startswith((_OF_TORCH, "<")):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        of_tensors = of_tensors or (file == _OF_TENSORS and name == "wait_tensor")
+        if file == _COLLECTIVES and name.startswith(_NAMES):
+            given = frame.f_locals.get("group")
+            call, group = f"torch.distributed.{name}()", dist.group.WORLD if given is None else given
+        elif of_tensors and not name.startswith(("_", "wrap")):
+            call = f"torch's {name}()"
         frame = frame.f_back
-    return call
+    is_counted = group is None or group in _torch.begun_over_groups()  # else nobody knows whether it is the same one
+    return (call, group) if is_counted else ("", None)
 
 
 def _host() -> str:

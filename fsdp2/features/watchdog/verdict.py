@@ -1,11 +1,11 @@
 """Whether ranks that wait can ever go on, from what they tell of where they are. Pure: no thread, no store.
 
-A rank that waits for an exchange waits for every rank of its group that has not begun it; one that is in a collective
-of the program's own, for every rank of that group which is not in it. Following that, one comes
+A rank that waits for an exchange waits for every rank of its group that has not begun it. One in a collective of
+torch's waits for every rank of that group which is not (of any, if its frames show no group). So one comes
 
 * to a rank that has begun *another* exchange in its place, or could not launch its part: they can never meet;
 * to a rank whose process is gone, or stopped;
-* to nobody but ranks that wait, in exchanges or in collectives of the program's own: a deadlock;
+* to nobody but ranks that wait, in exchanges or in collectives of torch's: a deadlock;
 * to a rank that runs the program's own code, or whose collective all of its ranks have begun, however long that takes:
   it may come, so the others are only told.
 """
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdp2._remedies import FEWER, RUN_ALIKE
-from fsdp2.features.watchdog.states import State, Waiting
+from fsdp2.features.watchdog.states import COLLECTIVE, State, Waiting
 
 
 class Silence(enum.Enum):
@@ -94,10 +94,9 @@ def _of_slow(rank: int, state: State | Silence) -> str:
     if isinstance(state, Silence):
         return f"rank {rank} {state.value}"
     if state.waiting is not None and not state.stopped:
-        way = "all ranks have begun" if _is_known(state) else "is a collective of torch's own"
+        is_begun = _is_known(state) or state.waiting.line == COLLECTIVE
+        way = "all ranks have begun" if is_begun else "is a collective of torch's own"
         return f"rank {rank} waits for {state.waiting.label}, which {way}"
-    if state.call and not state.stopped:
-        return f"rank {rank} is in {state.call}, which all of its ranks have begun"
     return f"rank {rank} has not come to it yet (it runs {state.at or 'something else'})"
 
 
@@ -138,14 +137,13 @@ def _never_meets(state: State, waiting: Waiting, known: Known) -> tuple[str, int
 
 def _blockers(state: State, known: Known) -> list[int]:
     """The ranks without which ``state`` cannot go on, as far as is known; none if it may go on by itself."""
-    if state.stopped:
+    waiting = state.waiting
+    if state.stopped or waiting is None:
         return []
-    if state.waiting is None:
-        ranks = state.call_ranks
-        return [other for other in ranks if other != state.rank and not _is_in_call(known.get(other), ranks)]
+    if waiting.line == COLLECTIVE:
+        return [each for each in waiting.ranks if each != state.rank and not _is_in(waiting, known.get(each))]
     if not _is_known(state):
         return []
-    waiting = state.waiting
     assert waiting.number is not None, "it is known"
     found = []
     for other in state.lines[waiting.line].ranks:
@@ -156,8 +154,9 @@ def _blockers(state: State, known: Known) -> list[int]:
     return found
 
 
-def _is_in_call(state: State | Silence | None, ranks: tuple[int, ...]) -> bool:
-    return isinstance(state, State) and state.call_ranks == ranks
+def _is_in(waiting: Waiting, state: State | Silence | None) -> bool:
+    theirs = state.waiting if isinstance(state, State) else None
+    return theirs is not None and (theirs.line, theirs.bits, theirs.ranks) == (COLLECTIVE, waiting.bits, waiting.ranks)
 
 
 def _table(seen: Mapping[int, None], known: Known) -> str:

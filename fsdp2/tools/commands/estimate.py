@@ -135,17 +135,7 @@ def optimizer_named(name: str) -> Callable[..., torch.optim.Optimizer] | None:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         known = [each for each, value in vars(torch.optim).items() if isinstance(value, type)]
         raise FSDPValueError(f"torch.optim has no optimizer '{name}'.{nearest(name, known)}")
-    return _calling(found)
-
-
-def _calling(kind: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """A function that makes one, of the same name."""
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return kind(parameters)
-
-    make.__name__ = make.__qualname__ = getattr(kind, "__name__", "optimizer")
-    return make
+    return found  # type: ignore[no-any-return]
 
 
 def sharding_arguments(config: ShardingConfig) -> dict[str, Any]:

@@ -20,14 +20,15 @@ from fsdp2.tools.commands.sharding import (
     mesh_of,
     shard,
 )
-from fsdp2.tools.estimating.simulation import simulated_world
+from fsdp2.tools.estimating.simulation import laid_out_for, simulated_world
 from fsdp2.tools.explaining import explain
 from fsdp2.tools.explaining.text import wrapped
 from fsdp2.tools.progress import working
 
 DESCRIPTION = """\
 Say how a model is sharded, what a step exchanges, and what is slow about it. The model is made on the meta device, and
-the ranks are simulated in this process: no device, no memory and no launcher are needed.
+the ranks are simulated in this process: no device, no memory and no launcher are needed. They compute on GPUs, unless
+a config says device_type: cpu, where other bytes are sent.
 
 A function that calls fully_shard itself is taken at its word; other models are sharded by fsdp2.auto_shard."""
 
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--mesh {'x'.join(map(str, shape))} has {len(shape)} dims, and explain shards over one or two, replicas "
             "and shards: say their product, or name the dims in a config, 'mesh_shape' and 'mesh_dim_names'."
         )
-    with simulated_world(ranks_of(shape), "fsdp2 explain"):
+    with simulated_world(ranks_of(shape), "fsdp2 explain"), laid_out_for(config.device_type or "cuda"):
         with working("making and sharding the model"):
             with torch.device("meta"):
                 model = make_model(options.model)

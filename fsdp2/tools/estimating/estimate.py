@@ -22,6 +22,7 @@ from fsdp2.tools.estimating.request import CHECKPOINTING, Checkpointing, MakeMod
 from fsdp2.tools.estimating.result import CollectiveSum, Estimate, PhasePeak, Remedy, StepTime
 
 DEFAULT_HARDWARE = "h100-8x"
+FUSED = "an optimizer with fused=True"
 
 
 @checked(
@@ -235,7 +236,8 @@ def _settings(request: Request, seen: Observation) -> dict[str, str]:
         said["microbatches"] = f"{request.accumulation} ({request.kept} gradients)"
     if request.matmul_dtype is not None:
         said["multiplies in"] = _dtype(request.matmul_dtype)
-    said["optimizer"] = "none" if request.optimizer is None else getattr(request.optimizer, "__name__", "given")
+    name = "none" if request.optimizer is None else getattr(request.optimizer, "__name__", "given")
+    said["optimizer"] = f"{name}(fused=True)" if request.fused else name
     if request.compiled:
         said["compiled"] = "yes"
     return said
@@ -268,6 +270,8 @@ def _changes(request: Request) -> Iterator[tuple[dict[str, Any], str]]:
     assert {each.name for each in fields(Request)} >= {"checkpointing", "accumulation", "strategy", "offload_policy"}
     computes, by_itself = request.activation_bytes is None, request.shard is None
     kept = request.kept
+    if request.can_fuse():
+        yield {"fused": True}, FUSED
     if request.accumulation > 1 and kept == "unsharded":
         kept = "sharded"
         yield {"kept": kept}, f"kept={kept!r}"

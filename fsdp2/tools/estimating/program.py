@@ -90,9 +90,10 @@ def _optimizer(request: Request) -> Iterator[str]:
         return
     name = getattr(request.optimizer, "__name__", "")
     if isinstance(getattr(torch.optim, name, None), type):
-        yield f"optimizer = torch.optim.{name}(model.parameters())"
+        yield f"optimizer = torch.optim.{name}(model.parameters(){', fused=True' if request.fused else ''})"
     else:
-        yield "optimizer = make_optimizer(list(model.parameters()))  # yours"
+        said = "yours, with fused=True" if request.fused else "yours"
+        yield f"optimizer = make_optimizer(list(model.parameters()))  # {said}"
 
 
 def _steps(request: Request) -> Iterator[str]:

@@ -185,8 +185,8 @@ class Rank:
                 state.compute_through(comm)  # as if it was on a device with streams
         self._know(self.model.parameters(), Use.SHARDS)
         self.optimizer = None if request.optimizer is None else request.optimizer(list(self.model.parameters()))
-        if self.optimizer is not None and self._clocks is not None and not self._offloaded():
-            _step_as_on_devices(self.optimizer)
+        if self.optimizer is not None and self._clocks is not None and (request.fused or not self._offloaded()):
+            _step_as_on_devices(self.optimizer, "fused" if request.fused else "foreach")
         self._args, self._kwargs = request.local_batch()
         if not self._computes:
             self._args, self._kwargs = (_scalar(),), {}
@@ -401,11 +401,11 @@ class Rank:
             self._know([parameter.grad], Use.UNSHARDED_GRADIENTS)
 
 
-def _step_as_on_devices(optimizer: torch.optim.Optimizer) -> None:
+def _step_as_on_devices(optimizer: torch.optim.Optimizer, way: str) -> None:
     """torch's optimizers step on lists of tensors where they may choose, but not on CPUs."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+            group[way] = True
 
 
 def _scalar() -> torch.Tensor:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2.core import mesh as meshes
+from fsdp2.core import shard
 from fsdp2.errors import FSDPRuntimeError
 
 
@@ -41,3 +44,14 @@ def simulated_world(ranks: int, caller: str) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
         _torch.forget_meshes()
+
+
+@contextmanager
+def laid_out_for(device_type: str) -> Iterator[None]:
+    """While inside, meshes are of a device that need not be there: it decides what is packed, and cast by whom."""
+    before = meshes.device_of, shard._move_to_device
+    meshes.device_of, shard._move_to_device = lambda mesh: torch.device(device_type), lambda *_: None
+    try:
+        yield
+    finally:
+        meshes.device_of, shard._move_to_device = before

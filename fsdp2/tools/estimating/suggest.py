@@ -2,7 +2,8 @@
 
 [Note: what is not tried]
 What another estimate has answered already is not asked again. Of one mesh and strategy, more checkpointing takes more
-time and less memory: from the least on, the first that fits is the only one of interest. What one forward keeps without
+time and less memory: from the least on, the first that fits is the only one of interest. An optimizer that can be fused
+is: it takes less of both; the fastest is estimated without, too, to say how much. What one forward keeps without
 checkpointing is part of every estimate, so that one that cannot fit is not tried.
 
 More microbatches of a step cost time (each gathers again, or keeps whole gradients) and save activations. So they are
@@ -29,9 +30,9 @@ from fsdp2 import _torch
 from fsdp2.arguments import ANYTHING, checked
 from fsdp2.core.options import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.errors import FSDPTypeError, FSDPValueError
-from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, answer, microbatches_of, names_of
+from fsdp2.tools.estimating.estimate import DEFAULT_HARDWARE, FUSED, answer, microbatches_of, names_of
 from fsdp2.tools.estimating.hardware import Hardware, hardware_of
-from fsdp2.tools.estimating.memory import Use
+from fsdp2.tools.estimating.memory import Phase, Use
 from fsdp2.tools.estimating.program import program
 from fsdp2.tools.estimating.request import MakeModel, MakeOptimizer, Request
 from fsdp2.tools.estimating.result import Estimate, shown_seconds
@@ -57,7 +58,7 @@ class Suggestion:
     """Settings, and what they were estimated to need.
 
     Attributes:
-        arguments: of `fsdp2.estimate`, as they are written.
+        arguments: of `fsdp2.estimate`, as they are written; with a fused optimizer, if that was tried.
         estimate: with them.
         why: in words, what speaks for it; or why it does not fit.
         program: how a training program says it, as Python.
@@ -199,7 +200,7 @@ def suggest(
         matmul_dtype=matmul_dtype,
         compiled=compiled,
     )
-    found = _Search(request, progress).found()
+    found = _Search(replace(request, fused=request.can_fuse()), progress).found()
     return _ranked(found, best)
 
 
@@ -315,6 +316,8 @@ class _Search:
         for _ in range(_MOST_CONFIRMED):
             fit = [each for each in self.known.values() if each.estimate.fits]
             first = min(fit, key=lambda each: _speed(each.estimate), default=None)
+            if first is not None and first.request.fused and not first.is_scaled:
+                self._estimate(replace(first.request, fused=False))  # which says what temporaries of foreach take
             if first is None or not first.is_scaled:
                 return
             self._tell(f"{written(first.request)}, whole")
@@ -398,6 +401,8 @@ def written(request: Request) -> str:
         said.append(f"kept={request.kept!r}")
     if isinstance(request.offload_policy, CPUOffloadPolicy):
         said.append("offload_policy=CPUOffloadPolicy()")
+    if request.fused:
+        said.append(FUSED)
     return ", ".join(said)
 
 
@@ -405,7 +410,9 @@ def _ranked(found: list[Tried], best: int) -> Suggestions:
     fit = sorted((each for each in found if each.estimate.fits), key=lambda each: _speed(each.estimate))
     unfit = sorted((each for each in found if not each.estimate.fits), key=lambda each: each.estimate.peak_bytes)
     fastest = fit[0].estimate if fit else None
-    shown = [_suggestion(each, _why(each, fastest)) for each in fit]
+    steps = [each.estimate.phases.get(Phase.OPTIMIZER.value) for each in found if not each.request.fused]
+    foreach = max((step.by_use.get(Use.OPTIMIZER.value, 0) for step in steps if step), default=0)
+    shown = [_suggestion(each, _why(each, fastest, foreach)) for each in fit]
     return Suggestions(
         tuple(shown[:best]),
         tuple(shown[best:]),
@@ -443,12 +450,14 @@ def _numbers(estimate: Estimate) -> str:
     return f"{said}, sent between nodes {shown_bytes(estimate.sent_between)} a step"
 
 
-def _why(tried: Tried, fastest: Estimate | None) -> str:
-    """What decides about its speed, and what it leaves."""
+def _why(tried: Tried, fastest: Estimate | None, foreach: int) -> str:
+    """What decides about its speed, and what it leaves; ``foreach``: bytes of an optimizer that is not fused."""
     estimate, request = tried.estimate, tried.request
     said = [_HOW_ACTIVATIONS[request.checkpointing]] if request.activation_bytes is None else []
     if request.accumulation > 1:
         said.append(f"{request.accumulation} microbatches a step, their gradients kept {request.kept}")
+    if request.fused and foreach:
+        said.append(f"fused=True saves {shown_bytes(foreach)} of the optimizer's temporaries (foreach)")
     time = estimate.time
     if time is not None and fastest is not None and fastest.time is not None:
         if estimate is not fastest:

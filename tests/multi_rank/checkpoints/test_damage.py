@@ -346,6 +346,7 @@ def test_a_rank_dies_while_it_saves(asynchronous: bool, tmp_path: Path) -> None:
         seconds, _, message = text.partition(" ")
         assert int(seconds) < 20, text
         assert "step-00000002 was not saved" in message
+        assert re.search(r"process(es)? of (the )?ranks? [^:]*\b1\b.* (is|are) gone", message), message
         (folder / f"said by {0}").unlink(missing_ok=True)
     assert anew(2, newest, folder) == [1, 1]
     assert not [*folder.glob(".*")]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -262,6 +263,52 @@ def test_a_barrier_that_is_waited_for_meanwhile_is_no_deadlock() -> None:
             time.sleep(5 * SECONDS)
         dist.barrier()
         goes_on(model)
+
+
+@multi_rank(2)
+def test_different_collectives_of_torchs_own_are_named_and_ended() -> None:
+    """Nobody waits in an exchange: what each rank is in, others never come to. Groups of their own, which end there."""
+    model, told = sharded(), Told()
+    step(model)
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(2)]
+    logging.getLogger("fsdp2").addHandler(told)
+    begun = time.monotonic()
+    try:
+        with watched(), pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(2), group=groups[dist.get_rank()])
+    finally:
+        logging.getLogger("fsdp2").removeHandler(told)
+    assert time.monotonic() - begun < 20
+    (said,) = [each for each in told.messages if "and all that it waits for wait as well" in each]
+    assert said.count("waits for torch.distributed.all_reduce()") == 2 and "which is ended" in said
+    with pytest.raises(FSDPRuntimeError, match="all that it waits for wait as well"):
+        step(model)
+    goes_on(model)
+
+
+@multi_rank(2)
+def test_one_collective_after_the_other_is_no_wait() -> None:
+    """Whenever the thread looks, both ranks are in an all-reduce; and then one of them computes for long."""
+    model, told = sharded(), Told()
+    step(model)
+    logging.getLogger("fsdp2").addHandler(told)
+    try:
+        with watched():
+            until = time.monotonic() + 5 * SECONDS
+            goes = torch.ones(1)
+            while goes:
+                goes = torch.tensor(float(time.monotonic() < until))
+                dist.all_reduce(goes, op=dist.ReduceOp.MIN)
+            assert not told.messages
+            if dist.get_rank() == 1:
+                time.sleep(6 * SECONDS)
+            dist.all_reduce(torch.ones(2))
+            goes_on(model)
+    finally:
+        logging.getLogger("fsdp2").removeHandler(told)
+    if dist.get_rank() == 0:
+        (message,) = [each for each in told.messages if "has waited for torch.distributed.all_reduce()" in each]
+        assert "rank 1 has not come to it yet (it runs test_watchdog.py:" in message
 
 
 @multi_rank(2)
