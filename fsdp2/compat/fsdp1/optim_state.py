@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp2
@@ -39,7 +42,13 @@ def state_of(
 ) -> StateDict:
     """``{"state": {name: ...}, "param_groups": [...]}`` with the names of parameters in both.
 
-    ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
+    The state is in the order of the model, in which ranks agree: their optimizers may have parameters in another one.
+
+    ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now; without ``param_groups`` the
+    result has none either. Collective, if whole.
+
+    Raises:
+        FSDPRuntimeError: whole, and the optimizers of the ranks do not have the same states.
     """
     fsdp2.optim.guard.rekey(optimizer)
     given = optimizer.state_dict() if given is None else given
@@ -48,7 +57,9 @@ def state_of(
     config = settings.optim_state_dict_config
     drops = is_full and config.rank0_only and not ranks.is_first
     keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
-    state: StateDict = {keys.get(key, key): _copied(entry) for key, entry in given["state"].items()}
+    found: StateDict = {keys.get(key, key): _copied(entry) for key, entry in given["state"].items()}
+    order = {name: index for index, name in enumerate(names.values())}
+    state: StateDict = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
     places = [
         (inside, what)
         for inside in (state, *(entry for entry in state.values() if isinstance(entry, dict)))
@@ -57,6 +68,7 @@ def state_of(
     ]
     tensors, offload = [inside[what] for inside, what in places], config.offload_to_cpu
     if is_full:
+        _refuse_difference(names, state)
         made = whole.wholes(tensors, offload=offload, keep=not drops)
     else:
         made = [_sharded(each, offload) for each in tensors]
@@ -64,6 +76,8 @@ def state_of(
         return {}
     for (inside, what), value in zip(places, made, strict=True):
         inside[what] = value
+    if "param_groups" not in given:
+        return {"state": state}
     groups = [
         {
             **{what: copy.deepcopy(value) for what, value in group.items() if what not in ("params", "param_names")},
@@ -72,6 +86,45 @@ def state_of(
         for group in given["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _refuse_difference(names: dict[nn.Parameter, str], state: StateDict) -> None:
+    """See that all ranks gather the same, before one waits for what never comes. Collective over every mesh."""
+    differences = []
+    for mesh in dict.fromkeys(each.device_mesh for each in names if isinstance(each, DTensor)):
+        lines = [
+            f"'{what}' {list(value.shape)} {value.dtype} of '{name}'"
+            for name, entry in state.items()
+            if isinstance(entry, dict)
+            for what, value in entry.items()
+            if isinstance(value, DTensor) and value.device_mesh == mesh
+        ]
+        difference = None
+        for dim in reversed(range(mesh.ndim)):
+            difference = _difference(lines, difference, mesh.get_group(dim))
+        differences.append(difference)
+    # Raised after all meshes: a rank that left early would be missed in the next one.
+    if any(differences):
+        raise fsdp2.FSDPRuntimeError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
+            f"some ranks are missing some of those states: {next(filter(None, differences))}. Build the optimizer on "
+            "the same parameters on all ranks."
+        )
+
+
+def _difference(lines: list[str], known: str | None, group: dist.ProcessGroup) -> str | None:
+    """What another rank of ``group`` has ``known`` of, or what of ``lines`` is not the same on all. Collective."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # all lines of all ranks would be much
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (digest, known), group=group)
+    known = next((each for _, each in found if each is not None), None)
+    if known is not None or len({each for each, _ in found}) == 1:
+        return known
+    dist.all_gather_object(found, lines, group=group)
+    numbers = dist.get_process_group_ranks(group)
+    other = next(place for place, each in enumerate(found) if each != found[0])
+    missing, more = (sorted(set(one) - set(two)) for one, two in ((found[0], found[other]), (found[other], found[0])))
+    return f"rank {numbers[other]} lacks {missing[:3]} of rank {numbers[0]}, which lacks {more[:3]} of it"
 
 
 def _copied(entry: Any) -> Any:
@@ -87,9 +140,10 @@ def _indices(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _keys(given: StateDict, indices: list[nn.Parameter], names: dict[nn.Parameter, str]) -> dict[Any, nn.Parameter]:
     """Whose each key of ``given`` is: an index, or (of a named optimizer) a name."""
-    keys = [key for group in given["param_groups"] for key in group["params"]]
+    groups = given.get("param_groups")
+    keys = list(given["state"]) if groups is None else [key for group in groups for key in group["params"]]
     if all(isinstance(key, int) for key in keys):
-        return dict(zip(keys, indices, strict=True))
+        return dict(enumerate(indices)) if groups is None else dict(zip(keys, indices, strict=True))
     by_name = {name: parameter for parameter, name in names.items()}
     return {key: by_name[_plain(key)] for key in keys if _plain(key) in by_name}
 
