@@ -92,7 +92,8 @@ def test_an_optimizer_from_before_wrapping_that_has_not_stepped(strategy: str, w
         elif way == "scatter":
             loaded = cls.scatter_full_optim_state_dict(on_first, model, optim=optimizer)
         elif way == "input":
-            loaded = cls.shard_full_optim_state_dict(saved, model, optim_input=before)
+            with pytest.warns(UserWarning, match="`optim_input` argument is deprecated"):
+                loaded = cls.shard_full_optim_state_dict(saved, model, optim_input=before)
         else:
             loaded = flat_optim_state_dict_to_load(model, optimizer, flat)
         numbered = cls.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, model, optim=optimizer)

@@ -340,6 +340,14 @@ def mixed_precision_of(mixed_precision: Any, kept: frozenset[nn.Parameter]) -> d
     return {"mp_policy": policy}
 
 
+def strategy_on(world_size: int, strategy: Any) -> Any:
+    """``strategy``; on one rank `NO_SHARD`, whose state dicts are a plain module's, as torch writes and reads them."""
+    if world_size > 1 or strategy in (ShardingStrategy.NO_SHARD, *HYBRID):
+        return strategy
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
 def offload_of(cpu_offload: Any) -> dict[str, Any]:
     """As `fully_shard` calls it."""
     return (
@@ -354,6 +362,20 @@ def go_by_name(module: nn.Module, name: str) -> None:
     """
     if type(module)._get_name is nn.Module._get_name:
         module._get_name = functools.partial(str, name)  # type: ignore[method-assign]  # copied and pickled with it
+
+
+def refuse_wrapped(module: nn.Module, below: list[Any]) -> None:
+    """Refuse a policy for a module of which a part, ``below``, is wrapped already.
+
+    Raises:
+        FSDPValueError: there is one.
+    """
+    for name, each in module.named_modules():
+        if each in below:
+            raise fsdp2.FSDPValueError(
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in "
+                f"{module._get_name()}: wrap all of it by hand, or nothing."
+            )
 
 
 def refuse_deferred(module: nn.Module) -> None:

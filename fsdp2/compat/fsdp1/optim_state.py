@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -307,6 +308,12 @@ def sharded_settings() -> Any:
     return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), config)
 
 
+def warn_of(optim_input: Any) -> None:
+    """Say, as torch does, that nobody needs it."""
+    if optim_input is not None:
+        warnings.warn("The `optim_input` argument is deprecated: leave it out, or pass `optim`.", stacklevel=3)
+
+
 def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
     """In the order of the optimizer, of what it is built on, or of the model."""
     if optimizer is not None:
@@ -327,6 +334,7 @@ class _Like(NamedTuple):
 
 def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> Any:
     """The optimizer, or its parameter groups as ``optim_input`` (what it is built on) tells them."""
+    warn_of(optim_input)
     if optimizer is not None:
         return optimizer
     given = list(model.parameters() if optim_input is None else optim_input)
