@@ -11,6 +11,7 @@ they are used.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -70,6 +71,18 @@ class ShardedRecord(Tensor):
             LocalShard(shard.tensor.detach(), tuple(shard.metadata.shard_offsets)) for shard in shards
         )
         self.rank, self.world_size = group.local_rank, group.local_world_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            type(self),
+            self.shape,
+            self.stride(),
+            dtype=self.dtype,
+            device=self.device,
+            requires_grad=self.requires_grad,
+        )
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As any subclass of a tensor without storage, but under the name of torch's class, with that class's state.
