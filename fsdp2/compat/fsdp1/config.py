@@ -63,12 +63,7 @@ class _OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
-class _TrainingState(Enum):
-    """What a unit is doing."""
-
-    IDLE = auto()
-    FORWARD_BACKWARD = auto()
-    SUMMON_FULL_PARAMS = auto()
+_TrainingState = Enum("_TrainingState", ("IDLE", "FORWARD_BACKWARD", "SUMMON_FULL_PARAMS"))
 
 
 @dataclass

@@ -161,8 +161,8 @@ def _refuse_groups(process_group: Any, is_hybrid: bool, strategy: Any) -> None:
             and all(isinstance(each, dist.ProcessGroup) for each in process_group)
         ):
             raise fsdp2.FSDPValueError(
-                f"process_group must be a tuple (shard group, replicate group) under {strategy.name}, got "
-                f"{type(process_group).__name__}."
+                "Expected process_group to be passed in as a tuple (shard group, replicate group) under "
+                f"{strategy.name}, got {type(process_group).__name__}."
             )
     elif not isinstance(process_group, dist.ProcessGroup):
         raise fsdp2.FSDPValueError(
@@ -365,11 +365,7 @@ def go_by_name(module: nn.Module, name: str) -> None:
 
 
 def refuse_wrapped(module: nn.Module, below: list[Any]) -> None:
-    """Refuse a policy for a module of which a part, ``below``, is wrapped already.
-
-    Raises:
-        FSDPValueError: there is one.
-    """
+    """Refuse, by an FSDPValueError, a policy for a module of which a part, ``below``, is wrapped already."""
     for name, each in module.named_modules():
         if each in below:
             raise fsdp2.FSDPValueError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -43,13 +44,12 @@ def state_of(
 ) -> StateDict:
     """``{"state": {name: ...}, "param_groups": [...]}`` with the names of parameters in both.
 
-    The state is in the order of the model, in which ranks agree: their optimizers may have parameters in another one.
+    In the order of the model, in which ranks agree: their optimizers may have the parameters in another one.
 
-    ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now; without ``param_groups`` the
-    result has none either. Collective, if whole.
+    ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
 
     Raises:
-        FSDPRuntimeError: whole, and the optimizers of the ranks do not have the same states.
+        FSDPRuntimeError: whole, and ranks have other states.
     """
     fsdp2.optim.guard.rekey(optimizer)
     given = optimizer.state_dict() if given is None else given
@@ -77,21 +77,19 @@ def state_of(
         return {}
     for (inside, what), value in zip(places, made, strict=True):
         inside[what] = value
-    if "param_groups" not in given:
-        return {"state": state}
     groups = [
         {
             **{what: copy.deepcopy(value) for what, value in group.items() if what not in ("params", "param_names")},
             "params": [keys.get(key, key) for key in group["params"]],
         }
-        for group in given["param_groups"]
+        for group in given.get("param_groups", ())
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups} if "param_groups" in given else {"state": state}
 
 
 def _refuse_difference(names: dict[nn.Parameter, str], state: StateDict) -> None:
     """See that all ranks gather the same, before one waits for what never comes. Collective over every mesh."""
-    differences = []
+    difference = ""  # told after all meshes: a rank that left early would be missed in the next one
     for mesh in dict.fromkeys(each.device_mesh for each in names if isinstance(each, DTensor)):
         lines = [
             f"'{what}' {list(value.shape)} {value.dtype} of '{name}'"
@@ -100,32 +98,28 @@ def _refuse_difference(names: dict[nn.Parameter, str], state: StateDict) -> None
             for what, value in entry.items()
             if isinstance(value, DTensor) and value.device_mesh == mesh
         ]
-        difference = None
-        for dim in reversed(range(mesh.ndim)):
-            difference = _difference(lines, difference, mesh.get_group(dim))
-        differences.append(difference)
-    # Raised after all meshes: a rank that left early would be missed in the next one.
-    if any(differences):
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # the lines of all ranks would be much
+        if len(set(_of_all(digest, mesh).values())) == 1:
+            continue
+        (first, mine), *others = sorted(_of_all(lines, mesh).items())
+        other, theirs = next((rank, each) for rank, each in others if each != mine)
+        lacks, more = ([line for line in one if line not in two][:3] for one, two in ((mine, theirs), (theirs, mine)))
+        difference = f"rank {other} lacks {lacks} of rank {first}, which lacks {more} of it"
+    if difference:
         raise fsdp2.FSDPRuntimeError(
             "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
-            f"some ranks are missing some of those states: {next(filter(None, differences))}. Build the optimizer on "
-            "the same parameters on all ranks."
+            f"some ranks are missing some of those states: {difference}. Build it on the same parameters on all ranks."
         )
 
 
-def _difference(lines: list[str], known: str | None, group: dist.ProcessGroup) -> str | None:
-    """What another rank of ``group`` has ``known`` of, or what of ``lines`` is not the same on all. Collective."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # all lines of all ranks would be much
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, (digest, known), group=group)
-    known = next((each for _, each in found if each is not None), None)
-    if known is not None or len({each for each, _ in found}) == 1:
-        return known
-    dist.all_gather_object(found, lines, group=group)
-    numbers = dist.get_process_group_ranks(group)
-    other = next(place for place, each in enumerate(found) if each != found[0])
-    missing, more = (sorted(set(one) - set(two)) for one, two in ((found[0], found[other]), (found[other], found[0])))
-    return f"rank {numbers[other]} lacks {missing[:3]} of rank {numbers[0]}, which lacks {more[:3]} of it"
+def _of_all(value: Any, mesh: DeviceMesh) -> dict[int, Any]:
+    """The ``value`` of every rank of ``mesh``. Collective."""
+    found = {dist.get_rank(): value}
+    for dim in range(mesh.ndim):
+        every: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(every, found, group=mesh.get_group(dim))
+        found = {rank: each for part in every for rank, each in part.items()}
+    return found
 
 
 def _copied(entry: Any) -> Any:
@@ -316,10 +310,8 @@ def warn_of(optim_input: Any) -> None:
 
 def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
     """In the order of the optimizer, of what it is built on, or of the model."""
-    if optimizer is not None:
-        return [_at_rest(each) for each in _indices(optimizer)]
-    given = list(model.parameters() if optim_input is None else optim_input)
-    return [_at_rest(each) for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+    groups = optimizer_like(model, optim_input, optimizer).param_groups
+    return [_at_rest(each) for group in groups for each in group["params"]]
 
 
 def _at_rest(parameter: nn.Parameter) -> nn.Parameter:
@@ -338,9 +330,8 @@ def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | No
     if optimizer is not None:
         return optimizer
     given = list(model.parameters() if optim_input is None else optim_input)
-    if given and isinstance(given[0], dict):
-        return _Like([{**each, "params": [_at_rest(p) for p in each["params"]]} for each in given])
-    return _Like([{"params": [_at_rest(each) for each in given]}])
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return _Like([{**each, "params": [_at_rest(p) for p in each["params"]]} for each in groups])
 
 
 class _Form:

@@ -73,14 +73,8 @@ class ShardedRecord(Tensor):
         self.rank, self.world_size = group.local_rank, group.local_world_size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = memo[id(self)] = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            type(self),
-            self.shape,
-            self.stride(),
-            dtype=self.dtype,
-            device=self.device,
-            requires_grad=self.requires_grad,
-        )
+        kinds = {name: getattr(self, name) for name in ("dtype", "device", "requires_grad")}
+        made = Tensor._make_wrapper_subclass(type(self), self.shape, self.stride(), **kinds)  # type: ignore[attr-defined]
         vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 

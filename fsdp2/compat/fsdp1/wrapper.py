@@ -372,18 +372,12 @@ class FullyShardedDataParallel(nn.Module):
             raise FSDPAssertionError("Communication hook is not supported for hybrid strategies")
         self._unit.register_comm_hook(state, hook)
 
-    @property
-    def _comm_hook(self) -> Any:
-        return self._fsdp1_comm_hook("hook")
-
-    @property
-    def _comm_hook_state(self) -> Any:
-        return self._fsdp1_comm_hook("state")
-
     def _fsdp1_comm_hook(self, what: str) -> Any:
-        """Of the first group; all of a unit have the same, and a unit without parameters none."""
-        groups = self._unit._get_fsdp_state().unit
-        return getattr(groups[0].settings.comm_hook, what, None) if groups else None
+        """The "hook" or its "state" of the first group: all of a unit have the same."""
+        return next((getattr(each.settings.comm_hook, what, None) for each in self._unit._get_fsdp_state().unit), None)
+
+    _comm_hook = property(lambda self: self._fsdp1_comm_hook("hook"))
+    _comm_hook_state = property(lambda self: self._fsdp1_comm_hook("state"))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As of a plain module: ``fn`` finds the unit's parameters whole, and those of units below in their turn."""
@@ -426,12 +420,11 @@ class FullyShardedDataParallel(nn.Module):
             try:
                 stack.enter_context(block)
             except fsdp2.FSDPRuntimeError as error:
-                states = {each.training_state for each in FullyShardedDataParallel.fsdp_modules(module)}
-                if TrainingState.FORWARD_BACKWARD not in states:
+                wrappers = FullyShardedDataParallel.fsdp_modules(module)
+                if all(each.training_state is TrainingState.IDLE for each in wrappers):
                     raise
-                raise FSDPAssertionError(
-                    f"Cannot manually unshard parameters during forward/backward: {error}"
-                ) from None
+                what = f"Cannot manually unshard parameters during forward/backward: {error}"
+                raise FSDPAssertionError(what) from None
             yield
 
     # -- what programs read of flat parameters
@@ -479,11 +472,9 @@ class FullyShardedDataParallel(nn.Module):
         return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
 
     def _assert_state(self, state: Any) -> None:
-        expected = state if isinstance(state, list) else [state]
-        if self.training_state not in expected:
-            raise fsdp2.FSDPValueError(
-                f"expected to be in states {expected} but current state is {self.training_state}"
-            )
+        expected, found = state if isinstance(state, list) else [state], self.training_state
+        if found not in expected:
+            raise fsdp2.FSDPValueError(f"expected to be in states {expected} but current state is {found}")
 
     @property
     def _all_handles(self) -> list[FlatParamHandleView]:
@@ -629,7 +620,6 @@ class FullyShardedDataParallel(nn.Module):
         The numbers are those of ``optim``, or of ``optim_input`` (what it was or will be built on), or of the model's
         parameters in their order. Every rank may call it alone.
         """
-        optim_state.warn_of(optim_input)
         parameters = optim_state.parameters_of(model, optim_input, optim)
         return optim_state.rekeyed(optim_state_dict, optim_state_key_type, model, parameters)
 
