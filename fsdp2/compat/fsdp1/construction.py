@@ -84,10 +84,9 @@ def device_of(device_id: Any, device_mesh: DeviceMesh | None, module: nn.Module,
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is not None:
-        if isinstance(device_id, int):
-            return torch.device("cpu" if accelerator is None else accelerator.type, device_id)
-        device = torch.device(device_id)
-        return device if device.index is not None or device.type == "cpu" else _current(device.type)
+        kind = "cpu" if accelerator is None else accelerator.type
+        device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+        return device if device.index is not None and device.type != "cpu" else _current(device.type)
     if device_mesh is None and accelerator is None:
         return torch.device("cpu")
     kind = accelerator.type if device_mesh is None else device_mesh.device_type  # type: ignore[union-attr]
