@@ -85,8 +85,9 @@ def full_parameters(
     """
     if rank0_only and writeback:
         raise FSDPNotImplementedError(
-            f"{_NAME} with rank0_only=True and writeback=True: what one rank writes is not sent to the others. Pass "
-            "writeback=False to read on rank 0; leave rank0_only out, and write the same on all ranks, to write."
+            f"{_NAME} with rank0_only=True and writeback=True is not supported: what one rank writes is not sent to "
+            "the others. Pass writeback=False to read on rank 0; leave rank0_only out, and write the same on all "
+            "ranks, to write."
         )
     modules = [module] if isinstance(module, nn.Module) else module
     return _full(modules, recurse, _Options(writeback, rank0_only, offload_to_cpu, with_grads))

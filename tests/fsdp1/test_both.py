@@ -25,8 +25,10 @@ from fsdp2.compat.fsdp1 import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
+    StateDictType,
     policies,
 )
+from fsdp2.compat.fsdp1.config import TrainingState
 from tests.harness import Accumulation, Reference, multi_rank
 from tests.harness.compare import assert_same
 from tests.harness.models import UNEVEN_MLP
@@ -316,8 +318,66 @@ def test_attributes(kind: str, world_size: int) -> None:
     given = (model.cpu_offload.offload_params, model.backward_prefetch, model.forward_prefetch, model.limit_all_gathers)
     assert given == (False, BackwardPrefetch.BACKWARD_PRE, False, True)
     assert model.mixed_precision == MixedPrecision()
-    for name in ("training_state", "params"):  # of flat parameters, and of what is done with them
-        assert hasattr(model, name) is (kind == "torch"), name
+    assert model.params == [] and len(every[1].params) == 1
+
+
+@multi_rank(2)
+@both
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_the_state_of_training_and_flat_gradients(kind: str, strategy: str, world_size: int) -> None:
+    model = wrapped(kind, sharding_strategy=ShardingStrategy[strategy], use_orig_params=False)
+    seen: list[Any] = []
+    model.module.register_forward_pre_hook(lambda *_: seen.append(model.training_state))
+    model[-1].module.register_full_backward_pre_hook(lambda *_: seen.append(model[-1].training_state))
+    unit = model[0]
+    assert unit.params[0].grad is None
+    backward(model)
+    assert seen == [TrainingState.FORWARD_BACKWARD] * 2
+    assert model.training_state is unit.training_state is TrainingState.IDLE
+    model._assert_state(TrainingState.IDLE)
+    model._assert_state([TrainingState.FORWARD_BACKWARD, TrainingState.IDLE])
+    (flat,) = unit.params
+    assert flat.grad.dtype is torch.float32 and flat.grad.dim() == 1
+    parameters = list(unit.parameters())
+    expected = sum(
+        (each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad).square().sum() for each in parameters
+    )
+    torch.testing.assert_close(flat.grad.square().sum(), expected)
+
+
+@multi_rank(2)
+@both
+def test_one_hook_reduces_all_units(kind: str, world_size: int) -> None:
+    model, state = wrapped(kind), object()
+    units = [each for each in type(model).fsdp_modules(model) if each._has_params]
+    assert all(each._comm_hook is each._comm_hook_state is None for each in units)
+    model.register_comm_hook(state, comm_hook := lambda *_: None)
+    assert all(each._comm_hook is comm_hook and each._comm_hook_state is state for each in units)
+
+
+@multi_rank(2)
+@both
+def test_clipping_without_gradients_warns(kind: str, world_size: int) -> None:
+    model = wrapped(kind)
+    with pytest.warns(UserWarning, match=f"on rank {dist.get_rank()} with no gradients -- returning the total norm in"):
+        assert model.clip_grad_norm_(1.0) == 0.0
+
+
+@multi_rank(2)
+@both
+@pytest.mark.parametrize("type_name", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_one_rank_saves_what_a_plain_module_does(kind: str, type_name: str, world_size: int) -> None:
+    alone = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
+    with pytest.warns(UserWarning, match=r"switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since"):
+        model = wrapped(kind, nn.Linear(3, 2), process_group=alone)
+    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+    with type(model).state_dict_type(model, StateDictType[type_name]):
+        saved = model.state_dict()
+        assert {name: tuple(each.shape) for name, each in saved.items()} == {"weight": (2, 3), "bias": (2,)}
+        assert {type(each) for each in saved.values()} == {torch.Tensor}
+        model.load_state_dict({name: torch.ones_like(each) for name, each in saved.items()})
+    with type(model).summon_full_params(model):
+        assert all(bool((each == 1).all()) for each in model.parameters())
 
 
 @multi_rank(2)

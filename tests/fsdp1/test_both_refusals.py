@@ -12,8 +12,10 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2.compat.fsdp1 import ModuleWrapPolicy, ShardingStrategy, policies
+from fsdp2.compat.fsdp1 import ModuleWrapPolicy, ShardedStateDictConfig, ShardingStrategy, StateDictType, policies
+from fsdp2.compat.fsdp1.config import TrainingState
 from tests.harness import multi_rank
+from tests.harness.models import UNEVEN_MLP
 from tests.harness.shared.fsdp1_both import backward, both, class_of, wrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of torch, about itself
@@ -78,6 +80,22 @@ def single(kind: str, **arguments: Any) -> Any:
     return wrapped(kind, nn.Linear(2, 2), **arguments)
 
 
+def summon(model: Any, **arguments: Any) -> None:
+    with type(model).summon_full_params(model, **arguments):
+        pass
+
+
+def summoned_in(kind: str, where: str) -> None:
+    model = wrapped(kind)
+    if where == "forward":
+        model[0].register_forward_hook(lambda *_: summon(model))
+        model(torch.ones(2, UNEVEN_MLP.build()[0].in_features))
+    else:
+        output = model(torch.ones(2, UNEVEN_MLP.build()[0].in_features))
+        output.register_hook(lambda _: summon(model))
+        output.sum().backward()
+
+
 HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 MISUSES: dict[str, Misuse] = {
     "ignored twice": lambda kind: single(kind, ignored_modules=[], ignored_states=[]),
@@ -98,6 +116,13 @@ MISUSES: dict[str, Misuse] = {
     "nested enable_wrap": nested,
     "no_sync below": lambda kind: below(kind, lambda each: each.no_sync().__enter__()),
     "clip below": lambda kind: below(kind, lambda each: each.clip_grad_norm_(1.0)),
+    "summon in forward": lambda kind: summoned_in(kind, "forward"),
+    "summon in backward": lambda kind: summoned_in(kind, "backward"),
+    "summon for one": lambda kind: summon(wrapped(kind), rank0_only=True, writeback=True),
+    "state is running": lambda kind: wrapped(kind)._assert_state([TrainingState.FORWARD_BACKWARD]),
+    "other config": lambda kind: class_of(kind).set_state_dict_type(
+        wrapped(kind), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+    ),
 }
 
 
@@ -120,7 +145,7 @@ REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
     },
     "policy of wrapped": {
         "torch": (ValueError, "FSDP auto wrapping requires modules to not already have FSDP applied"),
-        "fsdp2": (RuntimeError, "auto_wrap_policy cannot be used on a module of which a part is wrapped"),
+        "fsdp2": (ValueError, "FSDP auto wrapping requires modules to not already have FSDP applied but found 0 in"),
     },
     "group and mesh": {
         "torch": (ValueError, "Cannot pass both process_group and device_mesh at the same time"),
@@ -144,16 +169,16 @@ REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
     },
     "hook twice": {
         "torch": (AssertionError, "A communication hook is already registered"),
-        "fsdp2": (RuntimeError, "A communication hook is already registered"),
+        "fsdp2": (AssertionError, "^A communication hook is already registered$"),
     },
     "hook below": {
         "torch": (AssertionError, "register_comm_hook can only be called on a root instance"),
-        "fsdp2": (RuntimeError, "register_comm_hook can only be called on a root instance"),
+        "fsdp2": (AssertionError, "register_comm_hook can only be called on a root instance"),
     },
     "hook late": {"torch": None, "fsdp2": (RuntimeError, "must be called before the first forward")},
     "hook of hybrid": {
         "torch": (AssertionError, "Communication hook is not supported for hybrid strategies"),
-        "fsdp2": (ValueError, "Communication hook is not supported for hybrid strategies"),
+        "fsdp2": (AssertionError, "Communication hook is not supported for hybrid strategies"),
     },
     "custom answer": {
         "torch": (ValueError, "should return False/True or a kwarg dict"),
@@ -169,7 +194,27 @@ REFUSALS: dict[str, dict[str, tuple[type[Exception], str] | None]] = {
     },
     "clip below": {
         "torch": (RuntimeError, "should only be called on the root FSDP instance"),
-        "fsdp2": (RuntimeError, r"`clip_grad_norm_\(\)` on inner FSDP instances is not supported"),
+        "fsdp2": (RuntimeError, "should only be called on the root FSDP instance"),
+    },
+    "summon in forward": {
+        "torch": (AssertionError, "Cannot manually unshard parameters during forward/backward"),
+        "fsdp2": (AssertionError, "Cannot manually unshard parameters during forward/backward"),
+    },
+    "summon in backward": {
+        "torch": (AssertionError, "Cannot manually unshard parameters during forward/backward"),
+        "fsdp2": (AssertionError, "Cannot manually unshard parameters during forward/backward"),
+    },
+    "summon for one": {
+        "torch": (NotImplementedError, "is not supported"),
+        "fsdp2": (NotImplementedError, "is not supported"),
+    },
+    "state is running": {
+        "torch": (ValueError, "expected to be in states"),
+        "fsdp2": (ValueError, "expected to be in states"),
+    },
+    "other config": {
+        "torch": (RuntimeError, "Expected state_dict_config of type"),
+        "fsdp2": (RuntimeError, "Expected state_dict_config of type"),
     },
 }
 

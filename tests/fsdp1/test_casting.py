@@ -99,7 +99,7 @@ class Reads(nn.Module):
 @pytest.mark.parametrize("own", [False, True])
 def test_a_unit_that_takes_a_dataclass(own: bool, simulate: FakeWorlds) -> None:
     """Also with a module that computes in its own dtype: it returns what came in."""
-    simulate(1)
+    simulate(2)
     module = Reads()
     if own:
         compute_in_own_dtype([module])

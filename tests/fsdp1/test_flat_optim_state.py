@@ -260,7 +260,8 @@ def test_whole_optimizer_states_travel_together(world_size: int) -> None:
     with CommDebugMode() as mode:
         found = FullyShardedDataParallel.optim_state_dict(model, made)["state"]
     gathers = {op.__name__: n for op, n in mode.get_comm_counts().items()}
-    assert sum(gathers.values()) <= 4 + 1, gathers  # three of the transposed parameter, one of all others
+    # Three of the transposed parameter, one of all others; and two in which ranks agree on what they gather.
+    assert sum(gathers.values()) <= 4 + 2, gathers
     expected = whole(made, model)
     assert found.keys() == expected.keys()
     assert_same(found, expected, "state")

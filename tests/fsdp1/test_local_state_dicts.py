@@ -135,3 +135,17 @@ def test_tensor_parallel_parameters_are_refused(world_size: int) -> None:
         pytest.raises(FSDPNotImplementedError, match="SHARDED"),
     ):
         model.state_dict()
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_copies_of_them_stay_as_they_are(use_orig_params: bool, world_size: int) -> None:
+    """Also where a rank has no element: there is one parameter of one."""
+    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), use_orig_params=use_orig_params)
+    saved, before = copy.deepcopy(local_state_dict(model)), model.state_dict()["weight"]
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        model.weight.fill_(7)
+    assert model.state_dict()["weight"] == 7
+    with FullyShardedDataParallel.state_dict_type(model, LOCAL):
+        model.load_state_dict(saved)
+    assert torch.equal(model.state_dict()["weight"], before)

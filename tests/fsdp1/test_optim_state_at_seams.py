@@ -92,7 +92,8 @@ def test_an_optimizer_from_before_wrapping_that_has_not_stepped(strategy: str, w
         elif way == "scatter":
             loaded = cls.scatter_full_optim_state_dict(on_first, model, optim=optimizer)
         elif way == "input":
-            loaded = cls.shard_full_optim_state_dict(saved, model, optim_input=before)
+            with pytest.warns(UserWarning, match="`optim_input` argument is deprecated"):
+                loaded = cls.shard_full_optim_state_dict(saved, model, optim_input=before)
         else:
             loaded = flat_optim_state_dict_to_load(model, optimizer, flat)
         numbered = cls.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
@@ -273,3 +274,44 @@ def test_ranks_that_get_nothing_keep_no_whole_tensor(world_size: int) -> None:
     assert len(saved.get("state", ())) == (8 if is_first else 0) and len(made) >= 8
     assert alive() == (8 if is_first else 0)
     assert is_first or most <= 1
+
+
+@multi_rank(2)
+def test_optimizers_that_have_parameters_in_another_order_on_each_rank(world_size: int) -> None:
+    """The weights are alike in shape: gathered in the optimizers' orders, one would be made of pieces of two."""
+    cls, plain = FullyShardedDataParallel, layers()
+    expected, model = trained(plain), wrapped(layers())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[::-1] if dist.get_rank() == 1 else parameters, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert_holds(cls.full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+    sharded = cls.sharded_optim_state_dict(model, optimizer)
+    assert list(sharded["state"]) == NAMES  # what gathers it walks through it on all ranks alike
+    assert_holds(sharded, expected)
+
+
+@multi_rank(2)
+def test_ranks_whose_optimizers_have_not_the_same_states(world_size: int) -> None:
+    model = wrapped(layers())
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters[:-1] if dist.get_rank() == 1 else parameters, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    lacks = r"optimizer states needed by rank 0's.*rank 1 lacks \[\"'exp_avg' \[3\] torch.float32 of '1.bias'\""
+    with pytest.raises(FSDPRuntimeError, match=lacks):
+        FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+    sharded = FullyShardedDataParallel.sharded_optim_state_dict(model, optimizer)  # waits for nobody
+    assert list(sharded["state"]) == NAMES[: 3 if dist.get_rank() == 1 else 4]
+
+
+@multi_rank(2)
+def test_a_state_that_is_given_without_groups(world_size: int) -> None:
+    cls, model = FullyShardedDataParallel, wrapped(layers())
+    optimizer = trained(model)
+    given = {"state": optimizer.state_dict()["state"]}
+    saved = cls.optim_state_dict(model, optimizer, given)
+    assert saved.keys() == {"state"}
+    assert_holds(saved, trained(layers()))
+    loaded = cls.optim_state_dict_to_load(model, optimizer, saved)
+    assert loaded["param_groups"] == optimizer.state_dict()["param_groups"]

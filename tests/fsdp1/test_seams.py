@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import FSDPRuntimeError
+from fsdp2 import FSDPValueError
 from fsdp2.compat.fsdp1 import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank
 from tests.harness.models import UNEVEN_MLP
@@ -195,5 +195,5 @@ def test_units_differ_in_their_arguments(world_size: int) -> None:
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
     steps(plain, torch.optim.SGD(plain.parameters(), lr=0.1), 3, world_size)
     assert_same_weights(model, plain)
-    with pytest.raises(FSDPRuntimeError, match="a part is wrapped already"):
+    with pytest.raises(FSDPValueError, match="to not already have FSDP applied but found 0 in Sequential"):
         FullyShardedDataParallel(nn.Sequential(model), auto_wrap_policy=ModuleWrapPolicy({Block}))

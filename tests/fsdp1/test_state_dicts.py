@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_told_by_its_name(world_size: int) -> None:
         model.load_state_dict({name: value[:-1], **{key: each for key, each in saved.items() if key != name}})
     found = model.load_state_dict({"other": value}, strict=False)
     assert found.missing_keys == list(saved) and found.unexpected_keys == ["other"]
-    with pytest.raises(FSDPRuntimeError, match="FULL_STATE_DICT goes with a FullStateDictConfig"):
+    with pytest.raises(FSDPRuntimeError, match="state_dict_config of type FullStateDictConfig for FULL_STATE_DICT"):
         FullyShardedDataParallel.set_state_dict_type(model, FULL, ShardedStateDictConfig())
 
 

@@ -369,6 +369,12 @@ def test_the_device_that_is_asked_for_becomes_the_current_one(monkeypatch: pytes
     assert current == [1]
 
 
+@pytest.mark.parametrize("given", [1, torch.device("cpu", 1), "cpu"])
+def test_the_cpu_has_no_index(given: Any) -> None:
+    """Tensors on it say none: a device with one would be another, to programs that compare."""
+    assert device_of(given, None, Placed("cpu"), Ignored(frozenset(), frozenset())) == CPU
+
+
 @multi_rank(2)
 @pytest.mark.parametrize("own", [False, True])
 def test_meta_modules_are_given_values_and_ties_stay(own: bool, world_size: int) -> None:

@@ -102,6 +102,7 @@ def test_all_classes_are_there() -> None:
         "CheckpointError",
         "CheckpointIncomplete",
         "CheckpointMismatch",
+        "FSDPAssertionError",
         "FSDPNotImplementedError",
         "FSDPRuntimeError",
         "FSDPTypeError",

@@ -63,6 +63,9 @@ class _OptimStateKeyType(Enum):
     PARAM_ID = auto()
 
 
+_TrainingState = Enum("_TrainingState", ("IDLE", "FORWARD_BACKWARD", "SUMMON_FULL_PARAMS"))
+
+
 @dataclass
 class _MixedPrecision:
     """The dtypes that a unit computes and communicates in."""
@@ -163,6 +166,7 @@ ShardingStrategy: Any = _torchs(_ShardingStrategy, _API)
 HandleShardingStrategy: Any = _torchs(_HandleShardingStrategy, _FLAT_PARAM)
 BackwardPrefetch: Any = _torchs(_BackwardPrefetch, _API)
 StateDictType: Any = _torchs(_StateDictType, _API)
+TrainingState: Any = _torchs(_TrainingState, _found("torch.distributed.fsdp._common_utils"))
 OptimStateKeyType: Any = _torchs(_OptimStateKeyType, _WRAPPER)
 MixedPrecision: Any = _torchs(_MixedPrecision, _API)
 CPUOffload: Any = _torchs(_CPUOffload, _API)

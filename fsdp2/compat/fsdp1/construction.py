@@ -84,10 +84,9 @@ def device_of(device_id: Any, device_mesh: DeviceMesh | None, module: nn.Module,
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if device_id is not None:
-        if isinstance(device_id, int):
-            return torch.device("cpu" if accelerator is None else accelerator.type, device_id)
-        device = torch.device(device_id)
-        return device if device.index is not None or device.type == "cpu" else _current(device.type)
+        kind = "cpu" if accelerator is None else accelerator.type
+        device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+        return device if device.index is not None and device.type != "cpu" else _current(device.type)
     if device_mesh is None and accelerator is None:
         return torch.device("cpu")
     kind = accelerator.type if device_mesh is None else device_mesh.device_type  # type: ignore[union-attr]
@@ -161,8 +160,8 @@ def _refuse_groups(process_group: Any, is_hybrid: bool, strategy: Any) -> None:
             and all(isinstance(each, dist.ProcessGroup) for each in process_group)
         ):
             raise fsdp2.FSDPValueError(
-                f"process_group must be a tuple (shard group, replicate group) under {strategy.name}, got "
-                f"{type(process_group).__name__}."
+                "Expected process_group to be passed in as a tuple (shard group, replicate group) under "
+                f"{strategy.name}, got {type(process_group).__name__}."
             )
     elif not isinstance(process_group, dist.ProcessGroup):
         raise fsdp2.FSDPValueError(
@@ -340,6 +339,14 @@ def mixed_precision_of(mixed_precision: Any, kept: frozenset[nn.Parameter]) -> d
     return {"mp_policy": policy}
 
 
+def strategy_on(world_size: int, strategy: Any) -> Any:
+    """``strategy``; on one rank `NO_SHARD`, whose state dicts are a plain module's, as torch writes and reads them."""
+    if world_size > 1 or strategy in (ShardingStrategy.NO_SHARD, *HYBRID):
+        return strategy
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
 def offload_of(cpu_offload: Any) -> dict[str, Any]:
     """As `fully_shard` calls it."""
     return (
@@ -354,6 +361,16 @@ def go_by_name(module: nn.Module, name: str) -> None:
     """
     if type(module)._get_name is nn.Module._get_name:
         module._get_name = functools.partial(str, name)  # type: ignore[method-assign]  # copied and pickled with it
+
+
+def refuse_wrapped(module: nn.Module, below: list[Any]) -> None:
+    """Refuse, by an FSDPValueError, a policy for a module of which a part, ``below``, is wrapped already."""
+    for name, each in module.named_modules():
+        if each in below:
+            raise fsdp2.FSDPValueError(
+                f"FSDP auto wrapping requires modules to not already have FSDP applied but found {name} in "
+                f"{module._get_name()}: wrap all of it by hand, or nothing."
+            )
 
 
 def refuse_deferred(module: nn.Module) -> None:

@@ -102,6 +102,15 @@ class FlatParameterView:
         state.adopt_replaced()
 
     @property
+    def grad(self) -> torch.Tensor | None:
+        """(numel,): a copy of this rank's elements of the gradients, zeros where there is none; None without any."""
+        parameters = self._parameters()
+        if all(parameter.grad is None for parameter in parameters):
+            return None
+        found = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        return torch.cat([_local(each).detach().reshape(-1) for each in found])
+
+    @property
     def _local_shard(self) -> torch.Tensor:
         # One tensor, of which `data` is another view each time: verl compares where they lie, and that they are two.
         elements = torch.cat([_local(parameter).detach().reshape(-1) for parameter in self._parameters()])

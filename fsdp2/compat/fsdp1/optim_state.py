@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import fsdp2
@@ -39,7 +44,12 @@ def state_of(
 ) -> StateDict:
     """``{"state": {name: ...}, "param_groups": [...]}`` with the names of parameters in both.
 
+    In the order of the model, in which ranks agree: their optimizers may have the parameters in another one.
+
     ``given``: what the optimizer's ``state_dict()`` returned, if not what it returns now. Collective, if whole.
+
+    Raises:
+        FSDPRuntimeError: whole, and ranks have other states.
     """
     fsdp2.optim.guard.rekey(optimizer)
     given = optimizer.state_dict() if given is None else given
@@ -48,7 +58,9 @@ def state_of(
     config = settings.optim_state_dict_config
     drops = is_full and config.rank0_only and not ranks.is_first
     keys = {key: _name(names, parameter) for key, parameter in _keys(given, indices, names).items()}
-    state: StateDict = {keys.get(key, key): _copied(entry) for key, entry in given["state"].items()}
+    found: StateDict = {keys.get(key, key): _copied(entry) for key, entry in given["state"].items()}
+    order = {name: index for index, name in enumerate(names.values())}
+    state: StateDict = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
     places = [
         (inside, what)
         for inside in (state, *(entry for entry in state.values() if isinstance(entry, dict)))
@@ -57,6 +69,7 @@ def state_of(
     ]
     tensors, offload = [inside[what] for inside, what in places], config.offload_to_cpu
     if is_full:
+        _refuse_difference(names, state)
         made = whole.wholes(tensors, offload=offload, keep=not drops)
     else:
         made = [_sharded(each, offload) for each in tensors]
@@ -69,9 +82,44 @@ def state_of(
             **{what: copy.deepcopy(value) for what, value in group.items() if what not in ("params", "param_names")},
             "params": [keys.get(key, key) for key in group["params"]],
         }
-        for group in given["param_groups"]
+        for group in given.get("param_groups", ())
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups} if "param_groups" in given else {"state": state}
+
+
+def _refuse_difference(names: dict[nn.Parameter, str], state: StateDict) -> None:
+    """See that all ranks gather the same, before one waits for what never comes. Collective over every mesh."""
+    difference = ""  # told after all meshes: a rank that left early would be missed in the next one
+    for mesh in dict.fromkeys(each.device_mesh for each in names if isinstance(each, DTensor)):
+        lines = [
+            f"'{what}' {list(value.shape)} {value.dtype} of '{name}'"
+            for name, entry in state.items()
+            if isinstance(entry, dict)
+            for what, value in entry.items()
+            if isinstance(value, DTensor) and value.device_mesh == mesh
+        ]
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # the lines of all ranks would be much
+        if len(set(_of_all(digest, mesh).values())) == 1:
+            continue
+        (first, mine), *others = sorted(_of_all(lines, mesh).items())
+        other, theirs = next((rank, each) for rank, each in others if each != mine)
+        lacks, more = ([line for line in one if line not in two][:3] for one, two in ((mine, theirs), (theirs, mine)))
+        difference = f"rank {other} lacks {lacks} of rank {first}, which lacks {more} of it"
+    if difference:
+        raise fsdp2.FSDPRuntimeError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
+            f"some ranks are missing some of those states: {difference}. Build it on the same parameters on all ranks."
+        )
+
+
+def _of_all(value: Any, mesh: DeviceMesh) -> dict[int, Any]:
+    """The ``value`` of every rank of ``mesh``. Collective."""
+    found = {dist.get_rank(): value}
+    for dim in range(mesh.ndim):
+        every: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(every, found, group=mesh.get_group(dim))
+        found = {rank: each for part in every for rank, each in part.items()}
+    return found
 
 
 def _copied(entry: Any) -> Any:
@@ -87,9 +135,10 @@ def _indices(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _keys(given: StateDict, indices: list[nn.Parameter], names: dict[nn.Parameter, str]) -> dict[Any, nn.Parameter]:
     """Whose each key of ``given`` is: an index, or (of a named optimizer) a name."""
-    keys = [key for group in given["param_groups"] for key in group["params"]]
+    groups = given.get("param_groups")
+    keys = list(given["state"]) if groups is None else [key for group in groups for key in group["params"]]
     if all(isinstance(key, int) for key in keys):
-        return dict(zip(keys, indices, strict=True))
+        return dict(enumerate(indices)) if groups is None else dict(zip(keys, indices, strict=True))
     by_name = {name: parameter for parameter, name in names.items()}
     return {key: by_name[_plain(key)] for key in keys if _plain(key) in by_name}
 
@@ -253,12 +302,16 @@ def sharded_settings() -> Any:
     return StateDictSettings(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), config)
 
 
+def warn_of(optim_input: Any) -> None:
+    """Say, as torch does, that nobody needs it."""
+    if optim_input is not None:
+        warnings.warn("The `optim_input` argument is deprecated: leave it out, or pass `optim`.", stacklevel=3)
+
+
 def parameters_of(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> list[nn.Parameter]:
     """In the order of the optimizer, of what it is built on, or of the model."""
-    if optimizer is not None:
-        return [_at_rest(each) for each in _indices(optimizer)]
-    given = list(model.parameters() if optim_input is None else optim_input)
-    return [_at_rest(each) for item in given for each in (item["params"] if isinstance(item, dict) else [item])]
+    groups = optimizer_like(model, optim_input, optimizer).param_groups
+    return [_at_rest(each) for group in groups for each in group["params"]]
 
 
 def _at_rest(parameter: nn.Parameter) -> nn.Parameter:
@@ -273,12 +326,12 @@ class _Like(NamedTuple):
 
 def optimizer_like(model: nn.Module, optim_input: Any, optimizer: Optimizer | None) -> Any:
     """The optimizer, or its parameter groups as ``optim_input`` (what it is built on) tells them."""
+    warn_of(optim_input)
     if optimizer is not None:
         return optimizer
     given = list(model.parameters() if optim_input is None else optim_input)
-    if given and isinstance(given[0], dict):
-        return _Like([{**each, "params": [_at_rest(p) for p in each["params"]]} for each in given])
-    return _Like([{"params": [_at_rest(each) for each in given]}])
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return _Like([{**each, "params": [_at_rest(p) for p in each["params"]]} for each in groups])
 
 
 class _Form:

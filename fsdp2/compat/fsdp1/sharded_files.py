@@ -11,6 +11,7 @@ they are used.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -70,6 +71,12 @@ class ShardedRecord(Tensor):
             LocalShard(shard.tensor.detach(), tuple(shard.metadata.shard_offsets)) for shard in shards
         )
         self.rank, self.world_size = group.local_rank, group.local_world_size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        kinds = {name: getattr(self, name) for name in ("dtype", "device", "requires_grad")}
+        made = Tensor._make_wrapper_subclass(type(self), self.shape, self.stride(), **kinds)  # type: ignore[attr-defined]
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As any subclass of a tensor without storage, but under the name of torch's class, with that class's state.

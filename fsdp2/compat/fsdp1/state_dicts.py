@@ -45,10 +45,11 @@ def settings_of(state_dict_type: Any, state_dict_config: Any, optim_state_dict_c
         FSDPRuntimeError: a configuration is of another type of state dict.
     """
     found = []
-    for given, wanted in zip((state_dict_config, optim_state_dict_config), _CONFIGS[state_dict_type], strict=True):
+    configs = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}
+    for (name, given), wanted in zip(configs.items(), _CONFIGS[state_dict_type], strict=True):
         if given is not None and type(given) is not wanted:
             raise fsdp2.FSDPRuntimeError(
-                f"{state_dict_type.name} goes with a {wanted.__name__}, got a {type(given).__name__}."
+                f"Expected {name} of type {wanted.__name__} for {state_dict_type.name}, got a {type(given).__name__}."
             )
         found.append(wanted() if given is None else given)
     return StateDictSettings(state_dict_type, *found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,8 +32,10 @@ from fsdp2.compat.fsdp1.config import (
     ShardingStrategy,
     StateDictSettings,
     StateDictType,
+    TrainingState,
 )
 from fsdp2.compat.fsdp1.construction import (
+    HYBRID,
     check,
     device_of,
     go_by_name,
@@ -44,7 +47,9 @@ from fsdp2.compat.fsdp1.construction import (
     offload_of,
     own_modules,
     refuse_deferred,
+    refuse_wrapped,
     strategy_of,
+    strategy_on,
     used,
 )
 from fsdp2.compat.fsdp1.inspection import FlatParameterView, FlatParamHandleView
@@ -52,6 +57,10 @@ from fsdp2.compat.fsdp1.names import WRAPPED, Inside, cleaned, saved
 from fsdp2.compat.fsdp1.policies import wrap_submodules
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+
+
+class FSDPAssertionError(fsdp2.FSDPRuntimeError, AssertionError):
+    """What torch's FSDP1 asserts, so that a program which catches that goes on as it did."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -112,6 +121,7 @@ class FullyShardedDataParallel(nn.Module):
         mesh = mesh_of(process_group, device_mesh, self.sharding_strategy, self.compute_device.type)
         self._device_mesh = mesh
         self.rank, self.world_size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        self.sharding_strategy = strategy_on(self.world_size, self.sharding_strategy)
         self._is_nested = self._is_ready = self._in_full_precision = False
         self._reduces = True
         self._evaluates_in_full_precision = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
@@ -120,11 +130,7 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         if auto_wrap_policy is not None:
-            if below:
-                raise fsdp2.FSDPRuntimeError(
-                    "auto_wrap_policy cannot be used on a module of which a part is wrapped already: wrap all of it by "
-                    "hand, or nothing."
-                )
+            refuse_wrapped(module, below)
             arguments = {
                 "process_group": process_group,
                 "sharding_strategy": sharding_strategy,
@@ -310,7 +316,8 @@ class FullyShardedDataParallel(nn.Module):
     def _refuse_below_root(self, what: str) -> None:
         if self._is_nested:
             raise fsdp2.FSDPRuntimeError(
-                f"`{what}()` on inner FSDP instances is not supported. Please call `{what}()` on root FSDP module."
+                f"`{what}()` on inner FSDP instances is not supported. Please call `{what}()` on root FSDP module: it "
+                "should only be called on the root FSDP instance."
             )
 
     @contextlib.contextmanager
@@ -341,14 +348,36 @@ class FullyShardedDataParallel(nn.Module):
             FSDPRuntimeError: on a wrapper that another one is around.
         """
         self._refuse_below_root("clip_grad_norm_")
+        if all(parameter.grad is None for parameter in self.parameters()):
+            warnings.warn(
+                f"Called clip_grad_norm_() on rank {dist.get_rank()} with no gradients -- returning the total norm in "
+                f"the default dtype {torch.get_default_dtype()}",
+                stacklevel=3,  # no_grad's wrapper is between
+            )
         total = fsdp2.clip_grad_norm_(self.module, max_norm, norm_type)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` reduce each unit's flat gradient: see `FSDPModule.register_comm_hook`."""
+        """Let ``hook`` reduce each unit's flat gradient: see `FSDPModule.register_comm_hook`.
+
+        Raises:
+            FSDPAssertionError: this is not the root, there is a hook, or a unit is sharded and replicated.
+        """
         if self._is_nested:
-            raise fsdp2.FSDPRuntimeError("register_comm_hook can only be called on a root instance.")
+            raise FSDPAssertionError("register_comm_hook can only be called on a root instance.")
+        wrappers = (self, *self._wrappers_below())
+        if any(each._comm_hook is not None for each in wrappers):
+            raise FSDPAssertionError("A communication hook is already registered")
+        if any(each.sharding_strategy in HYBRID for each in wrappers):
+            raise FSDPAssertionError("Communication hook is not supported for hybrid strategies")
         self._unit.register_comm_hook(state, hook)
+
+    def _fsdp1_comm_hook(self, what: str) -> Any:
+        """The "hook" or its "state" of the first group: all of a unit have the same."""
+        return next((getattr(each.settings.comm_hook, what, None) for each in self._unit._get_fsdp_state().unit), None)
+
+    _comm_hook = property(lambda self: self._fsdp1_comm_hook("hook"))
+    _comm_hook_state = property(lambda self: self._fsdp1_comm_hook("state"))
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As of a plain module: ``fn`` finds the unit's parameters whole, and those of units below in their turn."""
@@ -379,14 +408,23 @@ class FullyShardedDataParallel(nn.Module):
         if within is None:  # programs summon whatever they have, and gather a model of `fully_shard` otherwise
             yield
             return
-        with fsdp2.full_parameters(
+        block = fsdp2.full_parameters(
             within,
             recurse=recurse,
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
-        ):
+        )
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(block)
+            except fsdp2.FSDPRuntimeError as error:
+                wrappers = FullyShardedDataParallel.fsdp_modules(module)
+                if all(each.training_state is TrainingState.IDLE for each in wrappers):
+                    raise
+                what = f"Cannot manually unshard parameters during forward/backward: {error}"
+                raise FSDPAssertionError(what) from None
             yield
 
     # -- what programs read of flat parameters
@@ -420,6 +458,23 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def _flat_param(self) -> FlatParameterView | None:
         return FlatParameterView(self) if self._has_params else None
+
+    @property
+    def params(self) -> list[FlatParameterView]:
+        """What `_flat_param` is, if there is one."""
+        return [] if self._flat_param is None else [self._flat_param]
+
+    @property
+    def training_state(self) -> Any:
+        """Whether a forward or backward of the root is running; inside of `summon_full_params` it is idle here."""
+        root = self._unit._get_fsdp_state().root
+        is_running = root is not None and (root.iteration.in_forward or root.iteration.in_backward)
+        return TrainingState.FORWARD_BACKWARD if is_running else TrainingState.IDLE
+
+    def _assert_state(self, state: Any) -> None:
+        expected, found = state if isinstance(state, list) else [state], self.training_state
+        if found not in expected:
+            raise fsdp2.FSDPValueError(f"expected to be in states {expected} but current state is {found}")
 
     @property
     def _all_handles(self) -> list[FlatParamHandleView]:
@@ -577,6 +632,7 @@ class FullyShardedDataParallel(nn.Module):
         group: Any = None,
     ) -> dict[str, Any]:
         """`optim_state_dict` of FULL type, on the CPU. Collective."""
+        optim_state.warn_of(optim_input)
         return optim_state.state_of(model, optim, None, optim_state.full_settings(rank0_only), _ranks_of(model, group))
 
     @staticmethod
