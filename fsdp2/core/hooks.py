@@ -312,16 +312,27 @@ class ModuleHooks:
         self.managed: tuple[nn.Module, ...] = ()
         self.methods: dict[tuple[nn.Module, str], Any] = {}
 
-    def handle_state_dicts(self, state: Settling, modules: Iterable[nn.Module], managed: Iterable[nn.Module]) -> None:
-        """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go."""
+    def handle_state_dicts(
+        self,
+        state: Settling,
+        modules: Iterable[nn.Module],
+        managed: Iterable[nn.Module],
+        take_rows: Callable[..., None],
+    ) -> None:
+        """Let ``state`` know when state dicts of ``managed`` modules, which lie below ``modules``, come and go.
+
+        ``take_rows``: a hook that puts rows in the place of whole values, before each of them is loaded.
+        """
         quiesce, adopt = StateDictHook(state, adopts=False), StateDictHook(state, adopts=True)
         self.hooks = (quiesce, adopt)
         for module in managed:
             if module._parameters:
                 self.handles.append(module.register_state_dict_pre_hook(quiesce))
                 self.handles.append(module.register_load_state_dict_pre_hook(quiesce))
+                self.handles.append(module.register_load_state_dict_pre_hook(take_rows))
         for module in modules:
             self.handles.append(module.register_load_state_dict_post_hook(adopt))
+            self.handles.append(module.register_load_state_dict_pre_hook(take_rows))
 
     def mark(self, managed: Iterable[nn.Module]) -> None:
         """Set what torch.compile, and programs that ask whether a module is sharded, look for."""

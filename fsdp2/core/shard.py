@@ -147,7 +147,7 @@ def _as_it_is(*_: Any) -> None:
 
 
 WHOLE_STATES: Port[Callable[..., None]] = Port(_as_it_is)
-"""What a sharded module's ``load_state_dict`` does before anything is loaded: a hook of modules."""
+"""What ``load_state_dict`` does before anything is loaded into a module with sharded parameters: a hook of modules."""
 
 CHECK_EXTENSION: Port[Callable[[torch.Tensor, Partition, int, str], None]] = Port(missing("tensor_extensions"))
 """Refuses a tensor that gathers itself, and cannot be sharded so over that many ranks; with its name for messages."""
@@ -334,10 +334,7 @@ def fully_shard(
     for each_module in modules:
         mix_in(each_module)
     state.module_hooks.mark(managed)
-    if unit:
-        state.module_hooks.handle_state_dicts(state, modules, managed)
-    for each_module in modules:
-        state.module_hooks.handles.append(each_module.register_load_state_dict_pre_hook(WHOLE_STATES.filling))
+    state.module_hooks.handle_state_dicts(state, modules, managed if unit else (), WHOLE_STATES.filling)
     for action in ON_SHARDING:
         action()
     return module

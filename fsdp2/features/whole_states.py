@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _torch
 from fsdp2.core.hooks import STATE
-from fsdp2.core.param import FSDPParam
+from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.shard import WHOLE_STATES
 from fsdp2.core.sharding import dtensor_like, local_shard
-from fsdp2.core.structure import module_paths
 from fsdp2.errors import FSDPValueError
 
 _ASSIGNS = "assign_to_params_buffers"
@@ -27,25 +26,20 @@ _ASSIGNS = "assign_to_params_buffers"
 def take_rows(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
 ) -> None:
-    """Put this rank's rows in the place of what is whole, of the sharded parameters of ``module`` and below.
+    """Put this rank's rows in the place of what is whole, of the sharded parameters of ``module`` itself.
 
     A hook of `nn.Module.load_state_dict`, whose copy of the user's dict it changes. Values of another shape are left to
     torch, which names them all. Collective where a value is a DTensor that lies otherwise.
     """
-    paths = module_paths([module])
-    for each in paths:
+    for each in module.modules():
         state = each.__dict__.get(STATE)
         if state is not None:
             state.quiesce()  # or refuse to, before anything is loaded
-        for group in () if state is None else state.unit:
-            for param in group.params:
-                for use, name in param.uses:
-                    if group.loan is not None and use._parameters.get(name) is not param.sharded:
-                        continue  # a whole one is registered for a time
-                    key = f"{prefix}{paths[use]}.{name}" if paths.get(use) else f"{prefix}{name}"
-                    value = state_dict.get(key) if use in paths else None
-                    if isinstance(value, torch.Tensor) and _is_otherwise(value, param):
-                        state_dict[key] = _rows(value, param, copies=bool(local_metadata.get(_ASSIGNS)))
+    for name, parameter in module._parameters.items():
+        param = None if parameter is None else fsdp_param_of(parameter)  # none of a whole one, registered for a time
+        value = state_dict.get(f"{prefix}{name}")
+        if param is not None and isinstance(value, torch.Tensor) and _is_otherwise(value, param):
+            state_dict[f"{prefix}{name}"] = _rows(value, param, copies=bool(local_metadata.get(_ASSIGNS)))
 
 
 def refuse_of_another_rank(value: torch.Tensor, name: str) -> None:

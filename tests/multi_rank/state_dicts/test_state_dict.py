@@ -195,6 +195,34 @@ def test_whole_tensors_are_loaded(assign: bool) -> None:
 
 
 @multi_rank(2)
+def test_whole_tensors_are_loaded_into_a_part_of_a_group() -> None:
+    """torch refuses them everywhere."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 5))))
+    whole = nn.Sequential(nn.Tanh(), nn.Linear(3, 5))
+    model(torch.ones(2, 3)).sum().backward()  # the root is unsharded after a forward
+    model[1].load_state_dict(whole.state_dict())
+    assert torch.equal(model[1][1].weight.full_tensor(), whole[1].weight)  # type: ignore[union-attr,operator]
+    model[1][1].load_state_dict({"weight": torch.ones(5, 3), "bias": torch.zeros(5)})
+    assert torch.equal(model[1][1].weight.full_tensor(), torch.ones(5, 3))  # type: ignore[union-attr,operator]
+
+
+class Renames(nn.Linear):
+    """Its weight had another name in older files."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        if f"{prefix}kernel" in state_dict:
+            state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+@multi_rank(2)
+def test_whole_tensors_are_loaded_under_the_names_that_a_module_gives_them() -> None:
+    model = fully_shard(nn.Sequential(Renames(3, 5)))
+    model.load_state_dict({"0.kernel": torch.ones(5, 3), "0.bias": torch.zeros(5)})
+    assert torch.equal(model[0].weight.full_tensor(), torch.ones(5, 3))  # type: ignore[operator]
+
+
+@multi_rank(2)
 def test_whole_tensors_of_another_shape_are_named_by_torch() -> None:
     model = shard()
     state = CASE.build().state_dict()
