@@ -128,17 +128,32 @@ class Replaced:
     """What was put in the place of tensors in the caller's own lists, dicts and objects, until a forward is over.
 
     A module may write into what it is passed, and the caller reads it there: the containers stay the same objects.
-    What is found in them afterwards that was put there, and not written since, is taken out again.
+    What is found in them afterwards that was put there, and not written since, is taken out again. What was written
+    into the cast of a tensor that was passed itself, as into a cache, is copied back.
 
     Attributes:
         containers: that were changed, by identity.
     """
 
-    __slots__ = ("_originals", "containers")
+    __slots__ = ("_casts", "_originals", "containers")
 
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
         self._originals: dict[int, tuple[Any, int, Any]] = {}
+        self._casts: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.containers or self._casts)
+
+    def cast(self, original: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``original`` in another ``dtype``."""
+        if torch.is_inference_mode_enabled():  # whose tensors do not count what is written into them
+            with torch.inference_mode(False), torch.no_grad():
+                replacement = original.to(dtype)
+        else:
+            replacement = original.to(dtype)
+        self._casts.append((replacement, replacement._version, original))
+        return replacement
 
     def put(self, container: Any, key: Any, original: Any, replacement: Any) -> None:
         """Put ``replacement`` where ``original`` is in ``container``, at ``key``."""
@@ -158,6 +173,9 @@ class Replaced:
                     value = original
                 if value is not found:
                     _set(container, key, value)
+        for replacement, version, original in self._casts:
+            if replacement._version != version and not original.requires_grad:  # else autograd has its cast
+                original.copy_(replacement)
 
 
 def _version_of(value: Any) -> int:
@@ -261,7 +279,9 @@ def cast_floating_point(
     """``tree`` with every floating-point tensor of another dtype cast to ``dtype``. The others: see `map_tensors`."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        return tensor.to(dtype) if replaced is None else replaced.cast(tensor, dtype)
 
     return map_tensors(cast, tree, replaced, known)
 

@@ -219,3 +219,31 @@ def test_a_forward_that_is_replaced_after_sharding_runs() -> None:
     model.unshard()
     assert torch.allclose(output, batch(0) @ model.weight.t() * 3)
     model.reshard()
+
+
+class Attention(nn.Linear):
+    """Writes its keys into a cache that is passed."""
+
+    def forward(self, x: Tensor, cache: Tensor, *, scratch: Tensor) -> Tensor:
+        keys = super().forward(x)
+        cache[:, 1] = keys.detach().sum(1)
+        scratch.add_(1)
+        return keys
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("guard", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
+def test_what_a_module_writes_into_a_cast_input_reaches_the_callers(guard: Any) -> None:
+    torch.manual_seed(0)
+    plain = Attention(WIDTH, WIDTH)
+    model = fully_shard(copy.deepcopy(plain), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    with guard():
+        caches = []
+        for module in (plain, model):
+            x, cache, scratch = batch(0), torch.zeros(len(batch(0)), 3), torch.zeros(2)
+            for _ in range(2):
+                module(x, cache, scratch=scratch)
+            assert cache.dtype == torch.float32 and scratch.tolist() == [2.0, 2.0]
+            caches.append(cache.detach())
+        torch.testing.assert_close(*caches, rtol=0.05, atol=0.05)  # bf16 has three digits
+        assert caches[1][:, 1].any() and not caches[1][:, ::2].any()
