@@ -184,6 +184,10 @@ def _note(mesh: DeviceMesh) -> None:
         action(mesh)
 
 
+_OF_MODELS = frozenset({"tp", "tensor", "tensor_parallel", "pp", "pipeline", "pipeline_parallel"})
+"""Names of mesh dims over which ranks have parts of the model, and the same data."""
+
+
 def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """How ``mesh`` is used: 1D shards, 2D is (replicate, shard), N-D as ``dims`` says.
 
@@ -216,6 +220,13 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
             "a mesh of 2 dims (replicate, shard) needs names: init_device_mesh(..., mesh_dim_names=('replicate', "
             "'shard'))."
         )
+    for index, name in enumerate(mesh.mesh_dim_names):
+        if name in _OF_MODELS:
+            raise FSDPValueError(
+                f"the mesh has the dims {mesh.mesh_dim_names}, and fully_shard would take '{name}' for ranks that "
+                f"{('copy', 'shard')[index]} the parameters, with other data each: pass the other dim, "
+                f"mesh['{mesh.mesh_dim_names[1 - index]}'], or say in dp_mesh_dims what each of them is for."
+            )
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 

@@ -204,6 +204,14 @@ def test_mesh_of_too_many_dims() -> None:
         fully_shard(two_layers(), mesh=mesh)
 
 
+@pytest.mark.parametrize(("names", "other"), [(("dp", "tp"), "dp"), (("pp", "shard"), "shard")])
+def test_mesh_with_a_dim_of_model_parallelism(names: tuple[str, str], other: str) -> None:
+    """Given as a whole: its ranks would count as more data."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    with pytest.raises(FSDPValueError, match=rf"pass the other dim, mesh\['{other}'\], or say in dp_mesh_dims"):
+        fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
 def test_mesh_of_a_wrong_type() -> None:
     with pytest.raises(FSDPTypeError, match=r"DeviceMesh, got ProcessGroup.*init_device_mesh"):
         fully_shard(two_layers(), mesh=dist.group.WORLD)  # type: ignore[arg-type]
