@@ -55,6 +55,7 @@ class GradientBuffer:
 
     Attributes:
         locals: the local tensors of the gradients.
+        wrapped: what the DTensors show as their memory: others where the user has set ``.data``.
         resizable: the buffer, to be given memory on the stream that writes it first.
         stays: a graph writes there, so that its memory is never freed.
     """
@@ -65,6 +66,7 @@ class GradientBuffer:
         self.flat = flat
         self.gradients = gradients
         self.locals = tuple(map(_torch.local_of, gradients))
+        self.wrapped = list(map(_torch.untyped_storage, gradients))
         self.resizable = Resizable(flat)
         self._storage = self.resizable.storage
         self._baseline = self._counts()
@@ -566,10 +568,24 @@ class GradientBucket:
         return buffer.flat
 
     def _unused_buffer(self, dtype: torch.dtype) -> GradientBuffer:
+        buffer = self._buffer
+        # (Lists are compared by identity first, and without a call.)
+        if buffer is not None and [*map(_torch.untyped_storage, buffer.gradients)] != buffer.wrapped:
+            self._refuse_set_data(buffer)
         if self._buffer is None or (self._buffer.resizable.has_memory and not self._buffer.is_free()):
             flat = self._home.empty(self.layout.numel, dtype)
             self._buffer = GradientBuffer(flat, self._gradients_on(flat))
         return self._buffer
+
+    def _refuse_set_data(self, buffer: GradientBuffer) -> NoReturn:
+        self._buffer = None
+        now = list(map(_torch.untyped_storage, buffer.gradients))
+        changed = next(index for index, storage in enumerate(now) if storage is not buffer.wrapped[index])
+        raise FSDPRuntimeError(
+            f".data was set on the gradient of parameter '{self.params[changed].path}'. A DTensor ignores that: the "
+            "gradient had its former values, also in a step that followed. Write into it instead, under "
+            "torch.no_grad(): parameter.grad.mul_(0.5), parameter.grad.copy_(value)."
+        )
 
     def _can_keep(self, flat: torch.Tensor) -> bool:
         """Whether ``flat`` is all of its memory, in the place and dtype of the gradients, and no other tensor's."""

@@ -517,7 +517,7 @@ class FSDPState:
         if hooks and self.unit and torch.is_grad_enabled():
             args, kwargs = inputs or (args, kwargs)
             inputs = after_backward_of_inputs(self._new_call(), args, kwargs, self._replaced) or inputs
-        if self._replaced:
+        if self._replaced.containers or self._replaced.casts:
             self._replaced_in_calls.append(self._replaced)
             self._replaced = Replaced()
         elif self._replaced_in_calls:  # of a call around this one
@@ -749,7 +749,7 @@ class FSDPState:
 
         Its parameters rest as they do on ranks where the forward went on: what is gathered next must be the same there.
         """
-        if self._replaced:  # it came before the forward began
+        if self._replaced.containers or self._replaced.casts:  # it came before the forward began
             self._replaced.take_out()
             self._replaced = Replaced()
         elif self._replaced_in_calls:

@@ -133,17 +133,15 @@ class Replaced:
 
     Attributes:
         containers: that were changed, by identity.
+        casts: of tensors: what took their place, its version then, and they.
     """
 
-    __slots__ = ("_casts", "_originals", "containers")
+    __slots__ = ("_originals", "casts", "containers")
 
     def __init__(self) -> None:
         self.containers: dict[int, Any] = {}
         self._originals: dict[int, tuple[Any, int, Any]] = {}
-        self._casts: list[tuple[torch.Tensor, int, torch.Tensor]] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.containers or self._casts)
+        self.casts: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def cast(self, original: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``original`` in another ``dtype``."""
@@ -152,7 +150,7 @@ class Replaced:
                 replacement = original.to(dtype)
         else:
             replacement = original.to(dtype)
-        self._casts.append((replacement, replacement._version, original))
+        self.casts.append((replacement, replacement._version, original))
         return replacement
 
     def put(self, container: Any, key: Any, original: Any, replacement: Any) -> None:
@@ -173,7 +171,7 @@ class Replaced:
                     value = original
                 if value is not found:
                     _set(container, key, value)
-        for replacement, version, original in self._casts:
+        for replacement, version, original in self.casts:
             if replacement._version != version and not original.requires_grad:  # else autograd has its cast
                 original.copy_(replacement)
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import init
 
-from fsdp2 import CPUOffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
 
 ROWS, COLUMNS = 7, 4
@@ -244,3 +244,21 @@ def attempt(operator: Callable[..., object], view: Callable[[Tensor], Tensor], t
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
         return None
     return tensor
+
+
+@multi_rank(2)
+def test_data_that_is_set_on_a_gradient_is_refused() -> None:
+    """At the next reduction, as on a parameter: a DTensor ignores it."""
+    module = fully_shard(layer())
+    module(torch.ones(2, COLUMNS)).sum().backward()
+    assert module.weight.grad is not None
+    module.weight.grad.data.mul_(0.5)
+    assert torch.equal(whole_of(module.weight.grad), torch.ones(ROWS, COLUMNS))
+    module.zero_grad()
+    for _ in range(2):
+        module(torch.ones(2, COLUMNS)).sum().backward()
+        module.weight.grad.data = module.weight.grad.data * 0.5
+        module.zero_grad()
+        with pytest.raises(FSDPRuntimeError, match=r"\.data was set on the gradient of parameter 'weight'.*grad.mul_"):
+            module(torch.ones(2, COLUMNS)).sum().backward()
+        module.zero_grad()
