@@ -195,7 +195,7 @@ def test_a_run_that_hangs_is_killed_with_all_it_started() -> None:
         "print('child', child.pid, flush=True)\n"
         "time.sleep(1000)"
     )
-    verdict = check_of(Says(hangs, limit_s=1)).verdict(HERE)
+    verdict = check_of(Says(hangs, limit_s=3)).verdict(HERE)
     assert verdict.status == "hung" and "not done after" in verdict.complaints[0]
     child = int(verdict.complaints[0].rsplit("child", 1)[1].split()[0])
     end = time.monotonic() + 20
