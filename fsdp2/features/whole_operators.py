@@ -54,8 +54,13 @@ _UNTRACKED = (
 )
 """Other random numbers, of which each element takes as many as any other, whatever its value."""
 
-_INDEXED = (_aten.index_fill_.int_Scalar, _aten.index_put_.default)
-"""What `nn.init` does with indices that are plain tensors, the same on all ranks."""
+_INDEXED = (
+    _aten.index_fill_.int_Scalar,
+    _aten.index_put_.default,
+    _aten.masked_fill_.Scalar,
+    _aten.masked_fill_.Tensor,
+)
+"""What `nn.init` and ``tensor[...] = value`` do with plain indices and masks, the same on all ranks."""
 
 _REFUSED = (_aten.multinomial.default, _aten.rrelu_with_noise.default)
 """Random numbers that DTensor draws anew on each rank, and that depend on the values of others."""
