@@ -21,7 +21,6 @@ from fsdp2.tools.commands import completion, main
 from fsdp2.tools.commands.entry import COMMANDS
 from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.commands.models import look_up, make_batch, make_model, mesh_shape_of
-from fsdp2.tools.commands.run import split
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
 
 NAMES = [command.name for command in COMMANDS]
@@ -76,8 +75,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["estimate", "a:b", "--batch", "8x8:int6"], "a batch has no dtype 'int6'"),
     (["suggest", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
     (["run"], "fsdp2 run: no program named."),
-    (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
-    (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
+    (["run", "--keep-fsdp", "train.py"], "Did you mean '--keep-fsdp1'?"),
     (["run", "missing.py"], "fsdp2 run: no such file: missing.py."),
     (["run", "torchrun", "x.py"], "torchrun [options] -m fsdp2 run script.py"),
 ]
@@ -93,23 +91,10 @@ def test_wrong_use_has_status_2_and_says_what_was_meant(
 
 
 def test_what_is_wrong_with_a_config_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, config = tmp_path / "train.py", tmp_path / "a.json"
-    program.touch()
+    config = tmp_path / "a.json"
     config.write_text('{"stratgy": "zero1"}')
-    assert main(["run", "--config", str(config), str(program)]) == 1
-    assert f"fsdp2 run: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
     assert main(["explain", "a:b", "--config", str(config)]) == 1
-    assert "fsdp2 explain: " in capsys.readouterr().err
-
-
-def test_options_of_run_come_before_the_program() -> None:
-    assert split(["train.py", "--config", "x"]) == (False, None, ["train.py", "--config", "x"])
-    assert split(["--config=a.yaml", "-v", "-m", "mod", "--auto-shard"]) == (
-        True,
-        "a.yaml",
-        ["-v", "-m", "mod", "--auto-shard"],
-    )
-    assert split(["--auto-shard", "--keep-fsdp1", "t.py"]) == (True, None, ["--keep-fsdp1", "t.py"])
+    assert f"fsdp2 explain: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["explain", "estimate", "suggest", "timeline", "doctor"])
@@ -280,7 +265,7 @@ def test_completion_knows_all_commands_and_options(words: completion.Words) -> N
         (["checkpoint", "prune", "--keep"], {"--keep-last", "--keep-every"}),
         (["estimate", "a:b", "--har"], {"--hardware"}),
         (["completion", "f"], {"fish"}),
-        (["run", "--con"], {"--config"}),
+        (["run", "--kee"], {"--keep-fsdp1"}),
         (["doctor", "--g"], {"--gpu"}),
         (["convert", "checkpoint", "--tru"], {"--trust"}),
     ],

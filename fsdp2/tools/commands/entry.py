@@ -46,7 +46,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("run", "run a program on fsdp2 that was written for torch's FSDP, or for DDP", "run"),
+    Command("run", "run a program on fsdp2 that was written for torch's FSDP", "run"),
     Command("explain", "say how a model is sharded, and what is slow about it", "explain"),
     Command("estimate", "foretell memory, traffic and time of a training run, without its devices", "estimate"),
     Command("suggest", "search for the best way to shard a model on given hardware", "suggest"),
