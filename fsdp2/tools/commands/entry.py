@@ -54,7 +54,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "look for what is wrong, or slow, about this machine and environment", "doctor"),
     Command("checkpoint", "look at checkpoints, and take care of them", "checkpoint"),
     Command("convert", "convert flat checkpoints of torch's FSDP1", "convert"),
-    Command("completion", "print a script that completes commands in a shell", "completion"),
 )
 
 USAGE = f"usage: {PROGRAM} COMMAND ..."
