@@ -14,15 +14,12 @@ from __future__ import annotations
 import importlib.abc
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from types import ModuleType
 
 VARIABLE = "FSDP2_COMPAT"
-AUTO_SHARD = "FSDP2_AUTO_SHARD"
-"""1, or the path of a config: ``DistributedDataParallel`` shards, in every process that inherits it."""
 KEEP_FSDP1 = "keep-fsdp1"
 """Its value that leaves ``FullyShardedDataParallel`` to torch."""
 _PUBLIC = "torch.distributed.fsdp"
@@ -50,12 +47,7 @@ def reaches_children() -> bool:
 
 
 def watch() -> None:
-    """Install the swap as soon as ``torch.distributed.fsdp`` is imported, if ``FSDP2_COMPAT`` asks for it.
-
-    And at once what ``FSDP2_AUTO_SHARD`` asks for.
-    """
-    if os.environ.get(AUTO_SHARD, "0") not in ("", "0"):
-        _auto_shard(os.environ[AUTO_SHARD])
+    """Install the swap as soon as ``torch.distributed.fsdp`` is imported, if ``FSDP2_COMPAT`` asks for it."""
     watched = any(isinstance(each, AfterImport) and each.then is _install for each in sys.meta_path)
     if watched or not switched_on():
         return
@@ -63,18 +55,6 @@ def watch() -> None:
         _install(sys.modules[_PUBLIC])
     else:
         AfterImport([_PUBLIC], _install).start()
-
-
-def _auto_shard(asked: str) -> None:
-    if "fsdp2" in sys.modules:  # it is what imports torch now, and is not there yet
-        warnings.warn(
-            f"{AUTO_SHARD} has no effect in this process: it imports fsdp2 before torch. Import torch first.",
-            stacklevel=2,
-        )
-        return
-    from fsdp2.compat.auto_sharding import install_asked
-
-    install_asked(asked)
 
 
 def _install(module: ModuleType) -> None:

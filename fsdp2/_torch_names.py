@@ -29,7 +29,6 @@ SYMMETRIC = "set_symm_mem()"
 TRANSFORMS = "functorch transforms around sharded modules"
 SHOWING = "showing gloo's messages to CommDebugMode"
 SIMULATING = "fsdp2.estimate()"
-MEMORY_TRACKER = "FSDPMemTracker on modules of fsdp2"
 COMPAT_FSDP1 = "FullyShardedDataParallel of fsdp2.compat"
 PREMULTIPLYING = "sums of NCCL that multiply by a factor"
 
@@ -141,7 +140,6 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     _MODULES: (
         "torch.nn:Module._get_name",
         "torch.nn:Module._forward_pre_hooks",
-        "torch.nn:Module._forward_hooks",
         "torch.nn:Module._parameters",
         "torch.nn:Module._buffers",
         "torch.nn:Module._modules",
@@ -279,19 +277,6 @@ _OF_FEATURES: dict[str, tuple[str, ...]] = {
         "torch._subclasses.fake_tensor:DynamicOutputShapeException",
         "torch._subclasses.fake_tensor:UnsupportedFakeTensorException",
         "torch._subclasses.fake_tensor:UnsupportedOperatorException",
-    ),
-    MEMORY_TRACKER: (
-        "torch.distributed._tools.fsdp2_mem_tracker:_FSDPRefType",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._fsdp_state_pre_forward",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._fsdp_state_post_forward",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._fsdp_param_group_pre_backward",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._fsdp_param_group_post_backward",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._instrument_fsdp_sharded_params_grads",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._instrument_fsdp_module",
-        "torch.distributed._tools.fsdp2_mem_tracker:FSDPMemTracker._deregister_module_and_optimizer_hooks",
-        "torch.distributed._tools.mem_tracker:_UpdateType",
-        "torch.distributed._tools.mem_tracker:MemTracker._update_snap",
-        "torch.distributed._tools.mem_tracker:MemTracker._update_and_maybe_create_winfos",
     ),
     COMPAT_FSDP1: (
         "torch.nn.modules.batchnorm:_BatchNorm",

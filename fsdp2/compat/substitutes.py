@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, cast
 
-from fsdp2.compat import bridges, memory_tracking
+from fsdp2.compat import bridges
 from fsdp2.compat.fsdp1.names import without_wrappers
 from fsdp2.compat.names import (
     CLIPPING,
@@ -109,13 +109,13 @@ class Substitutes:
         self._in |= dict.fromkeys(modules, table)
 
     def learn(self, module: ModuleType) -> None:
-        """What ``module``, which not every program loads, defines: torch's memory tracker, or what others ask."""
-        if self._has_fully_shard and module.__name__ == memory_tracking.DEFINED_IN:
-            self._learn(module, memory_tracking.NAME, memory_tracking.for_our_modules)
-        elif self._wrapper is not None and module.__name__ in bridges.LIGHTNING:
+        """What ``module``, which not every program loads, defines: what Lightning and transformers ask of a model."""
+        if self._wrapper is None:
+            return
+        if module.__name__ in bridges.LIGHTNING:
             wrapper = cast(type, self._wrapper.ours)
             self._learn(module, bridges.OF_DTENSORS, lambda theirs: bridges.of_fully_shard(theirs, wrapper))
-        elif self._wrapper is not None and module.__name__ in bridges.TRANSFORMERS:
+        elif module.__name__ in bridges.TRANSFORMERS:
             self._learn(module, bridges.PARAMETER_NAMES, lambda theirs: bridges.plain_names(theirs, without_wrappers))
 
     def _learn(self, module: ModuleType, name: str, make: Callable[[Any], object]) -> None:

@@ -12,7 +12,7 @@ from types import ModuleType, TracebackType
 import torch.distributed
 
 import fsdp2
-from fsdp2.compat import bridges, memory_tracking
+from fsdp2.compat import bridges
 from fsdp2.compat.names import (
     HOME,
     PUBLIC,
@@ -61,13 +61,7 @@ class Swap:
             home = importlib.import_module(HOME)
             self._undo.append(bridges.for_importers(home, self._substitutes.of_fully_shard))
         self._later = AfterImport(
-            (
-                *bridges.PIPELINING,
-                *bridges.STATE_DICTS,
-                *bridges.LIGHTNING,
-                *bridges.TRANSFORMERS,
-                memory_tracking.DEFINED_IN,
-            ),
+            (*bridges.PIPELINING, *bridges.STATE_DICTS, *bridges.LIGHTNING, *bridges.TRANSFORMERS),
             self._replace_in,
         )
         self.lacking = without_counterpart()

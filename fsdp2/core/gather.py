@@ -32,7 +32,6 @@ from fsdp2.core.buffers import (
 )
 from fsdp2.core.layout import BufferLayout, Slot, direct_threshold_bytes, joined_row
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.options import OutputFunction
 from fsdp2.core.param import FSDPParam, is_subclass
 from fsdp2.core.plan import GatherPlan, indices_of
 from fsdp2.core.ports import Port, missing
@@ -372,33 +371,16 @@ def _has_direct(source: Source) -> bool:
     return any(slot.direct and slot.shard_numel for slot in source.layout.carried)
 
 
-GATHER_BY_FUNCTION: Port[
-    Callable[[Sequence[Source], DataParallelMesh, torch.device, Allocate | None, OutputFunction, str], Gather]
-] = Port(missing("gather_layouts"))
-"""Makes a gather of which a function of the user's copies out what has arrived. Last comes a name for its errors."""
-
-
 def gather_between(
-    mesh: DataParallelMesh,
-    sources: Sequence[Source],
-    device: torch.device,
-    *,
-    allocate: Allocate | None,
-    function: OutputFunction | None,
-    around: str,
+    mesh: DataParallelMesh, sources: Sequence[Source], device: torch.device, *, allocate: Allocate | None
 ) -> Gather:
     """The gather of ``sources`` between the ranks that ``mesh`` shards over; the unsharded buffers have memory.
 
-    With ``allocate``, which says where buffers come from, or with a ``function`` everything travels packed. Of one rank
-    nothing is to be moved, and no function is asked. ``around``: the name of one of the parameters.
+    With ``allocate``, which says where buffers come from, everything travels packed.
     """
-    if mesh.shard_size == 1:
-        function = None
-    if allocate is not None or function is not None:
+    if allocate is not None:
         sources = [Source(each.buffers, each.shard, each.layout.all_packed()) for each in sources]
-    if function is None:
-        return Gather(sources, mesh.shard_size, mesh.shard_rank, device, allocate)
-    return GATHER_BY_FUNCTION.filling(sources, mesh, device, allocate, function, around)
+    return Gather(sources, mesh.shard_size, mesh.shard_rank, device, allocate)
 
 
 # `GroupStorage`: all memory that the parameters of one group lie on, and the gathers that fill it.
@@ -418,19 +400,13 @@ class PostForwardShards(Protocol):
     mesh: DataParallelMesh
     gather: Gather | None
 
-    def prepare(
-        self,
-        buffers: Sequence[DtypeBuffers],
-        device: torch.device,
-        allocate: Allocate | None,
-        function: OutputFunction | None,
-    ) -> None:
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
         """Lay out what rests, without memory. The unsharded buffers have memory."""
 
     def let_go(self) -> None:
         """Forget the buffers, until the next `prepare`. Nothing rests here."""
 
-    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None, device: torch.device) -> None:
+    def gather_with(self, allocate: Allocate | None, device: torch.device) -> None:
         """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
 
     def take(self) -> None:
@@ -498,7 +474,6 @@ class GroupStorage:
     Attributes:
         offloading: where shards live.
         allocate: where the buffers of gathers come from, if these say it; everything then travels packed.
-        function: what copies out in the place of the engine; everything then travels packed.
         post_forward: where the parameters rest between forward and backward, if on fewer ranks.
         caches_shards: whether what was copied to be sent is kept for later gathers.
         gather: from the shards; None until there are any, prepared.
@@ -509,7 +484,6 @@ class GroupStorage:
     def __init__(self, params: Sequence[FSDPParam], mesh: DataParallelMesh, offloading: Offloading) -> None:
         self.offloading = offloading
         self.allocate: Allocate | None = None
-        self.function: OutputFunction | None = None
         self.post_forward: PostForwardShards | None = None
         self.caches_shards = any([param.policy.cache_shards for param in params])
         self._params = tuple(params)
@@ -607,7 +581,7 @@ class GroupStorage:
             buffers.keeps_memory = self._keeps_memory
         self.gather = self._make_gather()
         if self.post_forward is not None:
-            self.post_forward.prepare(self._buffers, mesh.device, self.allocate, self.function)
+            self.post_forward.prepare(self._buffers, mesh.device, self.allocate)
         self.gather.free()
         for buffers in self._buffers:
             buffers.unsharded.free()
@@ -625,8 +599,7 @@ class GroupStorage:
             Source(buffers, buffers.shard, buffers.layout) for buffers in self._buffers if not buffers.lies_in_place
         ]
         mesh = self._mesh
-        around = self._params[0].path if self._params else ""
-        return gather_between(mesh, sources, mesh.device, allocate=self.allocate, function=self.function, around=around)
+        return gather_between(mesh, sources, mesh.device, allocate=self.allocate)
 
     def could_lie_in_place(self, plan: GatherPlan) -> bool:
         """Whether one rank that has all of the parameters of ``plan`` needs no other memory to compute with them."""
@@ -639,9 +612,9 @@ class GroupStorage:
         """Whether some unsharded parameters are views of the shards."""
         return any([buffers.lies_in_place for buffers in self._buffers])
 
-    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None) -> None:
+    def gather_with(self, allocate: Allocate | None) -> None:
         """Gather so from now on, as `gather_between` says. Unsharded parameters stay: none is being gathered."""
-        self.allocate, self.function = allocate, function
+        self.allocate = allocate
         if self.gather is None:
             return
         empty = [buffers for buffers in self._buffers if not buffers.unsharded.storage.nbytes()]
@@ -650,7 +623,7 @@ class GroupStorage:
         self.gather = self._make_gather()
         self.gather.free()
         if self.post_forward is not None:
-            self.post_forward.gather_with(allocate, function, self._mesh.device)
+            self.post_forward.gather_with(allocate, self._mesh.device)
         for buffers in empty:
             buffers.free()
         if self.extensions is not None:

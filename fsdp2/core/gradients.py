@@ -244,7 +244,7 @@ class GradientBucket:
         self._presences = slice(layout.presence_offset, layout.presence_offset + len(self.params))
         self._presence_is_apart = layout.presence_offset >= layout.packed_numel
         self._holes = self._make_holes()
-        self._carriages = carriages = [
+        carriages = [
             (index, hole, slot)
             for index, (hole, slot) in enumerate(zip(self._holes, self._carried, strict=True))
             if hole is not None
@@ -769,7 +769,3 @@ class GradientBucket:
             if hooks and index not in absent:
                 for hook in tuple(hooks.values()):
                     hook(self.params[index].sharded)
-
-
-BUCKET_BY_FUNCTION: Port[Callable[..., GradientBucket]] = Port(missing("reduce_inputs"))
-"""Makes a bucket whose gradients a function of the user's (`InputFunction`) puts side by side: it comes first."""

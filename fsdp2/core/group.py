@@ -280,26 +280,6 @@ class FSDPParamGroup:
             )
         if settings.zeros_for_unused:
             self.reducer.refuse_zeros_of_any_dtype()
-        self._refuse_functions(settings)
-
-    def _refuse_functions(self, settings: GroupSettings) -> None:
-        """Those of the user's that move parameters or gradients, where they would not do what they are told."""
-        is_other = settings.all_gather_output_fn != self.settings.all_gather_output_fn  # equal: methods of one object
-        if is_other and self._phase is not ParamPhase.SHARDED:
-            raise FSDPValueError(
-                f"set_all_gather_layout() on '{self.name}', whose parameters are {self._phase.value}: they lie as the "
-                "layout of before has put them. Install it before the first unshard, or call reshard() on the module."
-            )
-        if settings.reduce_scatter_input_fn is self.settings.reduce_scatter_input_fn:
-            return
-        for param in self.params if settings.reduce_scatter_input_fn is not None else ():
-            partition = param.sharding.partition
-            if partition.owner is not None or not partition.is_chunked(self.mesh.shard_size):
-                raise FSDPValueError(
-                    f"set_reduce_scatter_input_fn() on '{self.name}': parameter '{param.path}' is owned by a rank, or "
-                    "dealt out in blocks of rows, and the function is told only which dim is cut. Leave it out there, "
-                    "or let shard_placement_fn return Shard."
-                )
 
     def configure(self, settings: GroupSettings) -> None:
         """Go on with other settings, once the reductions in flight have ended as they began."""
@@ -314,11 +294,10 @@ class FSDPParamGroup:
             self.reshard()
         self.reducer.configure(settings)
         self.settings = settings
-        function = settings.all_gather_output_fn
-        if settings.custom_all_gather is not before.custom_all_gather or function is not before.all_gather_output_fn:
+        custom = settings.custom_all_gather
+        if custom is not before.custom_all_gather:
             with torch.inference_mode(False):
-                custom = settings.custom_all_gather
-                self.storage.gather_with(None if custom is None else custom.allocate, function)
+                self.storage.gather_with(None if custom is None else custom.allocate)
             self._bind_transports()
         if settings.keeps_unsharded_storage is not before.keeps_unsharded_storage:
             self._keep_unsharded_storage(settings.keeps_unsharded_storage)
@@ -345,8 +324,8 @@ class FSDPParamGroup:
         if self.reducer.awaits_all_reduce() or self.reducer.awaits_last():
             raise FSDPRuntimeError(
                 f"gradients of '{self.name}' wait for their all-reduce over replicas, or on the host for the last "
-                "backward, as they were laid out; change what lays gradients out (set_reduce_scatter_input_fn, "
-                "set_custom_reduce_scatter) after a backward that delivers them."
+                "backward, as they were laid out; change what lays gradients out (set_custom_reduce_scatter) "
+                "after a backward that delivers them."
             )
 
     def rest_on_all_ranks(self) -> None:

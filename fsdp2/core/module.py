@@ -26,8 +26,6 @@ from fsdp2.core.options import (
     FREE,
     AllGather,
     CommHook,
-    InputFunction,
-    OutputFunction,
     ReduceScatter,
     RootSettings,
     check_comm,
@@ -156,12 +154,6 @@ SET_IN_MEMORY: Port[Callable[[Iterable[FSDPParamGroup], str, str | None, bool], 
     missing("custom_collectives")
 )
 """Lets groups communicate in memory of a kind, or no more: see the methods that call it."""
-
-OUTPUT_FUNCTION: Port[Callable[[Any], OutputFunction | None]] = Port(missing("gather_layouts"))
-"""The function of a layout, if it has one that does not what the engine does."""
-
-INPUT_FUNCTION: Port[Callable[[Any], InputFunction | None]] = Port(missing("reduce_inputs"))
-"""The same of what puts gradients side by side."""
 
 SET_STRATEGY: Port[Callable[[Any, list[FSDPState]], None]] = Port(missing("zero_stages"))
 """Lets states reshard as a strategy says."""
@@ -539,51 +531,6 @@ class FSDPModule:
         """
         check_comm(comm, "set_custom_reduce_scatter")
         _configure_groups(_groups_of_one_mesh(self, "set_custom_reduce_scatter"), {"custom_reduce_scatter": comm})
-
-    @checked(layout=ANYTHING)
-    def set_all_gather_layout(self, layout: Any, *, recurse: bool = True) -> None:
-        """Let the ``output_fn`` of ``layout`` move what was gathered into the parameters.
-
-        In the place of the engine, which gathers large parameters where they belong: the modules' parameters are then
-        gathered into one buffer, and all of them are copied in and out. torch adds this after 2.15; here it is on every
-        version. What tensors with extensions of their own send is moved by the engine, and graphs of `torch.compile`
-        call no such function.
-
-        Args:
-            layout: a `fsdp2.experimental.DefaultAllGatherLayout`, which says what the function is given; torch's own
-                is taken too. None, or one without a function of its own: as without this call.
-            recurse: the sharded modules below too.
-
-        Raises:
-            FSDPTypeError: ``layout`` is something else.
-            FSDPNotImplementedError: it is one of a backend's, with methods that torch keeps private.
-            FSDPValueError: parameters are unsharded, or being gathered; none is changed then.
-        """
-        _configure(self, recurse, all_gather_output_fn=OUTPUT_FUNCTION.filling(layout))
-
-    @checked(fn=ANYTHING)
-    def set_reduce_scatter_input_fn(self, fn: Any, *, recurse: bool = True) -> None:
-        """Let ``fn`` make what puts gradients side by side before they are reduced, in the place of the engine.
-
-        ``copy_in = fn(unsharded_grads, shard_dims, world_size)`` is called with this rank's whole gradients (zeros
-        where there is none; permuted as they lie in memory), before a buffer is allocated; it may replace entries of
-        the list. ``copy_in(buffer)`` must fill the flat ``buffer`` with each rank's shards, one rank after the other,
-        each padded to ``ceil(size / world_size)`` along the dim that is cut, and cast to the buffer's dtype. Both run
-        under ``torch.no_grad()`` on the stream of the reduction, once for each dtype that gradients are reduced in, on
-        one rank too; what they are given is not to be kept. torch adds this after 2.15; here it is on every version.
-        Graphs of `torch.compile` call no such function.
-
-        Args:
-            fn: the function; None, or `fsdp2.experimental.reduce_scatter_input_fn_with_native_copy`: as without this
-                call.
-            recurse: the sharded modules below too.
-
-        Raises:
-            FSDPTypeError: ``fn`` cannot be called.
-            FSDPValueError: a parameter is owned by a rank, or dealt out in blocks of rows; none is changed then.
-            FSDPRuntimeError: gradients wait for their all-reduce over replicas, or for the last backward; as above.
-        """
-        _configure(self, recurse, reduce_scatter_input_fn=INPUT_FUNCTION.filling(fn))
 
     @checked()
     def set_all_reduce_hook(self, hook: Callable[[Any], None], *, stream: Any = None) -> None:

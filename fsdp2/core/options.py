@@ -427,13 +427,6 @@ def _names(names: MeshDimNames) -> tuple[str, ...]:
 AllReduceHook = Callable[[torch.Tensor], None]
 
 
-OutputFunction = Callable[[torch.Tensor, list[torch.Tensor], list[int], list[int], int], None]
-"""``(gathered, outputs, split_sizes, outer_sizes, world_size)``: see `FSDPModule.set_all_gather_layout`."""
-
-InputFunction = Callable[[list[torch.Tensor], list[int], int], Callable[[torch.Tensor], None]]
-"""``(unsharded_grads, shard_dims, world_size)``: see `FSDPModule.set_reduce_scatter_input_fn`."""
-
-
 class CommHook(NamedTuple):
     """What reduces and averages gradients in the place of the engine; see `FSDPModule.register_comm_hook`.
 
@@ -463,8 +456,6 @@ class GroupSettings:
         all_reduce_hook_stream: where; None: on the all-reduce stream.
         custom_all_gather: takes the place of the all-gather.
         custom_reduce_scatter: takes the place of the reduce-scatter.
-        all_gather_output_fn: moves what was gathered into the parameters; everything is then gathered into one buffer.
-        reduce_scatter_input_fn: makes what puts gradients side by side.
         comm_hook: takes the place of all collectives that gradients themselves travel in, and of their scaling.
         has_scatter_group: reduce-scatters have a process group of their own.
         gathers_on_compute: all-gathers are issued from the current stream, as asynchronous works.
@@ -484,8 +475,6 @@ class GroupSettings:
     all_reduce_hook_stream: Any = None
     custom_all_gather: AllGather | None = None
     custom_reduce_scatter: ReduceScatter | None = None
-    all_gather_output_fn: OutputFunction | None = None
-    reduce_scatter_input_fn: InputFunction | None = None
     comm_hook: CommHook | None = None
     has_scatter_group: bool = False
     gathers_on_compute: bool = False
@@ -496,12 +485,7 @@ class GroupSettings:
     @property
     def has_user_reduction(self) -> bool:
         """Whether a user's function writes what is reduced as a whole, padding included."""
-        return (
-            self.reduce_scatter_input_fn is not None
-            or self.comm_hook is not None
-            or self.custom_reduce_scatter is not None
-            or self.all_reduce_hook is not None
-        )
+        return self.comm_hook is not None or self.custom_reduce_scatter is not None or self.all_reduce_hook is not None
 
     def __post_init__(self) -> None:
         factor = self.divide_factor
@@ -536,13 +520,12 @@ class GroupSettings:
     @property
     def packs_gathers(self) -> bool:
         """Whether everything that is gathered travels packed, whatever its size."""
-        return self.custom_all_gather is not None or self.all_gather_output_fn is not None
+        return self.custom_all_gather is not None
 
     @property
     def packs_reductions(self) -> bool:
         """The same of gradients."""
-        others = (self.custom_reduce_scatter, self.reduce_scatter_input_fn, self.comm_hook)
-        return any(each is not None for each in others)
+        return self.custom_reduce_scatter is not None or self.comm_hook is not None
 
     def scales_like(self, other: GroupSettings) -> bool:
         """Whether gradients are scaled by the same collectives. (A denominator is applied after them.)"""
@@ -564,7 +547,6 @@ class GroupSettings:
             not self.scales_like(other)
             or self.zeros_for_unused is not other.zeros_for_unused
             or self.custom_reduce_scatter is not other.custom_reduce_scatter
-            or self.reduce_scatter_input_fn is not other.reduce_scatter_input_fn
             or self.has_scatter_group is not other.has_scatter_group
             or self.full_precision is not other.full_precision
         )

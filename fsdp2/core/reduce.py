@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
-from fsdp2.core.gradients import BUCKET_BY_FUNCTION, GradientBucket, GradientBuffer, PackedGradients
+from fsdp2.core.gradients import GradientBucket, GradientBuffer, PackedGradients
 from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_threshold_bytes
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
@@ -218,9 +218,8 @@ class GradientReducer:
         return narrow if is_exact and transport_of(self.group, self._mesh.device).widens else dtype
 
     def _bucket(self, params: Sequence[FSDPParam], dtype: torch.dtype) -> GradientBucket:
-        mesh, function = self._mesh, self.settings.reduce_scatter_input_fn
-        make = GradientBucket if function is None else functools.partial(BUCKET_BY_FUNCTION.filling, function)
-        return make(
+        mesh = self._mesh
+        return GradientBucket(
             params,
             self._plan(params, dtype, self._params),
             world_size=mesh.shard_size,

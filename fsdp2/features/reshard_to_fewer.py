@@ -21,7 +21,6 @@ from fsdp2.core.buffers import Allocate, DtypeBuffers, Resizable, storage_alias
 from fsdp2.core.gather import RESTS, Gather, Source, gather_between
 from fsdp2.core.layout import BufferLayout, Slot, padded_row, shard_start, slot_in_region
 from fsdp2.core.mesh import DataParallelMesh, HSDPMeshInfo
-from fsdp2.core.options import OutputFunction
 from fsdp2.core.param import FSDPParam
 from fsdp2.core.sharding import (
     Partition,
@@ -89,13 +88,7 @@ class PostForwardShards:
         self._params: list[FSDPParam] = []
         self._versions: list[tuple[int, int]] = []
 
-    def prepare(
-        self,
-        buffers: Sequence[DtypeBuffers],
-        device: torch.device,
-        allocate: Allocate | None,
-        function: OutputFunction | None,
-    ) -> None:
+    def prepare(self, buffers: Sequence[DtypeBuffers], device: torch.device, allocate: Allocate | None) -> None:
         """Lay out the parts, left without memory, and the parameters on them. The unsharded buffers have memory."""
         self._parts, self._copies, self._params, self._sources = [], [], [], []
         for each in buffers:
@@ -114,7 +107,7 @@ class PostForwardShards:
                 param.rest_as(self._parameter(local, param, partition))
             self._sources.append(Source(each, part.flat, layout))
             self._parts.append(part)
-        self.gather_with(allocate, function, device)
+        self.gather_with(allocate, device)
         self.free()
 
     def let_go(self) -> None:
@@ -122,15 +115,12 @@ class PostForwardShards:
         self._parts, self._copies, self._params, self._sources, self._versions = [], [], [], [], []
         self.gather = None
 
-    def gather_with(self, allocate: Allocate | None, function: OutputFunction | None, device: torch.device) -> None:
+    def gather_with(self, allocate: Allocate | None, device: torch.device) -> None:
         """Gather so from now on, as `gather_between` says. The unsharded buffers have memory."""
         empty = [part for part in self._parts if not part.storage.nbytes()]
         for part in empty:
             part.allocate()
-        around = self._params[0].path if self._params else ""
-        self.gather = gather_between(
-            self.mesh, self._sources, device, allocate=allocate, function=function, around=around
-        )
+        self.gather = gather_between(self.mesh, self._sources, device, allocate=allocate)
         self.gather.free()
         for part in empty:
             part.free()

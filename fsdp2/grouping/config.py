@@ -104,7 +104,7 @@ RULES: dict[str, Rule] = {
 @checked_class(**RULES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConfig:
-    """What to shard how, for `auto_shard`, ``fsdp2 run --config`` and files.
+    """What to shard how, for `auto_shard`, the commands and files.
 
         >>> config = fsdp2.ShardingConfig(strategy="zero2", blocks=("Block",), prefetch_budget=2**28)
         >>> fsdp2.auto_shard(model, config)

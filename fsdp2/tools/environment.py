@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdp2.arguments import nearest
 
@@ -52,14 +51,6 @@ VARIABLES: tuple[Variable, ...] = (
         "FullyShardedDataParallel stays torch's. `fsdp2 run` sets it for the processes that a program starts.",
         "0",
         lambda value: value in ("", "0", "1", "keep-fsdp1"),
-    ),
-    Variable(
-        "FSDP2_AUTO_SHARD",
-        "1, the path of a ShardingConfig, or 0",
-        "A program's DistributedDataParallel shards its model by fsdp2.auto_shard. `fsdp2 run --auto-shard` sets it "
-        "for the processes that a program starts.",
-        "0",
-        lambda value: value in ("", "0", "1") or Path(value).is_file(),
     ),
     Variable(
         "FSDP2_COMM",

@@ -40,7 +40,7 @@ def test_the_pages_that_messages_name_are_in_the_navigation_under_these_titles(n
 
 def test_every_page_that_is_named_anywhere_is_in_the_navigation() -> None:
     named = {re.sub(r"\s+", " ", each) for path in FILES for text in strings(path) for each in NAMED.findall(text)}
-    assert len(named) > 8 and named - IN_NAVIGATION.keys() == set()
+    assert len(named) > 5 and named - IN_NAVIGATION.keys() == set()
     mentions = sum(len(re.findall(r"in\s+the\s+documentation", text)) for path in FILES for text in strings(path))
     assert mentions == sum(len(NAMED.findall(text)) for path in FILES for text in strings(path))
 

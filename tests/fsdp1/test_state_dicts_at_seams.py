@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp2
 from fsdp2 import FSDPRuntimeError
 from fsdp2.compat.fsdp1 import (
     BackwardPrefetch,
@@ -309,23 +308,3 @@ def test_a_parameter_that_one_module_has_twice_stays_one(world_size: int) -> Non
     model(x).sum().backward()
     plain(x).sum().backward()
     torch.testing.assert_close(model.first.grad.full_tensor(), plain.first.grad)
-
-
-@multi_rank(4)
-def test_replaced_ddp_over_a_part_of_the_ranks(world_size: int) -> None:
-    """An ensemble: each half starts from its own first rank."""
-    from fsdp2.compat.auto_sharding import ShardedDataParallel
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("member", "dp"))
-    member = mesh["member"].get_local_rank()
-    torch.manual_seed(10 * member + dist.get_rank())
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    mine = [module[0].weight.detach().clone()]
-    dist.broadcast_object_list(mine, group=mesh["dp"].get_group(), group_src=0)
-    model = ShardedDataParallel(module, device_mesh=mesh["dp"])
-    assert torch.equal(model.module[0].weight.full_tensor(), mine[0])
-    for step in range(2 + member):  # they need not step alike
-        model(torch.full((2, 4), float(dist.get_rank() + step))).sum().backward()
-    with pytest.raises(fsdp2.FSDPNotImplementedError, match="a mesh of 2 dims over a part of the ranks"):
-        wide = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("member", "dp", "more"))
-        ShardedDataParallel(nn.Linear(4, 4), device_mesh=wide["dp", "more"])

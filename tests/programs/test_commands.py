@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -213,78 +212,3 @@ def test_timeline(models: str, tmp_path: Path) -> None:
     found = json.loads(done.stdout[done.stdout.index("{") :])
     assert [each["rank"] for each in found["ranks"]] == [0, 1]
     assert (tmp_path / "a.html").exists() and json.loads((tmp_path / "a.json").read_text())["traceEvents"]
-
-
-DDP = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def train(rank, port=None):
-    if port is not None:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    else:
-        dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
-    model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(torch.ones(4, 8) * (dist.get_rank() + step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print(type(model.module).__name__, type(model.module[0].weight.data).__name__, sys.argv[1:], flush=True)
-    if "--save" in sys.argv and dist.get_rank() == 0:
-        torch.save(model.module.state_dict(), "model.pt")
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    if "--spawn" in sys.argv:
-        torch.multiprocessing.spawn(train, args=(int(sys.argv[-1]),), nprocs=2)
-    else:
-        train(0)
-"""
-
-
-@pytest.mark.full  # 40 s
-def test_a_ddp_program_is_sharded_by_a_config(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DDP)
-    (tmp_path / "sharding.yaml").write_text("strategy: zero2\nmin_bytes: 0\n")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fsdp2", "run")
-    done = started(*launcher, "--config", "sharding.yaml", "train.py", "--lr", "1", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "FSDPSequential DTensor ['--lr', '1']" in done.stdout
-    done = started(*launcher, "--auto-shard", "train.py", "--save", folder=tmp_path)
-    assert done.returncode != 0 and "torch.save was called with a sharded tensor" in done.stderr
-    assert not (tmp_path / "model.pt").exists()
-
-
-@pytest.mark.full  # 35 s
-def test_processes_that_a_ddp_program_spawns(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DDP)
-    metadata = tmp_path / "installed" / "fsdp2-0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: fsdp2\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text("[torch.backends]\nfsdp2 = fsdp2_switch:watch\n")
-    done = started(
-        *("-m", "fsdp2", "run", "--auto-shard", "train.py", "--spawn", str(free_port())),
-        folder=tmp_path,
-        PYTHONPATH=str(tmp_path / "installed"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "FSDPSequential DTensor" in done.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return int(each.getsockname()[1])
-
-
-@pytest.mark.full  # 11 s
-def test_a_program_without_ddp_is_told_so(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
-    done = started("-m", "fsdp2", "run", "--auto-shard", "train.py", folder=tmp_path)
-    assert done.returncode == 3 and "this process made no torch.nn.parallel.DistributedDataParallel" in done.stderr

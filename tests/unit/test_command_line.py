@@ -1,11 +1,9 @@
-"""The command line: what is understood, what is refused with which words, and what shells complete. In this process."""
+"""The command line: what is understood, and what is refused with which words. In this process."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,11 +15,10 @@ from torch import nn
 import fsdp2
 from fsdp2 import FSDPTypeError, FSDPValueError, ShardingConfig
 from fsdp2.tools import progress
-from fsdp2.tools.commands import completion, main
+from fsdp2.tools.commands import main
 from fsdp2.tools.commands.entry import COMMANDS
 from fsdp2.tools.commands.estimate import loss_named
 from fsdp2.tools.commands.models import look_up, make_batch, make_model, mesh_shape_of
-from fsdp2.tools.commands.run import split
 from fsdp2.tools.commands.sharding import blocks_that_are_cut
 
 NAMES = [command.name for command in COMMANDS]
@@ -43,7 +40,7 @@ def test_every_command_has_help_with_an_example_that_it_understands(
     text = capsys.readouterr().out
     example = text.partition("example:\n")[2].replace("\\\n", " ")
     assert f"fsdp2 {name}" in example
-    if name not in ("run", "completion"):
+    if name != "run":
         (command,) = [each for each in COMMANDS if each.name == name]
         command.parser().parse_all(example.split(f"fsdp2 {name}")[1].split())
         assert "--json" in command.parser().options() or all(
@@ -64,7 +61,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["estimate", "a:b"], "this is missing: --batch."),
     (["checkpoint", "lst"], "Did you mean 'list'?"),
     (["checkpoint", "prune", "run", "--keep-lst", "3", "--keep-last", "2"], "Did you mean '--keep-last'?"),
-    (["completion", "bsh"], "Did you mean 'bash'?"),
     (["doctor", "--gpus"], "Did you mean '--gpu'?"),
     (["suggest", "a:b", "--mesh", "2x4", "--batch", "8"], "chooses the mesh itself and takes a number of ranks"),
     (["timeline", "a:b", "--mesh", "2x4", "--batch", "8"], "say --ranks 8"),
@@ -76,8 +72,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["estimate", "a:b", "--batch", "8x8:int6"], "a batch has no dtype 'int6'"),
     (["suggest", "a:b", "--batch", "8", "--hardware", "h101"], "hardware 'h101' is not known. Known are"),
     (["run"], "fsdp2 run: no program named."),
-    (["run", "--config"], "fsdp2 run: --config takes the path of a file."),
-    (["run", "--auto-shad", "train.py"], "Did you mean '--auto-shard'?"),
+    (["run", "--keep-fsdp", "train.py"], "Did you mean '--keep-fsdp1'?"),
     (["run", "missing.py"], "fsdp2 run: no such file: missing.py."),
     (["run", "torchrun", "x.py"], "torchrun [options] -m fsdp2 run script.py"),
 ]
@@ -93,23 +88,10 @@ def test_wrong_use_has_status_2_and_says_what_was_meant(
 
 
 def test_what_is_wrong_with_a_config_has_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program, config = tmp_path / "train.py", tmp_path / "a.json"
-    program.touch()
+    config = tmp_path / "a.json"
     config.write_text('{"stratgy": "zero1"}')
-    assert main(["run", "--config", str(config), str(program)]) == 1
-    assert f"fsdp2 run: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
     assert main(["explain", "a:b", "--config", str(config)]) == 1
-    assert "fsdp2 explain: " in capsys.readouterr().err
-
-
-def test_options_of_run_come_before_the_program() -> None:
-    assert split(["train.py", "--config", "x"]) == (False, None, ["train.py", "--config", "x"])
-    assert split(["--config=a.yaml", "-v", "-m", "mod", "--auto-shard"]) == (
-        True,
-        "a.yaml",
-        ["-v", "-m", "mod", "--auto-shard"],
-    )
-    assert split(["--auto-shard", "--keep-fsdp1", "t.py"]) == (True, None, ["--keep-fsdp1", "t.py"])
+    assert f"fsdp2 explain: {config}, line 1, stratgy: there is no setting" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["explain", "estimate", "suggest", "timeline", "doctor"])
@@ -254,57 +236,6 @@ def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch, capsy
     assert "looking ..." in shown()
     monkeypatch.setitem(sys.modules, "tqdm", None)
     assert "looking ..." in shown()
-
-
-# ---- completion -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def words() -> completion.Words:
-    return completion.words()
-
-
-def test_completion_knows_all_commands_and_options(words: completion.Words) -> None:
-    assert {word for word, _ in words[()]} == {*NAMES, "--help", "--version"}
-    assert {"list", "show", "verify", "diff", "export", "prune"} <= {word for word, _ in words["checkpoint",]}
-    assert {"--keep-last", "--keep-every", "--json"} <= {word for word, _ in words["checkpoint", "prune"]}
-    assert {"--gpu", "--json"} <= {word for word, _ in words["doctor",]}
-
-
-@pytest.mark.parametrize(
-    ("typed", "found"),
-    [
-        (["exp"], {"explain"}),
-        (["es"], {"estimate"}),
-        (["checkpoint", "pr"], {"prune"}),
-        (["checkpoint", "prune", "--keep"], {"--keep-last", "--keep-every"}),
-        (["estimate", "a:b", "--har"], {"--hardware"}),
-        (["completion", "f"], {"fish"}),
-        (["run", "--con"], {"--config"}),
-        (["doctor", "--g"], {"--gpu"}),
-        (["convert", "checkpoint", "--tru"], {"--trust"}),
-    ],
-)
-def test_bash_completes(typed: list[str], found: set[str], words: completion.Words) -> None:
-    quoted = " ".join(f"'{word}'" for word in ["fsdp2", *typed])
-    script = f"{completion.bash(words)}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(typed)}; _fsdp2\n"
-    done = subprocess.run(
-        ["bash", "-euc", script + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True, timeout=30
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == found
-
-
-def test_scripts_of_other_shells(words: completion.Words) -> None:
-    zsh, fish = completion.zsh(words), completion.fish(words)
-    assert (
-        zsh.startswith("#compdef fsdp2\n") and "'explain:say how a model is sharded, and what is slow about it'" in zsh
-    )
-    assert "complete -c fsdp2 -n '__fish_use_subcommand' -a doctor" in fish
-    assert "complete -c fsdp2 -n '__fish_seen_subcommand_from doctor' -l gpu" in fish
-    assert not re.search(r"%\(|``", zsh + fish)
-    for text in (zsh, fish):  # quotes are closed
-        assert all(line.count("'") % 2 == 0 for line in text.splitlines())
 
 
 def test_variables_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,6 @@ def test_every_variable_in_the_source_is_listed() -> None:
     ("name", "right", "wrong"),
     [
         ("FSDP2_COMPAT", ["1", "0", "keep-fsdp1"], ["yes", "true"]),
-        ("FSDP2_AUTO_SHARD", ["1", "0", __file__], ["nothing.yaml"]),
         ("FSDP2_COMM", ["native"], ["nccl"]),
         ("FSDP2_LOG", ["plan", "plan, comm", "order,memory"], ["plans", "plan;comm"]),
     ],

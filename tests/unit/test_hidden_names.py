@@ -16,7 +16,6 @@ import torch
 
 from fsdp2 import _torch, _torch_compiler, _torch_names
 from fsdp2._torch_names import NAMES, WRITTEN, TorchName
-from fsdp2.compat import memory_tracking
 from fsdp2.errors import FSDPNotImplementedError
 from tests.harness.documents import ROOT
 from tests.harness.hiding import without
@@ -259,13 +258,8 @@ def test_frames_are_not_skipped_without_the_names(lacking_features: None) -> Non
     _torch_compiler.skip_frames([test_frames_are_not_skipped_without_the_names.__code__])
 
 
-def test_torchs_memory_tracker_stays_as_it_is(lacking_features: None) -> None:
-    with pytest.warns(UserWarning, match="FSDPMemTracker on modules of fsdp2 cannot work"):
-        assert memory_tracking.for_our_modules(dict) is dict
-
-
 def test_every_feature_of_the_table_is_tried() -> None:
-    others = {_torch_names.OVERLAP, _torch_names.MEMORY_TRACKER, _torch_names.COMPAT_FSDP1}  # the last one below
+    others = {_torch_names.OVERLAP, _torch_names.COMPAT_FSDP1}  # the last one below
     assert {name.feature for name in NAMES if name.feature} == others | set(REFUSING)
 
 

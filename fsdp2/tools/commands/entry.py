@@ -46,7 +46,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("run", "run a program on fsdp2 that was written for torch's FSDP, or for DDP", "run"),
+    Command("run", "run a program on fsdp2 that was written for torch's FSDP", "run"),
     Command("explain", "say how a model is sharded, and what is slow about it", "explain"),
     Command("estimate", "foretell memory, traffic and time of a training run, without its devices", "estimate"),
     Command("suggest", "search for the best way to shard a model on given hardware", "suggest"),
@@ -54,7 +54,6 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "look for what is wrong, or slow, about this machine and environment", "doctor"),
     Command("checkpoint", "look at checkpoints, and take care of them", "checkpoint"),
     Command("convert", "convert flat checkpoints of torch's FSDP1", "convert"),
-    Command("completion", "print a script that completes commands in a shell", "completion"),
 )
 
 USAGE = f"usage: {PROGRAM} COMMAND ..."

@@ -39,13 +39,7 @@ def findings() -> Iterator[Finding]:
     )
     yield about_torch(str(torch.__version__))
     if not reaches_children():
-        what = "Processes that a program starts do not see FSDP2_COMPAT and FSDP2_AUTO_SHARD."
-        yield Finding(
-            "fsdp2",
-            "note",
-            what,
-            _INSTALL,
-        )
+        yield Finding("fsdp2", "note", "Processes that a program starts do not see FSDP2_COMPAT.", _INSTALL)
     yield from _backends()
     yield _extras()
 

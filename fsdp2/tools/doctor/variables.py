@@ -106,7 +106,7 @@ SLOW: tuple[Rule, ...] = (
     (
         "TORCH_DEVICE_BACKEND_AUTOLOAD",
         lambda value: value == "0",
-        "FSDP2_COMPAT and FSDP2_AUTO_SHARD do not reach processes that a program starts",
+        "FSDP2_COMPAT does not reach processes that a program starts",
         "Unset it.",
     ),
 )

@@ -133,7 +133,7 @@ def _gather_way(plans: PlansOfGroup, index: int) -> tuple[Way, str]:
         return "by itself", "a tensor that says itself how it is gathered"
     _, plan, slot = found
     if plans.group.settings.packs_gathers:
-        return "packed", "a custom all-gather, or a layout's function, takes everything packed"
+        return "packed", "a custom all-gather takes everything packed"
     threshold = direct_threshold_bytes(fuses=mesh.fuses)
     if slot.partition.owner is not None:
         region = plan.layout.region

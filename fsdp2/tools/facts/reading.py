@@ -385,8 +385,6 @@ def _send_bytes(plans: PlansOfGroup, row: PackedRow) -> int:
     """What is sent from a buffer of its own: casts, copies from the host, dtypes that are joined."""
     if plans.group.settings.custom_all_gather is not None:
         return 0  # it lies in what the collective allocates
-    if plans.group.settings.all_gather_output_fn is not None:
-        return row.nbytes
     copied = [plan for plan in plans.gathers if _is_copied_in(plans.group, plan.dtype, plan.param_dtype)]
     packed = [plan for plan in plans.gathers if plan.layout.packed_numel and not _lies_in_place(plans.group, plan)]
     head = row.nbytes if len(packed) > 1 or any(plan in copied for plan in packed) else 0

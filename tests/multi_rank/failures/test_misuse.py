@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from fsdp2 import FSDPRuntimeError, fully_shard
-from fsdp2.experimental import DefaultAllGatherLayout
 from tests.harness import multi_rank, tolerance_for
 from tests.harness.compare import assert_same, assert_sharded_same
 from tests.harness.models import TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -162,8 +161,6 @@ SETTINGS = {
     setting("set_reduce_scatter_unused_params", True): r"zeros_for_unused=True",
     setting("set_reduce_scatter_max_input_buffers", 2): r"max_pending=2",
     setting("set_all_reduce_hook", print): r"all_reduce_hook=set",
-    setting("set_all_gather_layout", DefaultAllGatherLayout(print)): r"all_gather_output_fn=set",
-    setting("set_reduce_scatter_input_fn", print): r"reduce_scatter_input_fn=set",
     setting("set_requires_gradient_sync", False): r"requires_gradient_sync=False",
     setting("set_requires_all_reduce", False): r"requires_all_reduce=False",
     setting("set_reshard_after_forward", False): r"module '0': set reshard_after_forward=False",

@@ -32,7 +32,6 @@ from fsdp2 import (
     unwrap,
 )
 from fsdp2 import full_parameters as whole_parameters
-from fsdp2.experimental import DefaultAllGatherLayout, all_gather_output_fn_with_native_copy
 from tests.harness import Accumulation, Reference, adamw, multi_rank
 from tests.harness.compare import (
     SUM_ORDER,
@@ -267,16 +266,14 @@ class LargeIntegers(nn.Module):
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("way", ["unwrap", "full_parameters", "set_all_gather_layout"])
+@pytest.mark.parametrize("way", ["unwrap", "full_parameters", "unshard"])
 def test_large_integers_travel_as_bytes(way: str) -> None:
     """Backends' own gathers know no int16."""
     model: Any = LargeIntegers()
     wanted = LargeIntegers().steps
     with mock.patch.dict("os.environ", FSDP2_COMM="native"):
         fully_shard(model)
-        if way == "set_all_gather_layout":
-            copy_out = DefaultAllGatherLayout(lambda *given: all_gather_output_fn_with_native_copy(*given))
-            model.set_all_gather_layout(copy_out)
+        if way == "unshard":
             model.unshard()
         elif way == "unwrap":
             unwrap(model)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.compat import install
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.models import UNEVEN_MLP
 
@@ -101,79 +98,3 @@ def test_a_gather_in_several_pieces_is_counted_once(world_size: int) -> None:
     with CommDebugMode() as mode:
         model(batch).sum().backward()
     assert counted(mode) == {"_allgather_base_": 2, "_reduce_scatter_base_": 1}
-
-
-# ---- torch's memory tracker ----------------------------------------------------------------------
-
-
-def bytes_by_kind(tracker: Any, module: nn.Module, when: str) -> dict[str, int]:
-    """What the first snapshot of ``module`` at that point says."""
-    state = next(each for each in tracker.memory_tracking[module].snapshots if each.value == when)
-    (snapshot,) = tracker.memory_tracking[module].snapshots[state][0].values()
-    return {getattr(kind, "value", kind): size for kind, size in snapshot.items()}
-
-
-@multi_rank(2)
-def test_the_memory_tracker_of_torch(world_size: int) -> None:
-    """It knows our modules after `install`, in whatever order it is imported; and leaves them as they were."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    with install():
-        tracking = importlib.import_module("torch.distributed._tools.fsdp2_mem_tracker")
-        for unit in (*model, model):
-            fully_shard(unit)
-        optimizer = torch.optim.Adam(model.parameters())
-        hooks = [dict(unit._forward_pre_hooks) for unit in model]
-        x = torch.randn(4, 8)
-        tracker = tracking.FSDPMemTracker(model, optimizer)
-        assert type(tracker).__module__ == "fsdp2.compat.memory_tracking"
-        tracker.track_inputs((x,))
-        with tracker:
-            model(x).square().sum().backward()
-            optimizer.step()
-    assert tracking.FSDPMemTracker.__module__ == tracking.__name__
-    with install():  # now it has been imported before
-        assert tracking.FSDPMemTracker.__module__ == "fsdp2.compat.memory_tracking"
-    whole = sum(parameter.numel() for parameter in model[1].parameters()) * 4
-    shards = sum(parameter.to_local().numel() for parameter in model.parameters()) * 4  # type: ignore[attr-defined]
-    middle = model[1]
-    for when, unsharded in [
-        ("Before Pre-Forward", 0),
-        ("After Pre-Forward", whole),
-        ("After Post-Forward", 0),
-        ("Before Pre-Backward", 0),
-        ("After Pre-Backward", whole),
-        ("Before Post-Backward", whole),
-        ("After Post-Backward", 0),
-    ]:
-        found = bytes_by_kind(tracker, middle, when)
-        assert found["Unsharded Param"] == unsharded, when
-        assert found["Sharded Param"] == shards
-        assert found["Inputs"] == 4 * 8 * 4
-    assert bytes_by_kind(tracker, middle, "Before Post-Backward")["Unsharded Grad"] == whole
-    (now,) = tracker.get_tracker_snapshot("current").values()
-    sizes = {getattr(kind, "value", kind): size for kind, size in now.items()}
-    assert sizes["Sharded Grad"] >= shards
-    assert sizes["OptState"] >= 2 * shards
-    assert tracker.get_tracker_snapshot("peak")
-    assert hooks == [dict(unit._forward_pre_hooks) for unit in model]
-    assert not [name for unit in model for name in unit._get_fsdp_state().__dict__ if name == "_gather_for_backward"]
-    model(x).square().sum().backward()
-
-
-@multi_rank(2)
-def test_the_memory_tracker_of_torch_with_a_list_of_modules(world_size: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with install():
-        tracking = importlib.import_module("torch.distributed._tools.fsdp2_mem_tracker")
-        fully_shard(list(model))
-        fully_shard(model)
-        tracker = tracking.FSDPMemTracker(model)
-        with tracker:
-            model(torch.randn(4, 8)).sum().backward()
-    for when in ("Before Pre-Backward", "After Post-Backward"):
-        assert bytes_by_kind(tracker, model[0], when)["Unsharded Param"] in (0, 2 * 72 * 4)
-    snapshots = {state.value: found for state, found in tracker.memory_tracking[model[0]].snapshots.items()}
-    assert len(snapshots["After Post-Backward"]) == 1
-    model(torch.randn(4, 8)).sum().backward()
