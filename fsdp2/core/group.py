@@ -523,8 +523,12 @@ class FSDPParamGroup:
         if self._left_to_do is not None and not for_backward and not self.users:
             self.reshard_after_forward(self._left_to_do)
         if self._phase is not ParamPhase.SHARDED:
-            is_toggled = not for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled()
-            if for_backward or not (is_toggled or self.is_stale()):
+            is_changed = False
+            if not for_backward and self._phase is ParamPhase.UNSHARDED:
+                is_changed = self._registrations.are_toggled()
+            elif not for_backward and unsharding is not None and not unsharding.resumes:
+                is_changed = self._registrations.were_changed()  # since it was gathered ahead
+            if for_backward or not (is_changed or self.is_stale()):
                 if self._phase is not ParamPhase.SHARDED_POST_FORWARD:
                     if for_backward and self._phase is ParamPhase.UNSHARDED and self._registrations.are_toggled():
                         self._adopt_toggled()
@@ -715,7 +719,8 @@ class FSDPParamGroup:
         if self._registrations.hold_unsharded():
             self._registrations.register_sharded()
         else:
-            replaced = self._registrations.restore_sharded(by_user=by_user) or replaced
+            never_shown = self._phase is ParamPhase.UNSHARDING  # what replaces the sharded ones is adopted
+            replaced = self._registrations.restore_sharded(by_user=by_user, keeps=never_shown) or replaced
         if unsharding is not None and unsharding.is_issuing:
             # An exception came while collectives were issued, and one may run that nothing here can wait for.
             self.comm.compute_follows_gathers()

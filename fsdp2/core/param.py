@@ -725,15 +725,24 @@ class Registrations:
         is_toggled = list(map(_REQUIRES_GRAD, map(_UNSHARDED, params))) != known
         return is_toggled or list(map(_REQUIRES_GRAD, map(_SHARDED, params))) != known
 
+    def were_changed(self) -> bool:
+        """Whether sharded parameters, which the modules held, were replaced, removed, frozen or thawed since."""
+        try:
+            held = [*map(getitem, self._mappings, self._names)]
+        except KeyError:
+            return True
+        return not all(map(is_, held, self._sharded)) or [*map(_REQUIRES_GRAD, held)] != self._require_grad
+
     def register_sharded(self) -> None:
         """Let the modules hold the sharded parameters."""
         for mapping, name, sharded in zip(self._mappings, self._names, self._sharded):  # noqa: B905  all are columns
             mapping[name] = sharded
 
-    def restore_sharded(self, *, by_user: bool = False) -> FSDPParam | None:
+    def restore_sharded(self, *, by_user: bool = False, keeps: bool = False) -> FSDPParam | None:
         """The same, whatever they hold. Frozen and unfrozen parameters stay so.
 
         ``by_user``, who unsharded them, and may have registered others over their memory: nothing is lost with those.
+        ``keeps``: what the user has put in the place of sharded ones stays there.
 
         Returns:
             A parameter that they held something else for, which is lost, if there is one.
@@ -745,6 +754,8 @@ class Registrations:
                 if found.requires_grad is not param.requires_grad:
                     param.sharded.requires_grad_(found.requires_grad)
             elif found is not param.sharded:
+                if keeps:
+                    continue
                 if found is None or not _is_another_view(found, param, may_train=by_user):
                     replaced = param
                 elif found.requires_grad:

@@ -14,7 +14,7 @@ from benchmarks.optimizers import LOCAL, PLAIN, optimizer_of, parameters_of
 from benchmarks.step import Phase, Trainer
 from tests.harness import others_full
 
-CALLS_PER_GROUP = 348
+CALLS_PER_GROUP = 350
 WORLD_SIZE = 8
 
 
@@ -37,7 +37,7 @@ def test_calls_per_group_do_not_grow_with_its_parameters(params: int) -> None:
     sharded = counts_of("fsdp2", spec)
     over = calls(sharded) - calls(counts_of(UNSHARDED, spec))
     assert 0 < over / spec.groups <= CALLS_PER_GROUP
-    assert params == 1 or over / spec.groups <= 250 + 8 * params
+    assert params == 1 or over / spec.groups <= 252 + 8 * params
     assert sharded.garbage_objects == 0
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import CPUOffloadPolicy, FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
-from tests.harness.compare import Tolerance, assert_sharded_same, gradients_of
+from tests.harness.compare import SUM_ORDER, Tolerance, assert_sharded_same, gradients_of
 
 SUMS = Tolerance(rtol=1e-5, atol=1e-6, reason="ranks' gradients are added in another order")
 
@@ -164,6 +164,62 @@ class Drawn:
 def test_drawn_programs_that_freeze_and_thaw(way: Any) -> None:
     for seed in range(25):
         compare(way, Drawn(seed))
+
+
+class ThawsAhead(nn.Module):
+    """Freezes and thaws its children in its own forward, when they may have been gathered ahead already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+        self.trains = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.requires_grad_(self.trains)
+        self.third.bias.requires_grad_(not self.trains)
+        return self.third(self.second(self.first(x)))  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_children_that_are_frozen_and_thawed_in_the_forward_around_them(reshards: bool) -> None:
+    torch.manual_seed(0)
+    plain = ThawsAhead()
+    model = copy.deepcopy(plain)
+    for module in (model.second, model.third, model):
+        fully_shard(module, reshard_after_forward=reshards)
+    for trains in (False, True, False, False, True, True):
+        for each in (model, plain):
+            each.trains = trains
+            each.zero_grad()
+            each(torch.eye(3)).sum().backward()
+        assert_sharded_same("gradients", gradients_of(model), gradients_of(plain), tolerance=SUM_ORDER)
+
+
+class ReplacesAhead(nn.Module):
+    """Gives its child another weight in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.weight = nn.Parameter(self.second.weight.detach() * 0.5)
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+@multi_rank(2)
+def test_a_child_whose_weight_is_replaced_in_the_forward_around_it() -> None:
+    torch.manual_seed(0)
+    plain = ReplacesAhead()
+    model = copy.deepcopy(plain)
+    fully_shard(model.second)
+    fully_shard(model)
+    for _ in range(4):
+        outputs = [each(torch.eye(3)) for each in (model, plain)]
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.sum().backward()
 
 
 class ThawsInBackward(nn.Sequential):
