@@ -4,7 +4,8 @@ torch's DTensor answers ``weight[1]`` of a tensor whose rows are dealt out with 
 ``weight[1].zero_()`` writes into the copy. Here that view is a `WrittenView`, and what is written into it is written
 into this rank's part of the tensor as well: `nn.Embedding.reset_parameters` and the initialization of many models
 depend on it. And ``bool(tensor.isnan().any())`` reads what this rank has of a sum that no rank has the whole of; here
-it is the whole tensor's. Both take a gather or a reduction, so all ranks of the mesh must do them.
+it is the whole tensor's. Both take a gather or a reduction, so all ranks of the mesh must do them. (And ``max()`` of a
+tensor of which some rank has nothing is taken of the whole.)
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _VIEWS = (
 )
 """The views that DTensor gathers for, or refuses, if they are along a dim that is cut."""
 
+_EXTREMES = (_aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default)
+"""What has no value where there are no elements, as on a rank without rows: there it raises, and others wait."""
+
 _ALL_ROWS = 1 << 62
 """A slice that ends there has no end."""
 
@@ -47,9 +51,8 @@ _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.S
 @functools.cache
 def serve() -> None:
     """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
-    _torch.handle_operators(
-        dict.fromkeys((*_VIEWS, *_SET), _run_handled) | {_aten._local_scalar_dense.default: _number}
-    )
+    handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
+    _torch.handle_operators({**handlers, _aten._local_scalar_dense.default: _number})
 
 
 class _Whole:
@@ -166,6 +169,24 @@ def _run_handled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     whole = _Whole(tensor)
     seen = func(whole.values, *args[1:], **kwargs)
     return map_tensors(lambda values: WrittenView._of(values, whole), seen)
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A largest or smallest element: of the whole, if a rank may have no rows, so that it is small."""
+    tensor: DTensor = args[0]
+    if isinstance(tensor, _torch.OwnOperators):
+        return tensor.run_operator(func, args, kwargs)
+    mesh = tensor.device_mesh
+    parts = dict.fromkeys(range(tensor.ndim), 1)
+    for axis, placement in enumerate(tensor.placements):
+        if _torch.is_shard(placement):
+            parts[placement.dim % tensor.ndim] *= mesh.size(axis)  # type: ignore[attr-defined]
+    has_all = all((parts[dim] - 1) * -(-size // parts[dim]) < size for dim, size in enumerate(tensor.shape))
+    if has_all or not tensor.numel() or not is_ours(tensor):
+        return _torch.run_unhandled(func, args, kwargs)
+    found: torch.Tensor = func(_gathered(tensor), *args[1:], **kwargs)
+    replicated = [Replicate()] * mesh.ndim
+    return _torch.make_dtensor(found, _torch.make_spec(mesh, replicated, found.shape, found.stride(), found.dtype))
 
 
 def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -171,6 +171,23 @@ def test_numbers_are_those_of_the_whole() -> None:
     assert not bool(torch.isfinite(weight.norm()))
 
 
+@multi_rank(2, 4)
+def test_extremes_of_what_some_ranks_have_nothing_of() -> None:
+    """On a rank without rows they have no value; with torch it raises, and the others wait."""
+    for rows in (1, 2, 3, 5):
+        torch.manual_seed(rows)
+        plain = nn.Linear(3, rows)
+        module = fully_shard(copy.deepcopy(plain))
+        for sharded, whole in zip(module.parameters(), plain.parameters(), strict=True):
+            for read in (Tensor.max, Tensor.min, Tensor.amax, Tensor.amin, lambda each: each.abs().max()):
+                assert read(sharded).item() == read(whole).item()  # type: ignore[operator]
+            assert isinstance(sharded, DTensor) and isinstance(sharded.max(), DTensor)
+        module.bias.max().backward()
+        plain.bias.max().backward()
+        assert module.bias.grad is not None and plain.bias.grad is not None
+        assert torch.equal(whole_of(module.bias.grad), plain.bias.grad)
+
+
 # ---- every operator ------------------------------------------------------------------------------
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
