@@ -170,13 +170,14 @@ def test_mixed_precision_and_offloaded_parameters(flat: bool, offloaded: bool) -
 def test_replicas_and_tensor_parallelism(flat: bool) -> None:
     """HSDP below, tensor parallelism above, a plain parameter beside: plain DTensor optimizers refuse the mixture."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, plain = MLP.build(), MLP.build()
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     styles = {linears[0]: ColwiseParallel(), linears[1]: RowwiseParallel()}
     parallelize_module(model, mesh["tp"], styles)
     others = [module for name, module in model.named_modules() if name in linears[2:]]
     for module in others:
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=replicas)
     for name in linears[:2]:
         fully_shard(model.get_submodule(name), mesh=mesh["dp"])
     extra = [nn.Parameter(torch.ones(3)) for _ in range(2)]
