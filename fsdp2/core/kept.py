@@ -5,6 +5,7 @@ Unless they are registered, or refused, a forward would compute with values of b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,23 +20,29 @@ _LONGEST = 1_000
 """Longer lists and dicts are data."""
 
 
-class _ListSlots:
-    """A list as a mapping, in which parameters are registered."""
+class _Place:
+    """A place in a list, a dict or a module's attributes, as a mapping in which one parameter is registered.
 
-    __slots__ = ("_list",)
+    The program may write something else there, or take it out: that is left to it.
+    """
 
-    def __init__(self, elements: list[Any]) -> None:
-        self._list = elements
+    __slots__ = ("_holder", "_key", "_parameter")
 
-    def __setitem__(self, index: int, parameter: nn.Parameter) -> None:
-        self._list[index] = parameter
+    def __init__(self, holder: Any, key: Any, parameter: nn.Parameter) -> None:
+        self._holder, self._key, self._parameter = holder, key, parameter
 
-    def __getitem__(self, index: int) -> Any:
-        return self.get(index)
+    def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        before, self._parameter = self._parameter, parameter
+        with contextlib.suppress(LookupError):  # the list is shorter by now, the dict has no such key
+            if self._holder[self._key] is before:
+                self._holder[self._key] = parameter
 
-    def get(self, index: int) -> Any:
-        """What is there; None if the list has become shorter."""
-        return self._list[index] if index < len(self._list) else None
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self._parameter
+
+    def get(self, name: str) -> nn.Parameter:
+        """What was registered last."""
+        return self._parameter
 
 
 def registered_outside(
@@ -50,16 +57,15 @@ def registered_outside(
     found: dict[nn.Parameter, list[Registration]] = {}
     for module in modules:
         own = (module._parameters, module._buffers, module._modules)
-        slots: Any
-        key: Any
+        holder: Any
         kept: Iterable[tuple[Any, Any]]
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
-                slots, kept = vars(module), [(name, value)]
+                holder, kept = vars(module), [(name, value)]
             elif type(value) is list and len(value) <= _LONGEST:
-                slots, kept = _ListSlots(value), enumerate(value)
+                holder, kept = value, enumerate(value)
             elif type(value) is dict and len(value) <= _LONGEST and not any(value is each for each in own):
-                slots, kept = value, value.items()
+                holder, kept = value, value.items()
             else:
                 continue
             for key, each in kept:
@@ -71,7 +77,7 @@ def registered_outside(
                         f"'{name}', which would have the values of before for ever: make the view in forward."
                     )
                 if isinstance(each, nn.Parameter) and each in names:
-                    found.setdefault(each, []).append((slots, key))
+                    found.setdefault(each, []).append((_Place(holder, key, each), name))
     return found
 
 

@@ -271,11 +271,14 @@ def fully_shard(
         arguments changes nothing; `unwrap` undoes it.
 
     Raises:
-        FSDPTypeError: not a module, not a mesh, not a policy.
+        FSDPTypeError: not a module, not a mesh, not a policy; or a module that has something of its own under the name
+            of a public method of `FSDPModule`.
         FSDPValueError: already sharded, with other arguments (the message names the one) or by another call (it names
             the owner), sharded by torch's `fully_shard`, at or below it, replicated by torch's `replicate` (which is
             left alone below), a container without forward, a mesh, a dim name, a placement, an int or the name of an
-            input that does not fit, policies that contradict each other, a strategy that contradicts another argument.
+            input that does not fit, policies that contradict each other, a strategy that contradicts another argument;
+            a mesh with a dim of tensor or pipeline parallelism, given as a whole; two parameters in the same memory, or
+            a view of a parameter that a module keeps in an attribute.
         FSDPNotImplementedError: a tensor subclass that has no dims, is not contiguous, or is cut unevenly behind dim 0;
             an int for ``reshard_after_forward`` on a mesh with flattened dims.
         FSDPRuntimeError: no process group.

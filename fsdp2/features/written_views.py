@@ -70,11 +70,11 @@ class _Whole:
         self.values = _gathered(origin)
 
     def read_part(self) -> torch.Tensor:
-        """Of this rank, which may have been written since."""
+        """Copy this rank's part of the sharded tensor, which may have been written since, into the copy. Returns it."""
         return self._part().copy_(_torch.local_of(self.origin)).clone()
 
     def write_part(self, before: torch.Tensor) -> None:
-        """Of this rank, into the sharded tensor: what is not as ``before``, for one operator may write two views."""
+        """Write this rank's part into the sharded tensor where it differs from ``before``: two views may be written."""
         local, part = _torch.local_of(self.origin), self._part()
         local.copy_(torch.where(part != before, part, local))
         torch.autograd.graph.increment_version(self.origin)

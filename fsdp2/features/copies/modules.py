@@ -31,7 +31,7 @@ def _state(module: Any) -> FSDPState:
 
 
 class _Attributes(dict[str, Any]):
-    """Those of a module that is copied or pickled."""
+    """The attributes of a module that is copied or pickled."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         for group in self[STATE].unit:

@@ -391,7 +391,7 @@ def _concerned(state: State) -> Iterable[int]:
 
 
 def _ranks_of(groups: Iterable[dist.ProcessGroup]) -> tuple[int, ...]:
-    """Of all ``groups``."""
+    """The ranks of all ``groups`` together."""
     return tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
 
 

@@ -60,6 +60,22 @@ def test_what_is_kept_is_gathered_and_has_gradients(kind: str) -> None:
     assert model.alone is model.other.weight and type(model.alone) is nn.Parameter
 
 
+@multi_rank(2)
+def test_what_is_taken_out_or_overwritten_is_left_to_the_program() -> None:
+    model = fully_shard(Keeps())
+    expected = [model.linear.weight, model.other.bias]
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()  # the root stays unsharded until its backward
+        model.in_list[1] = torch.zeros(1)
+        model.in_dict["bias"] = torch.zeros(3)
+        model(torch.ones(2, 3)).sum().backward()
+    model.in_list.clear()
+    model.in_dict.clear()
+    model.unshard()
+    model.reshard()
+    assert not model.in_list and [model.linear.weight, model.other.bias] == expected
+
+
 class KeepsAView(nn.Module):
     def __init__(self) -> None:
         super().__init__()
