@@ -215,11 +215,6 @@ def handle_operators(handlers: dict[Any, Callable[[Any, tuple[Any, ...], dict[st
     DTensor._op_dispatcher._custom_op_handlers.update(handlers)
 
 
-def forget_operator(func: Any) -> None:
-    """Take the handler of ``func`` away."""
-    DTensor._op_dispatcher._custom_op_handlers.pop(func, None)
-
-
 def run_unhandled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func``, which has a handler, as DTensor would without it."""
     handlers = DTensor._op_dispatcher._custom_op_handlers

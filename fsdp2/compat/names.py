@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import fsdp2
+import fsdp2.optim.torch_clipping
 from fsdp2.compat import bridges
 
 PUBLIC = "torch.distributed.fsdp"

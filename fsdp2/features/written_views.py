@@ -11,6 +11,7 @@ tensor of which some rank has nothing is taken of the whole.)
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,15 @@ _VIEWS = (
 )
 """The views that DTensor gathers for, or refuses, if they are along a dim that is cut."""
 
-_EXTREMES = (_aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default)
+_EXTREMES = (
+    _aten.max.default,
+    _aten.min.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.argmax.default,
+    _aten.argmin.default,
+    _aten.linalg_vector_norm.default,
+)
 """What has no value where there are no elements, as on a rank without rows: there it raises, and others wait."""
 
 _ALL_ROWS = 1 << 62
@@ -52,7 +61,8 @@ _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.S
 def serve() -> None:
     """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
     handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
-    _torch.handle_operators({**handlers, _aten._local_scalar_dense.default: _number})
+    handlers |= {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
+    _torch.handle_operators(handlers)
 
 
 class _Whole:
@@ -176,6 +186,8 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: DTensor = args[0]
     if isinstance(tensor, _torch.OwnOperators):
         return tensor.run_operator(func, args, kwargs)
+    if func is _aten.linalg_vector_norm.default and not _is_largest(*args[1:2]):
+        return _torch.run_unhandled(func, args, kwargs)
     mesh = tensor.device_mesh
     parts = dict.fromkeys(range(tensor.ndim), 1)
     for axis, placement in enumerate(tensor.placements):
@@ -187,6 +199,19 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found: torch.Tensor = func(_gathered(tensor), *args[1:], **kwargs)
     replicated = [Replicate()] * mesh.ndim
     return _torch.make_dtensor(found, _torch.make_spec(mesh, replicated, found.shape, found.stride(), found.dtype))
+
+
+def _is_largest(order: float = 2) -> bool:
+    """Whether a norm of this order is the largest or smallest element."""
+    return math.isinf(order)
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The norms of many tensors: one by one where they are extremes."""
+    tensors, *rest = args
+    if not _is_largest(*rest[:1]):
+        return _torch.run_unhandled(func, args, kwargs)
+    return [torch.linalg.vector_norm(tensor, *rest, **kwargs) for tensor in tensors]
 
 
 def _number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

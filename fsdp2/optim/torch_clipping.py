@@ -6,14 +6,11 @@ On a CPU those that lie on buffers of groups, as they were delivered, are taken 
 Gradients that do not lie alike, or are sharded over several dims of a mesh, go to torch's functions.
 (`fsdp2.clip_grad_norm_` is for those as well, and faster; its norm is a sum in float64 over the buffers of groups,
 whose last bits are others.)
-
-A program that calls torch's functions all the same is told of these once, by the operator that such a call begins with.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import operator
 import types
@@ -25,14 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2 import _torch
-from fsdp2.core.module import ON_SHARDING
 from fsdp2.optim import clip_grad
 from fsdp2.optim.delivered import Delivered, delivered_of
-
-LOG = logging.getLogger("fsdp2")
-
-MANY = 64
-"""How many gradients are worth a word."""
 
 TensorOrTensors = torch.Tensor | Iterable[torch.Tensor]
 
@@ -46,32 +37,6 @@ _dtype = operator.attrgetter("dtype")
 _gradient_of = operator.attrgetter("grad")
 _is_there = functools.partial(operator.is_not, None)
 _FOREACH_DEVICES = ("cpu", "cuda")
-
-
-def _tell_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the norms of many DTensors as DTensor does, and say that there is another way."""
-    if len(args[0]) < MANY or torch.compiler.is_compiling():
-        return _torch.run_unhandled(func, args, kwargs)
-    _torch.forget_operator(func)
-    if dist.get_rank() == 0:
-        LOG.warning(
-            "fsdp2: torch.nn.utils.clip_grad_norm_ sends %d gradients through DTensor's dispatch, which takes several "
-            "times as long as on plain tensors. fsdp2.clip_grad_norm_(model, max_norm) does not. After "
-            "fsdp2.compat.install(), at the top of the program, torch's function does not either, with the same bits.",
-            len(args[0]),
-        )
-    return func(*args, **kwargs)
-
-
-def watch(*, again: bool = False) -> None:
-    """Tell, from now on, the first who takes norms of many DTensors at once. Once in a process, or ``again``."""
-    if again or not _Watching.began:
-        _Watching.began = True
-        _torch.handle_operators({torch.ops.aten._foreach_norm.Scalar: _tell_once})
-
-
-class _Watching:
-    began = False
 
 
 def substitutes() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -292,6 +257,3 @@ def _sharded_dim(placements: Sequence[Any]) -> int | None:
         return None
     dims = [dim for dim, each in enumerate(placements) if type(each) is Shard]
     return dims[0] if len(dims) == 1 else None
-
-
-ON_SHARDING.append(watch)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -318,41 +316,6 @@ def test_equal_gradients_cost_no_operation_each() -> None:
                 torch_clipping.clip_grad_norm_(model.parameters(), 1.0)
             found.append(counted.every)
         assert found[0] == found[1] < 20, found
-
-
-@contextmanager
-def words() -> Iterator[list[str]]:
-    """Collects what fsdp2's logger says of clipping, in a process that has not been told."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp2")
-    logger.addHandler(handler)
-    torch_clipping.watch(again=True)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
-@pytest.mark.filterwarnings("ignore:fsdp2.compat.install.. comes too late")  # for models of other tests
-def test_a_program_without_install_is_told_once() -> None:
-    """With the remedy; not of a few gradients, and not by ours."""
-    with fake_world(2):
-        few, many = sharded(4), sharded(torch_clipping.MANY)
-        with words() as said:
-            fsdp2.clip_grad_norm_(many, 1.0)
-            nn.utils.clip_grad_norm_(few.parameters(), 1.0)
-            with fsdp2.compat.install():
-                nn.utils.clip_grad_norm_(many.parameters(), 1.0)
-            assert not said
-            expected = fsdp2.clip_grad_norm_(many, 1e9)
-            first = nn.utils.clip_grad_norm_(many.parameters(), 1e9)
-            assert len(said) == 1 and "install()" in said[0] and "128 gradients" in said[0]
-            nn.utils.clip_grad_norm_(many.parameters(), 1.0)
-            assert len(said) == 1
-        assert isinstance(first, DTensor)
-        assert first.full_tensor().item() == pytest.approx(expected.item(), rel=1e-5), "and it has done its work"
 
 
 @pytest.mark.full  # 9 s

@@ -6,6 +6,7 @@ Each case runs on a plain tensor and on a sharded one. torch's own ``fully_shard
 from __future__ import annotations
 
 import copy
+import math
 import io
 import warnings
 from collections.abc import Callable, Iterator
@@ -182,6 +183,24 @@ def test_extremes_of_what_some_ranks_have_nothing_of() -> None:
             for read in (Tensor.max, Tensor.min, Tensor.amax, Tensor.amin, lambda each: each.abs().max()):
                 assert read(sharded).item() == read(whole).item()  # type: ignore[operator]
             assert isinstance(sharded, DTensor) and isinstance(sharded.max(), DTensor)
+            for read in (
+                Tensor.argmax,
+                Tensor.argmin,
+                lambda each: each.norm(math.inf),
+                lambda each: each.norm(-math.inf),
+            ):
+                assert whole_of(read(sharded)).item() == read(whole).item()  # type: ignore[operator]
+        for foreach in (False, True):
+            for each in (module, plain):
+                each.zero_grad()
+                each(torch.ones(3)).square().sum().backward()
+            found = nn.utils.clip_grad_norm_(module.parameters(), 0.1, math.inf, foreach=foreach)
+            assert whole_of(found).item() == nn.utils.clip_grad_norm_(plain.parameters(), 0.1, math.inf).item()
+            for sharded, whole in zip(module.parameters(), plain.parameters(), strict=True):
+                assert sharded.grad is not None and whole.grad is not None
+                assert torch.equal(whole_of(sharded.grad), whole.grad)
+        module.zero_grad()
+        plain.zero_grad()
         module.bias.max().backward()
         plain.bias.max().backward()
         assert module.bias.grad is not None and plain.bias.grad is not None
