@@ -61,8 +61,8 @@ _SET = (_aten.copy_.default, _aten.fill_.Tensor, _aten.fill_.Scalar) if _torch.S
 def serve() -> None:
     """Run these operators so, of DTensors on meshes that something is sharded over, from now on."""
     handlers = dict.fromkeys((*_VIEWS, *_SET), _run_handled) | dict.fromkeys(_EXTREMES, _extreme)
-    handlers |= {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
-    _torch.handle_operators(handlers)
+    one_each = {_aten._local_scalar_dense.default: _number, _aten._foreach_norm.Scalar: _norms}
+    _torch.handle_operators({**handlers, **one_each})
 
 
 class _Whole:

@@ -6,8 +6,8 @@ Each case runs on a plain tensor and on a sharded one. torch's own ``fully_shard
 from __future__ import annotations
 
 import copy
-import math
 import io
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,6 +170,14 @@ def test_numbers_are_those_of_the_whole() -> None:
     assert bool(torch.isnan(weight).any()), "a guard against NaN"
     assert not bool(torch.isfinite(weight).all())
     assert not bool(torch.isfinite(weight.norm()))
+
+
+def largest(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, math.inf)
+
+
+def smallest(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor, -math.inf)
 
 
 @multi_rank(2, 4)
