@@ -393,6 +393,7 @@ class FSDPParamGroup:
     def _lay_out_anew(self) -> None:
         """Build buffers and, if there was one, the plan for what the parameters are now."""
         self._gathered = None
+        self.storage.outdate()  # autograd refuses the backward of graphs that have saved the values of before
         with torch.inference_mode(False):
             self._lay_out()
         if self.comm is not None and all(param.local.device == self.storage.offloading.device for param in self.params):
