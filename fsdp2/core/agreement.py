@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import gc
+import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet
@@ -118,52 +120,100 @@ def _compared(
     return "the fingerprints differ, the descriptions do not", []
 
 
+class _Kind:
+    """Sharded modules whose roots have equal plans.
+
+    Attributes:
+        made: counts them.
+        numbers: what they get; begins anew, above all that the ranks have agreed upon, when they had to.
+        highest: the highest that the ranks have agreed upon.
+        there: those that somebody holds.
+    """
+
+    def __init__(self) -> None:
+        self.made, self.numbers = itertools.count(), itertools.count()
+        self.highest = -1
+        self.there: WeakSet[Number] = WeakSet()
+
+
 class Number:
-    """Which one a sharded module is, of those of its ``kind``, in the order of the calls of `fully_shard`.
+    """Which one a sharded module is, of those of its kind.
 
     Roots of one class and of equal sizes have equal plans: by their numbers ranks notice that one runs another than the
-    others, and their exchanges are told apart. A rank may have made modules that others have not; so numbers that
-    differ are an error only if the modules are not the same ones among those that are there.
+    others, and their exchanges are told apart. Modules are numbered in the order of the calls of `fully_shard`, until
+    the ranks first run them and agree. A rank may have made modules that others have not, and dropped them; so where
+    numbers differ, their order among the modules that are there counts. If ranks have run one of these by that order,
+    another one is an error. If they have not, or some have more modules than others, then the order says nothing: the
+    modules that ranks first run together are the same, and a warning says so.
 
     Attributes:
         value: the same on all ranks once they have agreed.
     """
 
-    _made: ClassVar[dict[tuple[Any, ...], int]] = {}
-    _there: ClassVar[dict[tuple[Any, ...], WeakSet[Number]]] = {}
+    _kinds: ClassVar[dict[tuple[Any, ...], _Kind]] = {}
 
-    __slots__ = ("__weakref__", "_kind", "_made_as", "value")
+    __slots__ = ("__weakref__", "_by_order", "_kind", "_made_as", "_name", "value")
 
     def __init__(self, kind: tuple[Any, ...]) -> None:
-        self._kind = kind
-        self.value = self._made_as = self._made.get(kind, 0)
-        self._made[kind] = self.value + 1
-        self._there.setdefault(kind, WeakSet()).add(self)
+        self._name = kind[0]
+        self._kind = self._kinds.setdefault(kind, _Kind())
+        self._made_as, self.value = next(self._kind.made), next(self._kind.numbers)
+        self._by_order: bool | None = None  # whether ranks ran the same by the order; None: not yet
+        self._kind.there.add(self)
 
-    def refuse_others(self, highest: int, mesh: DataParallelMesh) -> None:
-        """The ranks' numbers differ: are their modules the same ones? All are then given the ``highest`` number.
+    def agree(self, highest: int, differ: bool, mesh: DataParallelMesh) -> None:
+        """Take the ``highest`` of the ranks' numbers. If they ``differ``: are their modules the same ones?
 
         Raises:
             FSDPRuntimeError: on all ranks, if not.
         """
+        if differ:
+            self._by_order = self._is_by_order(mesh)
+        elif self._by_order is None:
+            self._by_order = True
+        self.value, kind = highest, self._kind
+        kind.highest = max(kind.highest, highest)
+        if differ:
+            kind.numbers = itertools.count(kind.highest + 1)
+            for each in self._all_there():
+                if each._by_order is None:
+                    each.value = next(kind.numbers)
+
+    def _all_there(self) -> list[Number]:
+        return sorted(self._kind.there, key=lambda each: each._made_as)
+
+    def _is_by_order(self, mesh: DataParallelMesh) -> bool:
         gc.collect()
-        there = sorted(self._there[self._kind], key=lambda each: each._made_as)
-        name = self._kind[0]
-        place = f"{name} is number {there.index(self) + 1} of {len(there)} of its kind, by the order of fully_shard"
+        there = self._all_there()
+        place = f"is number {there.index(self) + 1} of {len(there)} of its kind, by the order of fully_shard"
+        difference = self._difference(f"{self._name} {place}", mesh)
+        if not difference:
+            return True
+        found = {each._by_order for each in there}
+        counts = True in found and False not in found
+        is_known = self._by_order is not None  # by a number that others have not
+        contradicts = bool(self._difference(str(is_known), mesh)) or is_known
+        if (not self._difference(f"{len(there)} {counts}", mesh) and counts) or contradicts:
+            raise FSDPRuntimeError(
+                f"the ranks run different modules of the class {self._name}, which are sharded alike, so that one "
+                f"would compute with the parameters of another. {RUN_ALIKE} Difference:\n{difference}"
+            )
+        if False not in found:
+            warnings.warn(
+                f"the ranks called fully_shard on modules of the class {self._name}, which are sharded alike, in "
+                "another order, or on another number of them. Those that the ranks first run together are taken for "
+                "the same module from now on; if they are not, one computes with the parameters of another. "
+                f"Difference:\n{difference}",
+                stacklevel=2,
+            )
+        return False
+
+    def _difference(self, description: str, mesh: DataParallelMesh) -> str:
         difference = ""
         for group in (mesh.shard_group, mesh.replicate_group):  # the second learn what the first have found
-            description = f"{place}\n{difference}"
-            difference = disagreement(description, group, mesh.device, f"which {name} this is") or difference
-        if difference:
-            raise FSDPRuntimeError(
-                f"the ranks run different modules of the class {name}, which are sharded alike, so that one would "
-                f"compute with the parameters of another. {RUN_ALIKE} Difference:\n{difference}"
-            )
-        shift = highest - self.value
-        for each in there:
-            if each._made_as >= self._made_as:
-                each.value += shift
-        self._made[self._kind] += shift
+            found = disagreement(f"{description}\n{difference}", group, mesh.device, f"which {self._name} this is")
+            difference = found or difference
+        return difference
 
 
 def refuse_unowned_parameters(
@@ -310,8 +360,8 @@ def refuse_disagreement(
             "model, shard it alike, set the same and run the same modules (where a rank skips some on purpose: "
             f"{DIVERGENCE}). Difference:\n{difference}"
         )
-    if number is not None and differ:
-        number.refuse_others(highest, mesh)
+    if number is not None:
+        number.agree(highest, differ, mesh)
 
 
 def refuse_finalization(root: FSDPRoot, name: str, *, is_root: bool) -> None:

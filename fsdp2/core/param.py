@@ -75,6 +75,28 @@ class Link(Generic[Target]):
         return type(None), ()
 
 
+class _PickledAlone:
+    """The ``__reduce_ex__`` of an unsharded parameter: it is pickled without the rest of its group's memory."""
+
+    __slots__ = ("_alias", "_find")
+
+    def __init__(self, alias: torch.Tensor, find: Callable[[], nn.Parameter | None]) -> None:
+        self._alias, self._find = alias, find
+
+    def __call__(self, protocol: Any) -> Any:
+        alone = nn.Parameter(self._alias.clone() if self._alias.untyped_storage().nbytes() else self._alias)
+        parameter = self._find()
+        if parameter is not None:
+            carry_attributes_over(parameter, alone)
+            alone.requires_grad_(parameter.requires_grad)
+        alone._fsdp_successor = None  # type: ignore[attr-defined]  # see `is_orphan_copy`
+        return alone.__reduce_ex__(protocol)
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled as None."""
+        return type(None), ()
+
+
 PREDECESSOR_COPIER: Port[Callable[[Callable[[], torch.Tensor | None]], Any] | None] = Port(None)
 """Makes the ``__deepcopy__`` of a parameter that another has taken the place of, which a function finds."""
 
@@ -429,6 +451,8 @@ class FSDPParam:
         spec = self.sharding.unsharded_spec
         if spec is None:
             unsharded = nn.Parameter(alias, requires_grad=self.requires_grad)
+            if type(unsharded) is nn.Parameter:
+                unsharded.__reduce_ex__ = _PickledAlone(alias, self._finds("unsharded"))  # type: ignore[method-assign]
         else:
             spec = _torch.spec_with_dtype(spec, alias.dtype)
             unsharded = parameter_at_offset(alias, spec, requires_grad=self.requires_grad)

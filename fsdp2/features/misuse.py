@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2.core.mesh import SHARDED
-from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.module import ON_SHARDING, FSDPModule
 from fsdp2.core.param import FSDPParam, fsdp_param_of
 from fsdp2.core.state import MISUSE, Misuse
 from fsdp2.core.trees import tensors_in
@@ -34,6 +34,7 @@ _CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
 
 _MIXED = "got mixed torch.Tensor and DTensor"
+_ALIASING = "Input-to-input aliasing detected"
 _RAGGED = "dealt out otherwise than torch.chunk does"
 
 Running = Sequence[tuple[Any, FrameType]]
@@ -78,7 +79,12 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 
 def explanation_of(error: BaseException) -> FSDPError | None:
-    """What to raise instead of ``error``, where it says that a sharded parameter met plain tensors; else None."""
+    """What to raise instead of ``error``, where it says that a sharded parameter met plain tensors; else None.
+
+    Or that parameters of one group met in an operator that takes no two tensors of one storage.
+    """
+    if _ALIASING in str(error):
+        return _aliasing(error)
     is_ragged = isinstance(error, FSDPError) and _RAGGED in str(error)
     if not is_ragged and (type(error) is not RuntimeError or _MIXED not in str(error)):
         return None
@@ -93,6 +99,17 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     return FSDPRuntimeError(
         f"parameter {names} of {params[0].group_name} is sharded, and met plain tensors ({error}) "
         f"{_cause(params[0], calls)}"
+    )
+
+
+def _aliasing(error: BaseException) -> FSDPError | None:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames)):
+        return None
+    return FSDPRuntimeError(
+        "torch.cond, while_loop or scan was given tensors that share a storage, as unsharded parameters do with all of "
+        "their group. Take clones of them before the call, which are differentiated alike, weight = "
+        "self.weight.clone(); to call a submodule with its clones, torch.func.functional_call(module, clones, inputs)."
     )
 
 
