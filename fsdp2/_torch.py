@@ -436,6 +436,16 @@ def memory_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
+def replace_run_backward(ours: Callable[..., Any]) -> None:
+    """Let backwards begin with ``ours(run, outputs, gradients, retain_graph, create_graph, inputs, ...)``.
+
+    ``run`` is torch's. (2.11 to 2.15: `torch.autograd.backward` and `torch.autograd.grad` pass these by position.)
+    """
+    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    if not isinstance(run, functools.partial):
+        torch.autograd._engine_run_backward = functools.partial(ours, run)  # type: ignore[attr-defined]
+
+
 def backward_is_running() -> bool:
     """Whether the calling thread is inside a backward pass (as under activation checkpointing's recompute)."""
     return current_backward() != -1

@@ -107,6 +107,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     ),
     _AUTOGRAD: (
         "torch.autograd.graph:_engine_run_backward",
+        "torch.autograd:_engine_run_backward",
         "torch.autograd:_unsafe_preserve_version_counter",
         "torch.autograd:Variable._execution_engine.queue_callback",
         "torch.autograd.function:BackwardCFunction.apply",

@@ -201,6 +201,7 @@ class FSDPParamGroup:
         self.storage.lay_out()
         with _torch.plain_attributes():
             after = list(map(_torch.untyped_storage, self._sharded))
+        self._versioned = (*self._sharded, *[param.local for param in self.params])
         # Those that are on another device now, see `FSDPParam.lie_on`; what a user has set is refused later.
         known = zip(self._storages, before, after, strict=True)
         self._storages = tuple([now if now is not was else noted for noted, was, now in known])
@@ -341,9 +342,12 @@ class FSDPParamGroup:
             self._free_unsharded()
 
     def written(self) -> tuple[int, int]:
-        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks."""
+        """Changes with writes to the sharded parameters, as far as they can be seen; alike on all ranks.
+
+        Those through ``to_local()`` too, which are alike if all ranks make them: local tensors count their own.
+        """
         with _torch.plain_attributes():
-            return self._write_counter.writes, sum(map(_torch.version_of, self._sharded))
+            return self._write_counter.writes, sum(map(_torch.version_of, self._versioned))
 
     def note_write(self) -> None:
         """The sharded parameters were written by what the host does not see."""
@@ -358,8 +362,7 @@ class FSDPParamGroup:
         """Changes with writes to this rank's shards, which are not stale; None if they may be written unseen."""
         if WriteCounter.unwatched:
             return None
-        of_locals = sum(map(_torch.version_of, map(_torch.local_of, self._sharded)))
-        return self._gathered, of_locals, WriteCounter.steps
+        return self.written(), WriteCounter.steps
 
     def quiesce(self, *, frees: bool = True) -> None:
         """Reshard, and cast shards anew in the next gather: they may be written in ways that are not seen.
@@ -427,6 +430,7 @@ class FSDPParamGroup:
         self._sharded = tuple([param.sharded for param in self.params])
         with _torch.plain_attributes():
             self._storages = tuple(map(_torch.untyped_storage, self._sharded))
+        self._versioned = (*self._sharded, *[param.local for param in self.params])
 
     def _adopt_in_place(self) -> bool:
         """Take over parameters whose values lie where they lay: frozen ones, and new wrappers, as by model.to(device).

@@ -37,6 +37,7 @@ from fsdp2.core.root import ABANDON, FSDPRoot, Unit
 from fsdp2.core.shown import on_one_line
 from fsdp2.core.state import MISUSE, FSDPState, Strategy, state_of, states_below
 from fsdp2.core.structure import NO_FORWARD
+from fsdp2.core.traits import give_traits, traits_of
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 # What the asynchronous methods of `FSDPModule` return, to be waited for.
@@ -842,8 +843,13 @@ class FSDPModule:
         state = _state(self)
         for each in _states(self, recurse):  # all, before the first of them is converted
             each.quiesce()
+        params = [param for group in state.unit for param in group.params]
+        traits = [traits_of(param.sharded) for param in params]
         with EXPLAINED_CONVERSION.filling(state):
             module = super()._apply(fn, recurse)  # type: ignore[misc]
+        for param, own in zip(params, traits, strict=True):
+            for mapping, name in param.registrations:
+                give_traits(own, mapping[name])
         state.adopt_replaced()
         return module
 

@@ -31,6 +31,7 @@ from fsdp2.core.sharding import (
     local_shard,
     parameter_at_offset,
 )
+from fsdp2.core.traits import carry_attributes_over, carry_over, loses_its_class
 from fsdp2.errors import FSDPRuntimeError
 
 # `WriteCounter`: what the optimizer guard tells groups of writes that version counters may miss.
@@ -128,19 +129,6 @@ def replacement_of(parameter: torch.Tensor) -> nn.Parameter | None:
 def is_orphan_copy(parameter: torch.Tensor) -> bool:
     """Whether it is a copy or pickle of a predecessor, of which nothing leads to what took its place."""
     return getattr(parameter, "_fsdp_successor", parameter) is None
-
-
-OWN = (
-    "_is_param",
-    "_fsdp_param",
-    "_fsdp_successor",
-    "_fsdp_former",
-    "_fsdp_delivered",
-    "share_memory_",
-    "__deepcopy__",
-    "__reduce_ex__",
-)
-"""Attributes of parameters that are not the user's."""
 
 
 # `FSDPParam`: one parameter of a group, from the user's original to its sharded and unsharded forms.
@@ -256,6 +244,8 @@ class FSDPParam:
     ) -> None:
         self._begin(fqn, uses, sharding, policy, write_counter, group_name)
         self.shape = sharding.partition.shape
+        if original.requires_grad and loses_its_class(original):
+            self._warn_of_class(type(original).__name__)
         self.adopt(shard_parameter(original, sharding, place))
 
     @classmethod
@@ -525,6 +515,14 @@ class FSDPParam:
             return gradient
         return gradient.redistribute(placements=wanted)
 
+    def _warn_of_class(self, name: str) -> None:
+        warnings.warn(
+            f"Parameter '{self.path}' of {self.group_name} is of the class {name}, which changes what tensors do: its "
+            f"sharded form is no {name}. Where a program asks for the class (for an optimizer's groups), let it ask "
+            "for an attribute of the parameter instead: attributes stay.",
+            stacklevel=2,
+        )
+
     def _warn_of_sums(self, ranks: int) -> None:
         warnings.warn(
             f"The gradient of parameter '{self.path}' arrived as Replicate() over {ranks} data-parallel ranks. It is "
@@ -661,30 +659,6 @@ def shard_parameter(original: nn.Parameter, sharding: Sharding, place: torch.dev
     carry_over(original, sharded)
     mark_replaced(original, sharded)
     return sharded
-
-
-def carry_attributes_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
-    """Give ``successor`` the attributes that the user set on ``predecessor``."""
-    successor.__dict__.update({name: value for name, value in predecessor.__dict__.items() if name not in OWN})
-
-
-def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
-    """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
-    carry_attributes_over(predecessor, successor)
-    explicit, dtype = _torch.grad_dtype_policy(predecessor)
-    if explicit:
-        successor.grad_dtype = dtype
-    hooks = (_torch.post_accumulate_grad_hooks(predecessor) or {}).values()
-    tensor_hooks = (_torch.tensor_hooks(predecessor) or {}).values()
-    if not hooks and not tensor_hooks:
-        return
-    requires_grad = successor.requires_grad
-    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
-    for hook in hooks:
-        successor.register_post_accumulate_grad_hook(hook)
-    for tensor_hook in tensor_hooks:
-        successor.register_hook(tensor_hook)
-    successor.requires_grad_(requires_grad)
 
 
 def fsdp_param_of(parameter: torch.Tensor) -> FSDPParam | None:

@@ -52,7 +52,7 @@ from fsdp2.core.sharding import (
     requested_placement,
     sharding_of,
 )
-from fsdp2.core.state import FSDPState, ShardArguments, Strategy, state_of
+from fsdp2.core.state import FSDPState, ShardArguments, Strategy, refuse_own_name, state_of
 from fsdp2.core.structure import module_paths, refuse_container
 from fsdp2.core.trees import refuse_unknown_arguments
 from fsdp2.errors import FSDPTypeError, FSDPValueError
@@ -426,7 +426,7 @@ def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
 
 
 _PUBLIC = frozenset(name for name in vars(FSDPModule) if name[0] != "_" and not hasattr(nn.Module, name))
-"""What `FSDPModule` adds to modules."""
+"""What `FSDPModule` adds to modules, beside the state."""
 
 
 def _refuse_own_names(module: nn.Module) -> None:
@@ -435,12 +435,9 @@ def _refuse_own_names(module: nn.Module) -> None:
         return
     own = [vars(each) for each in (module, *type(module).__mro__)]
     own += [module._parameters, module._buffers, module._modules]
-    taken = sorted(name for name in _PUBLIC if any(name in names for names in own))
+    taken = sorted(name for name in (*_PUBLIC, STATE) if any(name in names for names in own))
     if taken:
-        raise FSDPTypeError(
-            f"{type(module).__name__} has '{taken[0]}' of its own, which fully_shard would hide behind the method "
-            f"FSDPModule.{taken[0]}: give it another name."
-        )
+        refuse_own_name(module, taken[0])
 
 
 def _validated_modules(module: object) -> tuple[nn.Module, ...]:
@@ -497,7 +494,7 @@ def _managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         composed = module.__dict__.get(_torch.COMPOSED, ())
-        if module in managed or STATE in module.__dict__ or "replicate" in composed:
+        if module in managed or state_of(module) is not None or "replicate" in composed:
             return
         if "fully_shard" in composed:
             path = module_paths(modules)[module]

@@ -60,7 +60,7 @@ from fsdp2.core.root import (
 from fsdp2.core.streams import FSDPCommContext, device_for
 from fsdp2.core.structure import Structure, module_paths
 from fsdp2.core.trees import Replaced, cast_floating_point, cast_inputs, map_inputs, tensors_anywhere_in
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, ParamPhase
+from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPTypeError, ParamPhase
 
 # What a state's hooks do in a graph for which nothing was prepared: they refuse.
 
@@ -147,9 +147,23 @@ class ShardArguments:
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """The state that `fully_shard` attached to ``module``, if it did."""
+    """The state that `fully_shard` attached to ``module``, if it did.
+
+    Raises:
+        FSDPTypeError: the program has put something else there.
+    """
     state: FSDPState | None = module.__dict__.get(STATE)
+    if state is not None and not isinstance(state, FSDPState):
+        refuse_own_name(module, STATE)
     return state
+
+
+def refuse_own_name(module: nn.Module, name: str) -> NoReturn:
+    """Raise `FSDPTypeError`: ``module`` has something of its own under a ``name`` that `fully_shard` needs."""
+    raise FSDPTypeError(
+        f"{type(module).__name__} has '{name}' of its own, which fully_shard would hide behind FSDPModule.{name}: give "
+        "it another name."
+    )
 
 
 def forget_state(state: FSDPState) -> None:

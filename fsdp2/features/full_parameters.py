@@ -28,10 +28,11 @@ from fsdp2.arguments import checked
 from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
-from fsdp2.core.param import OWN, FSDPParam, Link, fsdp_param_of, is_subclass, mark_replaced, replacement_of
+from fsdp2.core.param import FSDPParam, Link, fsdp_param_of, is_subclass, mark_replaced, replacement_of
 from fsdp2.core.root import roots_of
 from fsdp2.core.sharding import local_shard
 from fsdp2.core.state import FSDPState, state_of, states_below
+from fsdp2.core.traits import carry_attributes_over
 from fsdp2.core.transport import all_reduce, is_alone
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError
 from fsdp2.features.misuse import running_pass
@@ -374,7 +375,7 @@ def _whole_parameter(param: FSDPParam, value: torch.Tensor, gradient: torch.Tens
     """A parameter over ``value``, with what the user has set on the sharded one but its hooks, which wait for it."""
     sharded = param.sharded
     whole = nn.Parameter(unsharded_like(value, param.sharding), requires_grad=sharded.requires_grad)
-    whole.__dict__.update({name: each for name, each in sharded.__dict__.items() if name not in OWN})
+    carry_attributes_over(sharded, whole)
     explicit, dtype = _torch.grad_dtype_policy(sharded)
     if explicit:
         whole.grad_dtype = dtype

@@ -16,9 +16,10 @@ from fsdp2.core import agreement
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.mesh import DataParallelMesh
 from fsdp2.core.module import mix_out
-from fsdp2.core.param import FSDPParam, carry_over, fsdp_param_of, is_subclass, mark_replaced
+from fsdp2.core.param import FSDPParam, fsdp_param_of, is_subclass, mark_replaced
 from fsdp2.core.root import roots_of
 from fsdp2.core.state import FSDPState, forget_state, states_below
+from fsdp2.core.traits import carry_over
 from fsdp2.errors import FSDPError, FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 from fsdp2.features.whole_tensors import Former, Part, note_former_sharding, unsharded_like, whole_tensors
 

@@ -101,7 +101,12 @@ def _is_on_host(tensor: DTensor) -> bool:
 
 def _truncated_normal(draw: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``draw`` for the whole of ``tensor``: it draws until all elements are in range, which no rank knows of others."""
-    if type(tensor) is not DTensor or not is_ours(tensor) or not _is_on_host(tensor):
+    if (
+        not isinstance(tensor, DTensor)
+        or isinstance(tensor, _torch.OwnOperators)
+        or not is_ours(tensor)
+        or not _is_on_host(tensor)
+    ):
         return draw(tensor, *args, **kwargs)
     spec, local = _torch.spec_of(tensor), _torch.local_of(tensor)
     whole = torch.empty_strided(tensor.shape, spec.tensor_meta.stride, dtype=local.dtype, device=local.device)

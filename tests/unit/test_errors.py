@@ -135,19 +135,32 @@ def with_own_attribute() -> nn.Module:
     return module
 
 
+class OwnState(nn.Linear):
+    _fsdp_state = None
+
+
+def with_own_state() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module._fsdp_state = "mine"  # type: ignore[assignment]
+    return module
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda: OwnUnshard(4, 4), "unshard"),
         (with_own_attribute, "reshard"),
         (lambda: nn.Sequential(OrderedDict(reset_iter_state=nn.Linear(4, 4))), "reset_iter_state"),
+        (lambda: OwnState(4, 4), "_fsdp_state"),
+        (with_own_state, "_fsdp_state"),
+        (lambda: nn.Sequential(with_own_state()), "_fsdp_state"),
     ],
 )
 def test_a_module_with_a_name_that_sharded_modules_have(make: Callable[[], nn.Module], name: str) -> None:
     """For none of them would take the place of the other without a word."""
     module = make()
     kind = type(module)
-    with pytest.raises(FSDPTypeError, match=f"'{name}' of its own, .* behind the method FSDPModule.{name}"):
+    with pytest.raises(FSDPTypeError, match=f"'{name}' of its own, .* behind FSDPModule.{name}"):
         fully_shard(module)
     assert type(module) is kind and not isinstance(next(module.parameters()), DTensor)
 

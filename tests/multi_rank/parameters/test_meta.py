@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import Reference, adamw, assert_trains_like, multi_rank, tolerance_for
 from tests.harness.compare import assert_sharded_same, parameters_of
 from tests.harness.models import CONV, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
@@ -18,11 +21,11 @@ from tests.harness.models import CONV, TIED, TRANSFORMER, UNEVEN_MLP, ModelCase
 CASES = pytest.mark.parametrize("case", [UNEVEN_MLP, TIED, CONV], ids=str)
 
 
-def shard_on_meta(case: ModelCase) -> nn.Module:
+def shard_on_meta(case: ModelCase, **options: Any) -> nn.Module:
     with torch.device("meta"):
         model = case.make_model()
     for unit in case.units(model):
-        fully_shard(unit)
+        fully_shard(unit, **options)
     return model
 
 
@@ -260,6 +263,77 @@ def test_unshard_on_meta_is_refused_too() -> None:
     assert isinstance(model, FSDPModule)
     with pytest.raises(FSDPRuntimeError, match=r"meta.*to_empty"):
         model.unshard()
+
+
+def emptied(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+
+
+def emptied_child_by_child(model: nn.Module) -> None:
+    for child in model.children():
+        child.to_empty(device="cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy()}])
+@pytest.mark.parametrize("materialize", [emptied, emptied_child_by_child])
+@multi_rank(2, 4)
+def test_never_initialized(materialize: Callable[[nn.Module], None], options: dict[str, Any]) -> None:
+    """What lies in new memory would look like values."""
+    model = shard_on_meta(UNEVEN_MLP, **options)
+    materialize(model)
+    with pytest.warns(
+        UserWarning, match=r"never initialized: '4\.weight|never initialized: '0\.weight', .* and \d more"
+    ):
+        assert model(UNEVEN_MLP.batch(0, 0, 0).inputs).isnan().all()
+    by_writing_into(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(UNEVEN_MLP, model)
+
+
+def by_writing_into(model: nn.Module) -> None:
+    model.load_state_dict(sharded_state(model, UNEVEN_MLP.build()))
+
+
+@multi_rank(4)
+def test_never_initialized_over_replicas_of_shards() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_on_meta(UNEVEN_MLP, mesh=mesh)
+    emptied(model)
+    model[0].reset_parameters()
+    model[4].reset_parameters()
+    with pytest.warns(UserWarning, match=r"never initialized: '2\.weight', '2\.bias'\. to_empty"):
+        model(UNEVEN_MLP.batch(0, 0, 0).inputs)
+
+
+def by_resetting(model: nn.Module) -> None:
+    for module in model:  # type: ignore[attr-defined]
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+
+def through_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.normal_()
+
+
+def through_local_tensors(model: nn.Module) -> None:
+    with torch.no_grad():
+        torch._foreach_zero_([parameter.to_local() for parameter in model.parameters()])
+
+
+def through_detached_views(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.detach().fill_(1)
+
+
+@pytest.mark.parametrize("write", [by_resetting, through_data, through_local_tensors, through_detached_views])
+@multi_rank(2)
+def test_initialized_in_ways_that_no_version_counter_sees(write: Callable[[nn.Module], None]) -> None:
+    model = shard_on_meta(UNEVEN_MLP)
+    emptied(model)
+    write(model)
+    assert not model(UNEVEN_MLP.batch(0, 0, 0).inputs).isnan().any()  # a warning is an error here
 
 
 # ---- a mixture -----------------------------------------------------------------------------------

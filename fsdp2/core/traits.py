@@ -1,0 +1,100 @@
+"""What a program has made of a parameter, which all its forms have: attributes that it set on it, its class, hooks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+
+OWN = (
+    "_is_param",
+    "_fsdp_param",
+    "_fsdp_successor",
+    "_fsdp_former",
+    "_fsdp_delivered",
+    "share_memory_",
+    "__deepcopy__",
+    "__reduce_ex__",
+)
+"""Attributes of parameters that are not the user's."""
+
+Traits = tuple[dict[str, Any], type[nn.Parameter]]
+"""What a program has made of a parameter: the attributes that it set on it, and its class."""
+
+
+def traits_of(parameter: nn.Parameter) -> Traits:
+    """Those of ``parameter``."""
+    attributes = {name: value for name, value in parameter.__dict__.items() if name not in OWN}
+    kind = getattr(type(parameter), "_fsdp_class", type(parameter))
+    is_kept = nn.Parameter in kind.__mro__ and (kind is not type(parameter) or not loses_its_class(parameter))
+    return attributes, kind if is_kept else nn.Parameter
+
+
+def give_traits(traits: Traits, successor: nn.Parameter) -> None:
+    """Give ``successor`` these ``traits`` of another."""
+    attributes, kind = traits
+    successor.__dict__.update(attributes)
+    if kind is not nn.Parameter and not isinstance(successor, kind):
+        of_successor: Any = _sharded_class(type(successor), kind) if isinstance(successor, DTensor) else kind
+        successor.__class__ = of_successor
+
+
+def loses_its_class(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` is of a class that a program has made, which its other forms cannot be of.
+
+    For it has slots, or does in another way what tensors do, and they lie elsewhere.
+    """
+    classes = type(parameter).__mro__
+    if nn.Parameter not in classes:
+        return False
+    own = {name for each in classes[: classes.index(nn.Parameter)] for name in vars(each)}
+    return "__slots__" in own or not own.intersection(dir(DTensor)) <= _OF_ANY_CLASS
+
+
+_OF_ANY_CLASS = frozenset(vars(type("Any", (), {}))) | {"__init__", "__new__", "__repr__", "__annotations__"}
+
+
+@functools.cache
+def _sharded_class(own: type[DTensor], kind: type[nn.Parameter]) -> type[DTensor]:
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        self.__class__ = own  # which torch knows how to copy
+        try:
+            copied = copy.deepcopy(self, memo)
+        finally:
+            self.__class__ = sharded
+        copied.__class__ = sharded
+        return copied
+
+    attributes = {"_fsdp_class": kind, "__deepcopy__": deepcopy, "__module__": kind.__module__}
+    made: Any = type(kind)
+    sharded: type[DTensor] = made(kind.__name__, (own, kind), attributes)
+    return sharded
+
+
+def carry_attributes_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes that the user set on ``predecessor``, and its class."""
+    give_traits(traits_of(predecessor), successor)
+
+
+def carry_over(predecessor: nn.Parameter, successor: nn.Parameter) -> None:
+    """Give ``successor`` the attributes, ``grad_dtype`` and hooks that the user set on ``predecessor``."""
+    carry_attributes_over(predecessor, successor)
+    explicit, dtype = _torch.grad_dtype_policy(predecessor)
+    if explicit:
+        successor.grad_dtype = dtype
+    hooks = (_torch.post_accumulate_grad_hooks(predecessor) or {}).values()
+    tensor_hooks = (_torch.tensor_hooks(predecessor) or {}).values()
+    if not hooks and not tensor_hooks:
+        return
+    requires_grad = successor.requires_grad
+    successor.requires_grad_()  # as the predecessor did when it got them, though it may be frozen by now
+    for hook in hooks:
+        successor.register_post_accumulate_grad_hook(hook)
+    for tensor_hook in tensor_hooks:
+        successor.register_hook(tensor_hook)
+    successor.requires_grad_(requires_grad)

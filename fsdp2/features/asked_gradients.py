@@ -1,0 +1,76 @@
+"""Gradients that a program asks autograd for by the sharded parameters, which are leaves of no graph of a module.
+
+The unsharded ones are. ``loss.backward(inputs=parameters)`` is given them too, and the engine reduces what arrives
+there, as in any backward. `torch.autograd.grad` would hand out no gradient, or only that of a penalty on the shards; it
+refuses. So does the way to the node that takes a parameter's gradient, on which no hook would be called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp2 import _torch
+from fsdp2.core.module import ON_SHARDING
+from fsdp2.core.param import fsdp_param_of
+from fsdp2.errors import FSDPNotImplementedError
+
+_EXPAND = torch.ops.aten.expand.default
+
+
+@functools.cache
+def serve() -> None:
+    """Look at what backwards are asked for, from now on."""
+    _torch.replace_run_backward(_run_backward)
+    _torch.handle_operators({_EXPAND: _expand})
+
+
+def _run_backward(run: Callable[..., Any], outputs: Any, *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+    """A backward, or `torch.autograd.grad`."""
+    *front, inputs = args[:4]
+    params = [param for each in inputs if (param := fsdp_param_of(each)) is not None]
+    params = [param for param in params if param.unsharded is not None and param.unsharded.requires_grad]
+    if not params:
+        return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+    unsharded = [param.unsharded for param in params]
+    if accumulate_grad:
+        return run(outputs, *front, (*inputs, *unsharded), *args[4:], accumulate_grad=True, **kwargs)
+    (allow_unused,) = args[4:]
+    found = run(outputs, *front, (*inputs, *unsharded), True, accumulate_grad=False, **kwargs)
+    asked, of_unsharded = found[: len(inputs)], found[len(inputs) :]
+    reached = [param.path for param, gradient in zip(params, of_unsharded, strict=True) if gradient is not None]
+    if reached:
+        raise FSDPNotImplementedError(
+            f"torch.autograd.grad was asked for the gradient of the sharded parameter '{reached[0]}', which is in no "
+            "autograd graph, as its module computes with the unsharded one: what came through the module would be "
+            "missing. Call backward() instead, which reduces it into .grad. The backward of an autograd.Function (an "
+            "adjoint, as torchdiffeq's) may do that too, if it returns None for the parameters."
+        )
+    if not allow_unused and any(gradient is None for gradient in asked):
+        index = next(index for index, gradient in enumerate(asked) if gradient is None)
+        raise RuntimeError(
+            f"The differentiated tensor at index {index} was not used in the graph. Set allow_unused=True if that is "
+            "meant."
+        )
+    return asked
+
+
+def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``parameter.expand_as(parameter)`` has one use: ``.grad_fn.next_functions`` are the node of its gradient."""
+    tensor, size = args[:2]
+    if isinstance(tensor, _torch.OwnOperators):
+        return tensor.run_operator(func, args, kwargs)
+    param = fsdp_param_of(tensor)
+    if param is not None and tensor.requires_grad and torch.is_grad_enabled() and tuple(size) == tuple(tensor.shape):
+        raise FSDPNotImplementedError(
+            f"the sharded parameter '{param.path}' was expanded to its own shape, as programs do that look for the "
+            "autograd node of its gradient: it is in no autograd graph, and a hook there would never be called. Use "
+            "parameter.register_post_accumulate_grad_hook(hook)."
+        )
+    return _torch.run_unhandled(func, args, kwargs)
+
+
+ON_SHARDING.append(serve)
