@@ -30,6 +30,10 @@ Traits = tuple[dict[str, Any], type[nn.Parameter]]
 def traits_of(parameter: nn.Parameter) -> Traits:
     """Those of ``parameter``."""
     attributes = {name: value for name, value in parameter.__dict__.items() if name not in OWN}
+    if attributes and type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+        with _torch.without_grad():
+            for name in vars(parameter.detach()):  # what a tensor subclass is made of
+                attributes.pop(name, None)
     kind = getattr(type(parameter), "_fsdp_class", type(parameter))
     is_kept = nn.Parameter in kind.__mro__ and (kind is not type(parameter) or not loses_its_class(parameter))
     return attributes, kind if is_kept else nn.Parameter

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy, Owned, RowBlocks, fully_shard, unwrap
 from tests.harness import multi_rank
+from tests.harness.parity.extensions import OneArgument
 
 
 class Packed(nn.Parameter):
@@ -174,3 +175,25 @@ def test_a_class_that_changes_what_tensors_do_is_named() -> None:
     frozen = nn.Linear(3, 3)
     frozen.weight = Packed(frozen.weight.detach(), requires_grad=False)
     fully_shard(frozen)
+
+
+@multi_rank(2)
+def test_what_a_tensor_subclass_is_made_of_is_no_attribute_of_the_programs() -> None:
+    """Else the unsharded parameter would have the values from before `fully_shard`, and the sharded one kept them."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6, bias=False)
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = nn.Parameter(OneArgument(plain.weight.detach().clone()))
+    model.weight.note = "kept"  # type: ignore[attr-defined]
+    fully_shard(model)
+    assert "_inner" not in vars(model.weight) and model.weight.note == "kept"  # type: ignore[attr-defined]
+    x = torch.ones(2, 4)
+    for _ in range(3):
+        for each in (plain, model):
+            each(x).square().sum().backward()
+            with torch.no_grad():
+                each.weight.sub_(each.weight.grad, alpha=0.05)
+            each.zero_grad()
+        assert torch.allclose(model(x), plain(x), atol=1e-6)
+    model.unshard()
+    assert model.weight.note == "kept"  # type: ignore[attr-defined]
