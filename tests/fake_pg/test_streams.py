@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2.core.gather
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
 from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
@@ -39,6 +40,7 @@ from tests.harness.happens_before import (
     find_violations,
 )
 from tests.harness.recording.graphs import refuse_what_no_capture_allows
+from tests.harness.recording.offload import offloaded
 from tests.harness.recording.passes import Passes
 from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
@@ -149,6 +151,35 @@ def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
     pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
     found = live_bytes(recorder.trace, pools)
     assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "with activations and the outer layers"
+
+
+PIECE = 1 << 10
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_what_leaves_the_host_to_be_cast_takes_the_memory_of_one_piece(world_size: int, casts: bool) -> None:
+    """A copy that casts brings its source to the device first. What is not cast goes at once, group by group."""
+    policy = MixedPrecisionPolicy(torch.bfloat16 if casts else None)
+    model = Stack(8, 130)
+    with (
+        fake_world(world_size),
+        mock.patch.object(fsdp2.core.gather, "CAST_UPLOAD_BYTES", PIECE),
+        recording() as recorder,
+    ):
+        offloaded(recorder, model, mp_policy=policy)
+    on_host = {event.block: event for event in recorder.trace if isinstance(event, Allocation) and event.stream == HOST}
+    uploads = [
+        [access.stop - access.start for access in event.accesses if access.block in on_host and access.reads]
+        for event in recorder.trace
+        if isinstance(event, Operation) and event.name == "aten._foreach_copy_" and event.stream not in (HOST, COMPUTE)
+    ]
+    shard = max(event.nbytes for event in on_host.values())
+    blocks = [upload for upload in uploads if sum(upload) > 0.8 * shard]
+    assert shard > 1.5 * PIECE and len(blocks) > 6
+    for upload in blocks:
+        assert len(upload) == (-(-sum(upload) // PIECE) if casts else 1), "few, large pieces"
+        assert max(upload) <= PIECE or not casts
 
 
 RANKS = (
