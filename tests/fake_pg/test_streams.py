@@ -16,11 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2.core.gather
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
+from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.group import FSDPParamGroup, Unsharding
@@ -180,6 +181,27 @@ def test_what_leaves_the_host_to_be_cast_takes_the_memory_of_one_piece(world_siz
     for upload in blocks:
         assert len(upload) == (-(-sum(upload) // PIECE) if casts else 1), "few, large pieces"
         assert max(upload) <= PIECE or not casts
+
+
+def test_pinned_memory_has_a_piece_for_the_shards_and_one_for_the_gradients_of_each_group() -> None:
+    """torch rounds each up to a power of two, see docs/how-to/offload.md: there are few, and nothing beside them."""
+    asked: list[int] = []
+    with fake_world(4), recording() as recorder:
+        zeros, empty = Offloading.zeros, Offloading.empty
+
+        def counted(allocate: Callable[..., Tensor], *args: Any) -> Tensor:
+            result = allocate(*args)
+            asked.append(result.nbytes)
+            return result
+
+        with (
+            mock.patch.object(Offloading, "zeros", lambda *args: counted(zeros, *args)),
+            mock.patch.object(Offloading, "empty", lambda *args: counted(empty, *args)),
+        ):
+            offloaded(recorder, Stack(64, 64))
+    whole = 4 * sum(parameter.numel() for parameter in Stack(64, 64).parameters())
+    assert len(asked) == 2 * 4, "in all steps"
+    assert 2 * whole / 4 <= sum(asked) < 1.03 * 2 * whole / 4
 
 
 RANKS = (
