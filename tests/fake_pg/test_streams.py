@@ -41,7 +41,7 @@ from tests.harness.happens_before import (
     find_violations,
 )
 from tests.harness.recording.graphs import refuse_what_no_capture_allows
-from tests.harness.recording.offload import offloaded
+from tests.harness.recording.offload import offloaded, offloaded_state
 from tests.harness.recording.passes import Passes
 from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
@@ -152,6 +152,42 @@ def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
     pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
     found = live_bytes(recorder.trace, pools)
     assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "with activations and the outer layers"
+
+
+def test_state_comes_and_leaves_at_once_while_an_optimizer_steps_on_another_group() -> None:
+    """Six groups. Compute waits (W) for copies up (u) and down (d), issues the next ones, and steps (k) beside them."""
+    trace = record("offloaded_state").trace
+    begin = max(index for index, event in enumerate(trace) if event == Mark(UPDATE))
+    recorded_on = {event.event: event.stream for event in trace if isinstance(event, EventRecord)}
+    on_host = {event.block for event in trace if isinstance(event, Allocation) and event.stream == HOST}
+    found = ""
+    lanes: dict[str, set[int]] = {"u": set(), "d": set()}
+    for event in trace[begin:]:
+        if isinstance(event, StreamWait) and event.why is Wait.STATE_COPIED:
+            assert event.stream == COMPUTE
+            found += "W"
+        elif isinstance(event, StreamWait) and event.why is Wait.STATE_USED:
+            assert recorded_on[event.event] == COMPUTE, "neither waits for the other"
+        elif isinstance(event, Operation) and event.stream == COMPUTE:
+            found += "k"
+        elif isinstance(event, Operation) and event.stream != HOST:
+            way = "u" if any(access.reads and access.block in on_host for access in event.accesses) else "d"
+            lanes[way].add(event.stream)
+            found += way
+    found = "".join(letter for letter, following in pairwise(found + " ") if letter != following)
+    assert found.lstrip("k") == "uWuk" + 4 * "Wduk" + "Wdk" + "WdW"
+    (up,), (down,) = lanes.values()
+    assert up != down
+
+
+def test_an_optimizer_whose_state_comes_and_leaves_steps_as_any() -> None:
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        with fake_world(4), recording() as recorder:
+            training = offloaded_state(recorder, offloads=offloads)
+        found.append([each.to_local() for each in training.model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 PIECE = 1 << 10
