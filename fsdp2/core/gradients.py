@@ -370,7 +370,7 @@ class GradientBucket:
             if not slot.direct:
                 if gradient.dtype is not dtype:
                     others.append((slot, gradient))
-                    gradient = torch.empty_like(gradient, dtype=dtype)
+                    gradient = gradient.to(dtype)
                 if slot.is_dealt_out:
                     gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
                 else:
@@ -402,8 +402,8 @@ class GradientBucket:
         """Put gradients that are packed as they come to their holes in ``packing``.
 
         Returns:
-            Those that are not of ``dtype``, to be packed over the empty ones that were put in their place: casting all
-            to one dtype first would take a copy of each.
+            Those that are not of ``dtype``, to be packed over what was put in their place, which may have lost bits:
+            casting all to a dtype that has room for each would take a copy of every other.
         """
         others: list[tuple[GradientSlot, torch.Tensor]] = []
         for index, hole in self._packed_as_they_are:
@@ -412,7 +412,7 @@ class GradientBucket:
                 gradient = self._dense(index, gradient, dtype)
                 if gradient.dtype is not dtype:
                     others.append((self._carried[index], gradient))
-                    gradient = torch.empty_like(gradient, dtype=dtype)
+                    gradient = gradient.to(dtype)
             packing[hole] = gradient
         return others
 
@@ -465,7 +465,8 @@ class GradientBucket:
         present = [each for each in carried if each is not None] if missing else carried
         dtypes = set(map(_DTYPE, present))
         if len(dtypes) == 1:
-            return dtypes.pop()
+            (dtype,) = dtypes
+            return dtype
         numels: dict[torch.dtype, int] = {self.dtype: 0}
         for gradient, hole in zip(carried, self._holes, strict=True):
             if gradient is not None and hole not in (None, -1):

@@ -216,7 +216,7 @@ def dim_of(parameter: nn.Parameter) -> Shard | None:
 def test_a_gradient_of_another_dtype_is_packed_by_itself_and_the_others_at_once(
     lacks: bool, most: torch.dtype, other: torch.dtype, odd: int
 ) -> None:
-    """None of them is cast first, and none loses bits."""
+    """None of these is cast first, and none of all loses bits."""
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     with fake_world(4), mock.patch.object(PACKING, "filling", lambda *layout: packing.chunks_on_device):
         model = fully_shard(Shapes(), mp_policy=policy, shard_placement_fn=dim_of)
@@ -231,7 +231,7 @@ def test_a_gradient_of_another_dtype_is_packed_by_itself_and_the_others_at_once(
         with Kernels() as counted:
             mixed = pack(bucket, *gradients)
     assert mixed.members[0][1].equal(alike.members[0][1])
-    assert counted.counts["_chunk_cat"] == counted.counts["copy_"] == 1 and "_to_copy" not in counted.counts
+    assert [counted.counts[name] for name in ("_chunk_cat", "_to_copy", "copy_")] == [1, 1, 1]
 
 
 # ---- `GradientBucket`, worked by hand: two ranks, a parameter of three rows and one of two ------------------
