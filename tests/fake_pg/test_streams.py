@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -38,12 +38,13 @@ from tests.harness.happens_before import (
     StreamWait,
     TraceEvent,
     Violation,
+    beside,
     find_violations,
 )
 from tests.harness.recording.graphs import refuse_what_no_capture_allows
 from tests.harness.recording.offload import offloaded, offloaded_state
 from tests.harness.recording.passes import Passes
-from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
+from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, Recorder, RecordingDevice, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Stack, Training, gradients_of
@@ -152,6 +153,50 @@ def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
     pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
     found = live_bytes(recorder.trace, pools)
     assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "with activations and the outer layers"
+
+
+class Between(Stack):
+    """Work that is no block's runs between two of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+            for _ in range(10):
+                x = torch.sin(x)
+        return self.outputs(x)
+
+
+def of_compute(recorder: Recorder, allocate: Callable[..., None]) -> Callable[..., None]:
+    """``allocate`` of a gather, with memory of compute's pool, which compute may have used until now."""
+
+    def allocated(self: Gather, *memory: Any) -> None:
+        device, gathering = RecordingDevice(recorder), recorder.stream
+        device.wait(gathering, device.record(COMPUTE), Wait.READ)
+        with device.use(COMPUTE):
+            allocate(self, *memory)
+
+    return allocated
+
+
+def test_gathers_have_a_pool_of_their_own_as_with_that_of_compute_less_would_run_beside_them() -> None:
+    """And what is staged, which goes back when its copy was issued, would be used again before that is done."""
+    counts, kinds = [], []
+    for pooled in (False, True):
+        with fake_world(4), recording() as recorder, ExitStack() as stack:
+            for name in ("allocate", "_allocate_unsharded") if pooled else ():
+                function = of_compute(recorder, getattr(Gather, name))
+                stack.enter_context(mock.patch.object(Gather, name, function))
+            Training.of_stack(recorder, Between(blocks=6)).steps(3)
+        step = max(index for index, event in enumerate(recorder.trace) if event == Mark(FORWARD))
+        gathers = [event.stream for event in recorder.trace if isinstance(event, Operation) and event.name == GATHER]
+        pools = {event.stream for event in recorder.trace[step:] if isinstance(event, Allocation)} - {HOST}
+        assert pools == ({COMPUTE} if pooled else {COMPUTE, *gathers})
+        counts.append(list(beside(recorder.trace, GATHER, COMPUTE, since=step)))
+        kinds.append({violation.kind for violation in find_violations(recorder.trace)})
+    assert kinds == [set(), {Kind.REUSE}]
+    own, shared = counts
+    assert all(more >= less for more, less in zip(own, shared, strict=True)) and sum(own) > 1.5 * sum(shared)
 
 
 def test_state_comes_and_leaves_at_once_while_an_optimizer_steps_on_another_group() -> None:
