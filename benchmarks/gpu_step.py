@@ -6,7 +6,7 @@
 
 One process is rank 0 of a fake group. In the place of torch.distributed's collectives, for torch and for fsdp2, this
 rank's part is copied, and the communication stream is busy for as long as the bytes would take on the wire. What of
-that is not hidden behind compute is `exposed`: the step less the same implementation's step over a wire without length.
+that is not hidden behind compute is `exposed`: the step less the same process's step over a wire without length.
 Samples are taken in processes of their own, in turns, each with its own allocator. Real NCCL between several GPUs is
 not measured.
 """
@@ -64,16 +64,20 @@ class Run:
 
 
 class Wire:
-    """Keeps the current stream (on CPU: the host) busy for as long as bytes are under way."""
+    """Keeps the current stream (on CPU: the host) busy for as long as bytes are under way.
+
+    Attributes:
+        seconds_per_byte: 0 without length.
+    """
 
     def __init__(self, device: torch.device, bytes_per_second: float) -> None:
         self._is_host = device.type == "cpu"
-        self._seconds_per_byte = 1 / bytes_per_second if bytes_per_second else 0.0
+        self.seconds_per_byte = 1 / bytes_per_second if bytes_per_second else 0.0
         self._cycles_per_second = 0.0 if self._is_host else _cycles_per_second()
 
     def send(self, nbytes: int) -> None:
         """Be busy for ``nbytes``."""
-        seconds = nbytes * self._seconds_per_byte
+        seconds = nbytes * self.seconds_per_byte
         if not seconds:
             return
         if self._is_host:
@@ -123,13 +127,15 @@ def delayed_collectives(wire: Wire) -> Iterator[None]:
 
 
 def measure_in_process(run: Run) -> dict[str, float]:
-    """Milliseconds per step (median), and the peaks of both kinds of memory since the steps began."""
+    """Milliseconds per step (median) and what of it is exposed, and the peaks of both kinds of memory."""
     device = torch.device(run.device)
     with fake_process_group(run.world_size, device.type) as mesh, ExitStack() as stack:
-        model = build_model(run.spec).to(device)
+        with device:
+            model = build_model(run.spec)
         options = ShardingOptions(world_size=run.world_size, param_dtype=torch.bfloat16)
         shard_blocks(run.name, model, mesh=mesh, options=options)
-        stack.enter_context(delayed_collectives(Wire(device, run.bytes_per_second)))
+        wire = Wire(device, run.bytes_per_second)
+        stack.enter_context(delayed_collectives(wire))
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         batch = torch.linspace(-1, 1, run.rows * run.spec.dim, device=device).view(run.rows, -1)
 
@@ -142,14 +148,16 @@ def measure_in_process(run: Run) -> dict[str, float]:
             step()
         gc.collect()
         _reset_peaks(device)
-        samples = [_milliseconds(step, device) for _ in range(run.steps)]
-        found = {STEP: Quartiles.of(samples).median, **_peaks(device)}
+        over_wire = Quartiles.of([_milliseconds(step, device) for _ in range(run.steps)]).median
+        found = {STEP: over_wire, **_peaks(device)}
         if run.trace is not None:
             with torch.profiler.profile() as profile:
                 step()
                 _synchronize(device)
             run.trace.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(run.trace / f"{run.name}.json"))
+        wire.seconds_per_byte = 0.0
+        found[EXPOSED] = over_wire - Quartiles.of([_milliseconds(step, device) for _ in range(run.steps)]).median
     return found
 
 
@@ -188,7 +196,7 @@ def _peaks(device: torch.device) -> dict[str, float]:
 
 
 def measure(names: Sequence[str], run: Run, repetitions: int) -> Samples:
-    """Every implementation in turn, ``repetitions`` times, each time over the wire and over one without length."""
+    """Every implementation in turn, ``repetitions`` times."""
     samples: Samples = {figure: {name: [] for name in names} for figure in FIGURES}
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, maxtasksperchild=1) as pool:
@@ -196,10 +204,7 @@ def measure(names: Sequence[str], run: Run, repetitions: int) -> Samples:
             first = repetition % len(names)
             for name in (*names[first:], *names[:first]):
                 here = replace(run, name=name, trace=run.trace if repetition == 0 else None)
-                found = pool.apply(measure_in_process, (here,))
-                at_once = pool.apply(measure_in_process, (replace(here, bytes_per_second=0.0, trace=None),))
-                found[EXPOSED] = found[STEP] - at_once[STEP]
-                for figure, value in found.items():
+                for figure, value in pool.apply(measure_in_process, (here,)).items():
                     samples[figure][name].append(value)
     return samples
 

@@ -36,8 +36,8 @@ def chosen(names: Sequence[str]) -> list[Check]:
 
 
 def check_all(checks: Sequence[Check], report: Report, machine: Machine, *, again: bool) -> None:
-    """Run what can run and has not; those of one GPU on one."""
-    for check in checks:
+    """Run what can run and has not, the shortest first, as they might be stopped; those of one GPU on one."""
+    for check in sorted(checks, key=lambda check: check.limit_s):
         if report.is_done(check) and not again:
             print(f"{check.number} {check.name}: {report.verdicts[check.name].status} before", flush=True)
             continue

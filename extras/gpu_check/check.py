@@ -106,7 +106,7 @@ class Check:
             after(outcomes[-1])
         complaints = self.complaints(outcomes)
         status: Status = "passed" if not complaints else "hung" if any(each.hung for each in outcomes) else "failed"
-        found = {each.title: dict(each.found) for each in outcomes}
+        found = {each.title: {**each.found, "seconds": round(each.seconds, 1)} for each in outcomes}
         return Verdict(status, complaints, found, sum(each.seconds for each in outcomes))
 
 

@@ -358,17 +358,19 @@ class GradientBucket:
         layout, world_size, output, taken = self.layout, self._world_size, packed.output, packed.taken
         sent = self.dtype if casts else self.plan.sent
         missing = [index for index, gradient in enumerate(gradients) if gradient is None]
-        dtype = self._common_dtype(gradients, missing)
+        carried = gradients if layout.region is None else self._with_region(gradients, sent)
+        dtype = self._packed_dtype(carried, missing)
         packing = self._template_of(dtype).copy()
         direct: list[Transfer] = []
-        carried = gradients if layout.region is None else self._with_region(gradients, sent, dtype)
-        self._place(carried, packing, dtype)
+        others = self._place(carried, packing, dtype)
         for index, hole, slot in self._others:
             gradient = self._dense(index, carried[index], sent if slot.direct else dtype)
             if slot.partition.order:
                 gradient = gradient.permute(slot.partition.order)
             if not slot.direct:
-                gradient = gradient.to(dtype)
+                if gradient.dtype is not dtype:
+                    others.append((slot, gradient))
+                    gradient = gradient.to(dtype)
                 if slot.is_dealt_out:
                     gradient = scatter_rows(gradient, slot.partition, slot.rows, world_size)
                 else:
@@ -386,25 +388,40 @@ class GradientBucket:
         if self._presence_is_apart:
             direct.append((output[self._presences], packing.pop().to(self.dtype).flatten()))
         (_, input), *_ = packed.members
-        self._pack(packing, world_size, input.view(world_size, -1))
+        rows = input.view(world_size, -1)
+        self._pack(packing, world_size, rows)
+        for slot, gradient in others:
+            pieces = scatter_rows(gradient, slot.partition, slot.rows, world_size)
+            rows[:, slot.offset : slot.offset + slot.shard_numel].view(pieces.shape).copy_(pieces)
         packed.members += direct
         packed.missing, packed.inputs = missing, gradients
 
-    def _place(self, carried: list[torch.Tensor | None], packing: list[torch.Tensor], dtype: torch.dtype) -> None:
-        """Put gradients that are packed as they come to their holes in ``packing``, as ``dtype``."""
+    def _place(
+        self, carried: list[torch.Tensor | None], packing: list[torch.Tensor], dtype: torch.dtype
+    ) -> list[tuple[GradientSlot, torch.Tensor]]:
+        """Put gradients that are packed as they come to their holes in ``packing``.
+
+        Returns:
+            Those that are not of ``dtype``, to be packed over what was put in their place, which may have lost bits:
+            casting all to a dtype that has room for each would take a copy of every other.
+        """
+        others: list[tuple[GradientSlot, torch.Tensor]] = []
         for index, hole in self._packed_as_they_are:
             gradient = carried[index]
             if gradient is None or gradient.is_sparse or gradient.dtype is not dtype:
-                gradient = self._dense(index, gradient, dtype).to(dtype)
+                gradient = self._dense(index, gradient, dtype)
+                if gradient.dtype is not dtype:
+                    others.append((self._carried[index], gradient))
+                    gradient = gradient.to(dtype)
             packing[hole] = gradient
+        return others
 
-    def _with_region(
-        self, gradients: list[torch.Tensor | None], sent: torch.dtype, dtype: torch.dtype
-    ) -> list[torch.Tensor | None]:
+    def _with_region(self, gradients: list[torch.Tensor | None], sent: torch.dtype) -> list[torch.Tensor | None]:
         """What is carried: ``gradients``, but in the place of those that are owned one flat gradient made of them."""
         layout = self.layout
         assert layout.region is not None, "some are owned"
-        dtype = sent if layout.region.direct else dtype
+        dtypes = {each.dtype for each in gradients if each is not None}
+        dtype = sent if layout.region.direct else next(iter(dtypes)) if len(dtypes) == 1 else self.dtype
         flat = torch.empty(layout.region.partition.numel, dtype=dtype, device=self._device)
         pieces = flat.split_with_sizes([numel for _, numel in layout.filling])
         gaps, filled, sources, start = [], [], [], 0
@@ -443,14 +460,18 @@ class GradientBucket:
             f"parameter '{param.path}' has a sparse gradient, which cannot be sharded; use sparse=False."
         )
 
-    def _common_dtype(self, gradients: Sequence[torch.Tensor | None], missing: Sequence[int]) -> torch.dtype:
-        """The dtype in which gradients are packed: theirs, if they agree; the packing then casts as it copies."""
-        present = [each for each in gradients if each is not None] if missing else gradients
+    def _packed_dtype(self, carried: Sequence[torch.Tensor | None], missing: Sequence[int]) -> torch.dtype:
+        """The dtype in which gradients are packed, which then casts as it copies: that of all, or of most elements."""
+        present = [each for each in carried if each is not None] if missing else carried
         dtypes = set(map(_DTYPE, present))
-        if len(dtypes) != 1:
-            return self.dtype
-        (dtype,) = dtypes
-        return dtype
+        if len(dtypes) == 1:
+            (dtype,) = dtypes
+            return dtype
+        numels: dict[torch.dtype, int] = {self.dtype: 0}
+        for gradient, hole in zip(carried, self._holes, strict=True):
+            if gradient is not None and hole not in (None, -1):
+                numels[gradient.dtype] = numels.get(gradient.dtype, 0) + gradient.numel()
+        return max(numels, key=numels.__getitem__)
 
     @property
     def _is_copied_to_delivery(self) -> bool:

@@ -56,6 +56,8 @@ class Wait(enum.Enum):
     REDUCE_SCATTERED = "the all-reduce stream reads gradients after the reduce-scatter stream has written them"
     PACKED = "compute reuses the memory of unsharded gradients after the reduce-scatter stream has packed them"
     REDUCED = "compute reads reduced gradients, and frees what was sent, after the streams of reductions are done"
+    STATE_USED = "copies of optimizer state follow steps that have used it, or the memory that it comes to"
+    STATE_COPIED = "compute reads optimizer state that was brought, and frees what was taken back, after the copies"
 
 
 class Device(Protocol):
@@ -165,12 +167,6 @@ class StreamDevice:
 def device_for(device: torch.device) -> Device:
     """How the engine talks to ``device``."""
     return HostDevice() if device.type == "cpu" else StreamDevice(device)
-
-
-def finish_current_stream(device: torch.device) -> None:
-    """Block the host until the current stream is done. Not for the engine, which waits for single events."""
-    through = device_for(device)
-    through.block_host(through.record(through.current_stream()))
 
 
 @dataclass(slots=True)

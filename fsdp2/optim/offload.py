@@ -5,9 +5,14 @@ optimizer sees, in the place of its ``state``, a mapping that brings the state o
 asked for, and takes that of the previous parameter group back when a parameter of another group is. Optimizers need not
 know; none is stepped twice, and state dicts, which are read between steps, show the tensors on the host.
 
+On a device with streams three groups are under way at a time: while one is stepped, the state of the next comes on one
+stream (of those parameters that had gradients when the step began), and that of the one before leaves on another, so
+that a link carries both ways at once. All memory on the device is compute's; it waits for both copies before the next
+group is stepped.
+
 What somebody still holds (the optimizer may, in lists) would not be freed, so it is taken back later: by the end of the
-step. All copies are on the current stream, and the host waits once, at the end of the step, until the last has arrived:
-whoever reads the state after a step reads all of it.
+step. The host waits once, at the end of the step, until the last copy has arrived: whoever reads the state after a step
+reads all of it.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +33,7 @@ from fsdp2.arguments import checked
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.param import fsdp_param_of
 from fsdp2.core.sharding import dtensor_over
-from fsdp2.core.streams import finish_current_stream
+from fsdp2.core.streams import Device, HostDevice, Wait, device_for
 from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError, FSDPValueError
 
 Chooses = Callable[[torch.Tensor], bool]
@@ -48,12 +54,14 @@ def _is_plain(local: torch.Tensor) -> bool:
     return type(local) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of ``value`` on ``device``."""
+def _on_device(value: torch.Tensor, device: torch.device, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """``value`` on ``device``, once ``copies``, to which one may be added, (destination, source), have been made."""
     local = _torch.plain_of(value)
     if not _is_plain(local):
         return _like(value, local.to(device, non_blocking=True))
-    return _like(value, torch.empty_like(local, device=device, pin_memory=False).copy_(local, non_blocking=True))
+    room = torch.empty_like(local, device=device, pin_memory=False)
+    copies.append((room, local))
+    return _like(value, room)
 
 
 def _on_host(value: torch.Tensor, earlier: torch.Tensor | None, *, pin_memory: bool) -> torch.Tensor:
@@ -94,6 +102,39 @@ def _is_held(state: dict[Any, Any], key: Any) -> bool:
     return any(count > alone for count, alone in zip(_holders(state, key), sole, strict=False))
 
 
+class _Lanes:
+    """Two streams of copies, one each way, beside the current stream, where compute is; on CPU there are none.
+
+    Attributes:
+        goes_both_ways: there are.
+        up: the stream to the device.
+        down: the stream to the host.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.goes_both_ways = device.has_streams
+        self.up, self.down = device.new_stream(), device.new_stream()
+        self._under_way: list[tuple[Any, list[torch.Tensor]]] = []
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[list[torch.Tensor]]:
+        """Copies inside are on ``stream``, after what was computed. What is added to the list lives until `join`."""
+        device, held = self.device, list[torch.Tensor]()
+        device.wait(stream, device.record(device.current_stream()), Wait.STATE_USED)
+        with device.use(stream):
+            yield held
+        if self.goes_both_ways:
+            self._under_way.append((device.record(stream), held))
+
+    def join(self) -> None:
+        """Let compute wait for all copies."""
+        compute = self.device.current_stream()
+        for event, _ in self._under_way:
+            self.device.wait(compute, event, Wait.STATE_COPIED)
+        self._under_way.clear()
+
+
 class _OnDeviceState(MutableMapping[Any, Any]):
     """Stands in the place of ``optimizer.state`` during a step.
 
@@ -101,48 +142,93 @@ class _OnDeviceState(MutableMapping[Any, Any]):
         kept: the state itself.
     """
 
-    def __init__(self, kept: Any, groups: Sequence[dict[str, Any]], chooses: Chooses, *, pin_memory: bool) -> None:
+    def __init__(
+        self, kept: Any, groups: Sequence[dict[str, Any]], chooses: Chooses, lanes: _Lanes, *, pin_memory: bool
+    ) -> None:
         self.kept = kept
         self._chooses = chooses
+        self._lanes = lanes
         self._pin_memory = pin_memory
         self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
         self._group: int | None = None
         # Of every parameter whose state is on the device, the tensors on the host that it was copied from.
         self._lent: dict[torch.Tensor, dict[Any, torch.Tensor]] = {}
+        self._ahead: set[torch.Tensor] = set()  # of those, whose state was not asked for yet
+        self._wanted: list[list[torch.Tensor]] = [[] for _ in groups]
+        for parameter, index in self._group_of.items() if lanes.goes_both_ways else ():
+            if parameter.grad is not None and parameter in kept and chooses(parameter):
+                self._wanted[index].append(parameter)
 
     def __getitem__(self, parameter: Any) -> Any:
         state = self.kept[parameter]
-        if parameter not in self._group_of or parameter in self._lent or not self._chooses(parameter):
+        is_here = parameter in self._lent and parameter not in self._ahead
+        if is_here or parameter not in self._group_of or not self._chooses(parameter):
             return state
-        group = self._group_of[parameter]
-        if group != self._group:
-            self.take_back(also_held=False)
-            self._group = group
-        with _torch.without_grad():
-            lent = {key: value for key, value in state.items() if _is_moved(value)}
-            state.update({key: _on_device(value, parameter.device) for key, value in lent.items()})
-        self._lent[parameter] = lent
+        if self._group_of[parameter] != self._group:
+            self._go_to(self._group_of[parameter])
+        if parameter not in self._lent:
+            self._lend([parameter])
+            self._lanes.join()
+        self._ahead.discard(parameter)
         return state
 
-    def take_back(self, *, also_held: bool) -> None:
-        """Bring the state on the device to the host; ``also_held``: though others hold tensors of it."""
+    def _go_to(self, group: int) -> None:
+        """``group`` is stepped next: take the others' state back, and bring that of the one after it."""
+        self._lend(self._wanted[group])
+        self.take_back(also_held=False, but=group)
+        self._group = group
+        for following in self._wanted[group + 1 : group + 2]:
+            self._ahead.update(following)
+            self._lend(following)
+
+    def _lend(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Begin to bring the state of ``parameters``, unless it is here; compute joins before it reads."""
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         with _torch.without_grad():
+            for parameter in parameters:
+                if parameter not in self._lent:
+                    state = self.kept[parameter]
+                    self._lent[parameter] = lent = {key: value for key, value in state.items() if _is_moved(value)}
+                    state.update({key: _on_device(value, parameter.device, copies) for key, value in lent.items()})
+            if copies:
+                with self._lanes.on(self._lanes.up) as held:
+                    for room, local in copies:
+                        held.append(room.copy_(local, non_blocking=True))
+
+    def take_back(self, *, also_held: bool, but: int | None = None) -> None:
+        """Bring state to the host, not that of group ``but``; ``also_held``: though others hold tensors of it."""
+        self._lanes.join()
+        with _torch.without_grad(), self._lanes.on(self._lanes.down) as leaving:
             for parameter in list(self._lent):
+                if self._group_of.get(parameter) == but:
+                    continue
                 state = self.kept.get(parameter, {})
+                if parameter in self._ahead:  # nobody has asked for it, let alone written
+                    self._ahead.remove(parameter)
+                    state.update(self._lent.pop(parameter))
+                    continue
                 moved = [key for key in state if _is_moved(state[key])]
                 if also_held or not any(_is_held(state, key) for key in moved):
                     earlier = self._lent.pop(parameter)
                     for key in moved:
+                        leaving.append(state[key])
                         state[key] = _on_host(state[key], earlier.get(key), pin_memory=self._pin_memory)
+
+    def finish(self) -> None:
+        """Bring everything to the host, and let compute wait for it."""
+        self.take_back(also_held=True)
+        self._lanes.join()
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
         self.kept[parameter] = state
+        self._ahead.discard(parameter)
         if parameter in self._group_of and self._chooses(parameter):
             self._lent.setdefault(parameter, {})
 
     def __delitem__(self, parameter: Any) -> None:
         del self.kept[parameter]
         self._lent.pop(parameter, None)
+        self._ahead.discard(parameter)
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self.kept
@@ -173,6 +259,8 @@ class OptimizerStateOffload:
         self._optimizer = weakref.ref(optimizer)
         self._chooses = chooses
         self._pin_memory = pin_memory
+        self._devices: set[torch.device] = set()
+        self._lanes = _Lanes(HostDevice())
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -192,11 +280,14 @@ class OptimizerStateOffload:
             handle.remove()
         self._handles.clear()
         del _OFFLOADED[optimizer]
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         with _torch.without_grad():
             for parameter, state in self._states(optimizer):
                 for key, value in state.items():
                     if _is_moved(value):
-                        state[key] = _on_device(value, parameter.device)
+                        state[key] = _on_device(value, parameter.device, copies)
+            for room, local in copies:
+                room.copy_(local, non_blocking=True)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Bring to the host what a step that raised, or a state dict that was loaded, has left on the device."""
@@ -233,15 +324,19 @@ class OptimizerStateOffload:
                 "offload_policy of its parameters): graphs refer to state tensors, and these are others in every step. "
                 "Call its step() without torch.compile, or leave the state on the device."
             )
+        devices = {parameter.device for parameter, _ in self._states(optimizer)}
+        if devices != self._devices:  # of several the copies are on the current streams
+            self._devices = devices
+            self._lanes = _Lanes(device_for(next(iter(devices))) if len(devices) == 1 else HostDevice())
         optimizer.state = _OnDeviceState(  # type: ignore[assignment]
-            optimizer.state, optimizer.param_groups, self._chooses, pin_memory=self._pin_memory
+            optimizer.state, optimizer.param_groups, self._chooses, self._lanes, pin_memory=self._pin_memory
         )
 
     @_torch_compiler.stays_outside("the state of an optimizer that is offloaded is taken back outside of graphs")
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         state: Any = optimizer.state
         if isinstance(state, _OnDeviceState):
-            state.take_back(also_held=True)
+            state.finish()
             optimizer.state = state.kept
             self._finish_copies(optimizer)
 
@@ -249,8 +344,8 @@ class OptimizerStateOffload:
     def _finish_copies(optimizer: Optimizer) -> None:
         """Block the host until it has what was copied to it."""
         params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for each in {parameter.device for parameter in params if not parameter.is_meta}:
-            finish_current_stream(each)
+        for device in map(device_for, {parameter.device for parameter in params if not parameter.is_meta}):
+            device.block_host(device.record(device.current_stream()))
 
 
 _OFFLOADED: weakref.WeakKeyDictionary[Optimizer, OptimizerStateOffload] = weakref.WeakKeyDictionary()
@@ -294,13 +389,15 @@ def is_offloaded(optimizer: Optimizer) -> bool:
 def offload_optimizer_state(optimizer: Optimizer, *, pin_memory: bool = True) -> OptimizerStateOffload:
     """Keep the state of ``optimizer`` in host memory between its steps; parameters and gradients stay where they are.
 
-    During a step the state of one parameter group at a time is on the device: several groups (say, one per block) make
-    that little. The optimizer steps on the device, as before, and may be any that keeps tensors in
-    ``optimizer.state[parameter]``; those of no dims (step counters) and what lies deeper stay where they are. Its
-    ``state_dict`` shows the tensors on the host, and ``load_state_dict`` leaves them there. A copy or a pickle of the
-    optimizer is not offloaded until this is called with it. On a CPU the same copies are made, within its memory.
+    During a step the state of three parameter groups is on the device: of the one that is stepped, and of those that
+    come and leave meanwhile (on a CPU, of one). Several groups (say, one per block) make that little. The optimizer
+    steps on the device, as before, and may be any that keeps tensors in ``optimizer.state[parameter]``; those of no
+    dims (step counters) and what lies deeper stay where they are. Its ``state_dict`` shows the tensors on the host, and
+    ``load_state_dict`` leaves them there. A copy or a pickle of the optimizer is not offloaded until this is called
+    with it. On a CPU the same copies are made, within its memory.
 
-    Streams: all copies are on the stream that is current during the step, whose end the host waits for.
+    Streams: copies to the device are on one of their own, those to the host on another. The stream that is current
+    during the step waits for both, and the host for its end.
 
     Args:
         optimizer: of sharded or plain parameters, before or after its first step. Not collective.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -16,10 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2.core.gather
 from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
+from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.group import FSDPParamGroup, Unsharding
@@ -36,11 +38,13 @@ from tests.harness.happens_before import (
     StreamWait,
     TraceEvent,
     Violation,
+    beside,
     find_violations,
 )
 from tests.harness.recording.graphs import refuse_what_no_capture_allows
+from tests.harness.recording.offload import offloaded, offloaded_state
 from tests.harness.recording.passes import Passes
-from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, recording
+from tests.harness.recording.recorder import BLOCKED, COMPUTE, WORKED, Recorder, RecordingDevice, recording
 from tests.harness.recording.scenarios import SCENARIOS, Recording, record
 from tests.harness.recording.sites import SEAM, Site, device_waits, functions, method_calls, sources, wait_sites
 from tests.harness.recording.training import BACKWARD, FORWARD, ROOT, UPDATE, Stack, Training, gradients_of
@@ -149,6 +153,136 @@ def test_unsharded_gradients_are_let_go_of_when_they_are_packed() -> None:
     pools = {event.stream for event in recorder.trace if isinstance(event, Allocation)} - {HOST}
     found = live_bytes(recorder.trace, pools)
     assert (max(found[BACKWARD]) - found[FORWARD][0]) / block < 5.7, "with activations and the outer layers"
+
+
+class Between(Stack):
+    """Work that is no block's runs between two of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x)
+            for _ in range(10):
+                x = torch.sin(x)
+        return self.outputs(x)
+
+
+def of_compute(recorder: Recorder, allocate: Callable[..., None]) -> Callable[..., None]:
+    """``allocate`` of a gather, with memory of compute's pool, which compute may have used until now."""
+
+    def allocated(self: Gather, *memory: Any) -> None:
+        device, gathering = RecordingDevice(recorder), recorder.stream
+        device.wait(gathering, device.record(COMPUTE), Wait.READ)
+        with device.use(COMPUTE):
+            allocate(self, *memory)
+
+    return allocated
+
+
+def test_gathers_have_a_pool_of_their_own_as_with_that_of_compute_less_would_run_beside_them() -> None:
+    """And what is staged, which goes back when its copy was issued, would be used again before that is done."""
+    counts, kinds = [], []
+    for pooled in (False, True):
+        with fake_world(4), recording() as recorder, ExitStack() as stack:
+            for name in ("allocate", "_allocate_unsharded") if pooled else ():
+                function = of_compute(recorder, getattr(Gather, name))
+                stack.enter_context(mock.patch.object(Gather, name, function))
+            Training.of_stack(recorder, Between(blocks=6)).steps(3)
+        step = max(index for index, event in enumerate(recorder.trace) if event == Mark(FORWARD))
+        gathers = [event.stream for event in recorder.trace if isinstance(event, Operation) and event.name == GATHER]
+        pools = {event.stream for event in recorder.trace[step:] if isinstance(event, Allocation)} - {HOST}
+        assert pools == ({COMPUTE} if pooled else {COMPUTE, *gathers})
+        counts.append(list(beside(recorder.trace, GATHER, COMPUTE, since=step)))
+        kinds.append({violation.kind for violation in find_violations(recorder.trace)})
+    assert kinds == [set(), {Kind.REUSE}]
+    own, shared = counts
+    assert all(more >= less for more, less in zip(own, shared, strict=True)) and sum(own) > 1.5 * sum(shared)
+
+
+def test_state_comes_and_leaves_at_once_while_an_optimizer_steps_on_another_group() -> None:
+    """Six groups. Compute waits (W) for copies up (u) and down (d), issues the next ones, and steps (k) beside them."""
+    trace = record("offloaded_state").trace
+    begin = max(index for index, event in enumerate(trace) if event == Mark(UPDATE))
+    recorded_on = {event.event: event.stream for event in trace if isinstance(event, EventRecord)}
+    on_host = {event.block for event in trace if isinstance(event, Allocation) and event.stream == HOST}
+    found = ""
+    lanes: dict[str, set[int]] = {"u": set(), "d": set()}
+    for event in trace[begin:]:
+        if isinstance(event, StreamWait) and event.why is Wait.STATE_COPIED:
+            assert event.stream == COMPUTE
+            found += "W"
+        elif isinstance(event, StreamWait) and event.why is Wait.STATE_USED:
+            assert recorded_on[event.event] == COMPUTE, "neither waits for the other"
+        elif isinstance(event, Operation) and event.stream == COMPUTE:
+            found += "k"
+        elif isinstance(event, Operation) and event.stream != HOST:
+            way = "u" if any(access.reads and access.block in on_host for access in event.accesses) else "d"
+            lanes[way].add(event.stream)
+            found += way
+    found = "".join(letter for letter, following in pairwise(found + " ") if letter != following)
+    assert found.lstrip("k") == "uWuk" + 4 * "Wduk" + "Wdk" + "WdW"
+    (up,), (down,) = lanes.values()
+    assert up != down
+
+
+def test_an_optimizer_whose_state_comes_and_leaves_steps_as_any() -> None:
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        with fake_world(4), recording() as recorder:
+            training = offloaded_state(recorder, offloads=offloads)
+        found.append([each.to_local() for each in training.model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+PIECE = 1 << 10
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_what_leaves_the_host_to_be_cast_takes_the_memory_of_one_piece(world_size: int, casts: bool) -> None:
+    """A copy that casts brings its source to the device first. What is not cast goes at once, group by group."""
+    policy = MixedPrecisionPolicy(torch.bfloat16 if casts else None)
+    model = Stack(8, 130)
+    with (
+        fake_world(world_size),
+        mock.patch.object(fsdp2.core.gather, "CAST_UPLOAD_BYTES", PIECE),
+        recording() as recorder,
+    ):
+        offloaded(recorder, model, mp_policy=policy)
+    on_host = {event.block: event for event in recorder.trace if isinstance(event, Allocation) and event.stream == HOST}
+    uploads = [
+        [access.stop - access.start for access in event.accesses if access.block in on_host and access.reads]
+        for event in recorder.trace
+        if isinstance(event, Operation) and event.name == "aten._foreach_copy_" and event.stream not in (HOST, COMPUTE)
+    ]
+    shard = max(event.nbytes for event in on_host.values())
+    blocks = [upload for upload in uploads if sum(upload) > 0.8 * shard]
+    assert shard > 1.5 * PIECE and len(blocks) > 6
+    for upload in blocks:
+        assert len(upload) == (-(-sum(upload) // PIECE) if casts else 1), "few, large pieces"
+        assert max(upload) <= PIECE or not casts
+
+
+def test_pinned_memory_has_a_piece_for_the_shards_and_one_for_the_gradients_of_each_group() -> None:
+    """torch rounds each up to a power of two, see docs/how-to/offload.md: there are few, and nothing beside them."""
+    asked: list[int] = []
+    with fake_world(4), recording() as recorder:
+        zeros, empty = Offloading.zeros, Offloading.empty
+
+        def counted(allocate: Callable[..., Tensor], *args: Any) -> Tensor:
+            result = allocate(*args)
+            asked.append(result.nbytes)
+            return result
+
+        with (
+            mock.patch.object(Offloading, "zeros", lambda *args: counted(zeros, *args)),
+            mock.patch.object(Offloading, "empty", lambda *args: counted(empty, *args)),
+        ):
+            offloaded(recorder, Stack(64, 64))
+    whole = 4 * sum(parameter.numel() for parameter in Stack(64, 64).parameters())
+    assert len(asked) == 2 * 4, "in all steps"
+    assert 2 * whole / 4 <= sum(asked) < 1.03 * 2 * whole / 4
 
 
 RANKS = (

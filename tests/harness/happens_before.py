@@ -197,6 +197,23 @@ class _Block:
     last: _Last = field(default_factory=dict)
 
 
+def beside(trace: Sequence[TraceEvent], name: str, stream: int, *, since: int) -> Iterator[int]:
+    """For each operation ``name`` from index ``since`` on: how many of ``stream`` are neither before nor after it."""
+    clocks, found = _Clocks(trace), []
+    for index, event in enumerate(trace):
+        if isinstance(event, Operation):
+            found.append((index, event, tuple(clocks.operate(event.stream))))
+        elif isinstance(event, EventRecord):
+            clocks.record(event)
+        elif isinstance(event, StreamWait):
+            clocks.wait(event)
+    late = [(event, clock) for index, event, clock in found if index >= since]
+    others = [clock for event, clock in late if event.stream == stream]
+    for event, clock in late:
+        if event.name == name:
+            yield sum(clock[stream] < other[stream] and other[event.stream] < clock[event.stream] for other in others)
+
+
 def find_violations(
     trace: Sequence[TraceEvent], keep: WaitFilter | None = None, *, unmaps: bool = False
 ) -> Iterator[Violation]:

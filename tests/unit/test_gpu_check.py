@@ -302,7 +302,7 @@ def test_a_report_says_everything_and_is_gone_on_with(tmp_path: Path, capsys: py
     assert "| 2 | two | Is it? | failed, " in text
     assert "| 3 | three | Is it? | cannot run: needs 8 GPUs; there is 1 |" in text
     assert "exit status 4" in text and "It means: It is not." in text
-    assert '- says: `{"speed": 3}`' in text
+    assert '- says: `{"speed": 3, "seconds": ' in text
     found = json.loads((tmp_path / JSON).read_text())
     assert {name: each["status"] for name, each in found["checks"].items()} == {
         "one": "passed",
@@ -313,6 +313,12 @@ def test_a_report_says_everything_and_is_gone_on_with(tmp_path: Path, capsys: py
 
     check_all(checks[:1], report, machine(), again=True)
     assert "1 one: passed, " in capsys.readouterr().out
+
+
+def test_the_shortest_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checks = [dataclasses.replace(check_of(Says("", limit_s=each)), number=each, gpus=8) for each in (30, 10, 20)]
+    check_all(checks, Report(tmp_path, machine(), checks), machine(), again=False)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["10", "20", "30"]
 
 
 @pytest.mark.parametrize("differing", [{"commit": "def"}, {"torch": "2.15.0"}, {"gpus": 2}])

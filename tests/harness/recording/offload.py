@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import fsdp2.core.mesh
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, pending_gradients, share_comm_ctx
+import fsdp2.optim.offload
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, offload_optimizer_state, pending_gradients, share_comm_ctx
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Source
 from tests.harness.recording.meshes import HALF, replicate_and_shard
@@ -258,6 +259,36 @@ def offloaded_fails(recorder: Recorder) -> None:
         training.steps(2)
 
 
+def offloaded_state(recorder: Recorder, *, offloads: bool = True) -> Training:
+    """An optimizer steps on the device; its state comes from the host and leaves, a parameter group at a time."""
+
+    def on_host(*args: Any, **kwargs: Any) -> Tensor:
+        with recorder.on_host():
+            return copy_to_host(*args, **kwargs)
+
+    def on_device(value: Any, device: torch.device, copies: list[tuple[Tensor, Tensor]]) -> Any:
+        """(What is made like a tensor of the host would count as the host's.)"""
+        local = value.to_local()
+        copies.append((torch.empty(local.shape), local))
+        return fsdp2.optim.offload._like(value, copies[-1][0])
+
+    copy_to_host = fsdp2.optim.offload._on_host
+    with (
+        mock.patch.object(fsdp2.optim.offload, "_on_host", on_host),
+        mock.patch.object(fsdp2.optim.offload, "_on_device", on_device),
+    ):
+        training = train(recorder, Stack(blocks=4))
+        units = [*training.model.blocks, training.model.inputs, training.model.outputs]
+        training.optimizer = torch.optim.AdamW([{"params": list(unit.parameters())} for unit in units], foreach=True)
+        if offloads:
+            offload_optimizer_state(training.optimizer)
+        for _ in range(STEPS):
+            training.steps(1)
+            for state in training.optimizer.state.values():
+                state["exp_avg"].to_local().clone()  # on the host
+    return training
+
+
 OFFLOADED = {
     function.__name__: function
     for function in (
@@ -265,5 +296,6 @@ OFFLOADED = {
         offloaded_and_loaded, offloaded_contexts_joined, offloaded_without_communication,
         offloaded_and_written_between, offloaded_cached, offloaded_fails, offloaded_sums, offloaded_sums_of_replicas,
         offloaded_written_whole, offloaded_sums_are_read, offloaded_sums_are_cleared,
+        offloaded_state,
     )
 }  # fmt: skip

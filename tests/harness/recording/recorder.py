@@ -38,6 +38,7 @@ import fsdp2.core.gather
 import fsdp2.core.gradients
 import fsdp2.core.state
 import fsdp2.core.streams
+import fsdp2.optim.offload
 from fsdp2.core.gradients import PACKING
 from fsdp2.features.packing import chunks_on_device
 from tests.harness.happens_before import (
@@ -395,6 +396,7 @@ def recording() -> Iterator[Recorder]:
     gather, scatter = fsdp2._torch.all_gather_single, fsdp2._torch.reduce_scatter_single
     with (
         mock.patch.object(fsdp2.core.state, "device_for", lambda device: RecordingDevice(recorder)),
+        mock.patch.object(fsdp2.optim.offload, "device_for", lambda device: RecordingDevice(recorder)),
         mock.patch.object(torch.UntypedStorage, "resize_", resize_),
         mock.patch.object(fsdp2.core.gradients, "host_copy", copied_to_host),
         mock.patch.object(Tensor, "tolist", listed),

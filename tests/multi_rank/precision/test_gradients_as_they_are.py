@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, Owned, fully_shard
 from fsdp2.features import gloo_p2p
 from tests.harness import multi_rank
 
@@ -202,6 +202,59 @@ def test_a_gradient_that_arrives_in_a_wider_dtype(asks: bool, world_size: int) -
         assert plain.weight.grad is not None and plain.weight.grad.dtype == torch.float32
         terms.append(plain.weight.grad if asks else plain.weight.grad.bfloat16().float())
     assert torch.equal(net.weight.grad.full_tensor(), (terms[0] + terms[1]) / 2)  # type: ignore[union-attr,operator]
+
+
+class Scaled(nn.Module):
+    """Layers in bf16 and, as a norm written by hand is, a scale that is multiplied in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 7), nn.Linear(7, 16)
+        self.scale = nn.Parameter(torch.randn(5, 7))
+        self.scale.grad_dtype = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_Scale.apply(self.first(x), self.scale)).float().square().mean()
+
+
+class _Scale(torch.autograd.Function):
+    """x times the sum of rows of the scale, whose gradient is in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale.sum(0), (gradient.float() * x.float()).sum(0).expand(scale.shape)
+
+
+@multi_rank(2, 4)
+@pytest.mark.parametrize("owned", [False, True])
+def test_a_gradient_in_fp32_among_others(owned: bool, world_size: int) -> None:
+    """All have the bits that autograd gave them, and the sum is in fp32."""
+    net = Scaled()
+    fully_shard(net, mp_policy=BF16, shard_placement_fn=(lambda _: Owned(1)) if owned else None)
+    for _ in range(2):
+        net.zero_grad()
+        net(batch(dist.get_rank(), 0)[:, :16]).backward()
+    found: dict[str, list[Tensor]] = {}
+    for rank in range(world_size):
+        plain = Scaled().bfloat16()
+        plain.scale.grad_dtype = None
+        plain(batch(rank, 0)[:, :16]).backward()
+        for name, parameter in plain.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == (torch.float32 if name == "scale" else torch.bfloat16)
+            found.setdefault(name, []).append(parameter.grad.float())
+    for name, parameter in net.named_parameters():
+        total, *others = found[name]
+        for other in others:
+            total = total + other
+        assert torch.equal(parameter.grad.full_tensor(), total / world_size), name
 
 
 @multi_rank(2)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
-from fsdp2 import FSDPNotImplementedError, _torch, fully_shard
+from fsdp2 import FSDPNotImplementedError, MixedPrecisionPolicy, _torch, fully_shard
 from fsdp2.core.buffers import view_as_wider_dtype
-from fsdp2.core.gradients import GradientBucket, PackedGradients
+from fsdp2.core.gradients import PACKING, GradientBucket, PackedGradients
 from fsdp2.core.layout import GradientLayout
 from fsdp2.core.sharding import Partition
 from fsdp2.features import packing
@@ -190,6 +192,46 @@ def test_on_a_device_one_kernel_packs_all_and_one_more_casts(
     with Kernels() as counted:
         packing.chunks_on_device([*strided, last], world_size, packed)
     assert counted.counts == {**kernels, "clone": 1} and packed.equal(expected)
+
+
+class Shapes(nn.Module):
+    """Cut in dim 0: evenly, unevenly, and less than there are ranks; the last in dim 1, where it is dealt out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = ((8, 3), (5,), (1, 7), (4, 2, 3), (9, 2), (2, 8))
+        self.each = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(each.sum() for each in self.each)
+
+
+def dim_of(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if tuple(parameter.shape) == (2, 8) else None
+
+
+@pytest.mark.parametrize("odd", range(6))
+@pytest.mark.parametrize(("most", "other"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_gradient_of_another_dtype_is_packed_by_itself_and_the_others_at_once(
+    lacks: bool, most: torch.dtype, other: torch.dtype, odd: int
+) -> None:
+    """None of these is cast first, and none of all loses bits."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    with fake_world(4), mock.patch.object(PACKING, "filling", lambda *layout: packing.chunks_on_device):
+        model = fully_shard(Shapes(), mp_policy=policy, shard_placement_fn=dim_of)
+        model(torch.ones(1))
+        (group,) = groups_of(model)
+        (bucket,) = group.reducer.buckets
+        gradients: list[Tensor | None] = [torch.randn(each.shape).to(most) for each in bucket.params]
+        gradients[odd] = torch.randn(bucket.params[odd].shape).to(other)
+        if lacks:
+            gradients[odd - 1] = None
+        alike = pack(bucket, *[None if each is None else each.to(torch.float32) for each in gradients])
+        with Kernels() as counted:
+            mixed = pack(bucket, *gradients)
+    assert mixed.members[0][1].equal(alike.members[0][1])
+    assert [counted.counts[name] for name in ("_chunk_cat", "_to_copy", "copy_")] == [1, 1, 1]
 
 
 # ---- `GradientBucket`, worked by hand: two ranks, a parameter of three rows and one of two ------------------
