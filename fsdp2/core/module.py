@@ -21,7 +21,6 @@ from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.options import (
-    DECIDES_GRADIENTS,
     DEFAULT,
     FREE,
     AllGather,
@@ -550,7 +549,6 @@ class FSDPModule:
         """
         groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
         _configure_groups(groups, {"all_reduce_hook": hook, "all_reduce_hook_stream": stream})
-        _configure(self, all_reduce_hook=hook)  # that of small parameters has replicas, and no stream for it
 
     @checked(state=ANYTHING)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -918,15 +916,12 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
 
 def _groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
     """The groups that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
-    return _own_groups(_states(module, recurse))
+    return [group for state in _states(module, recurse) for group in state.unit if group.sharers[0] is state]
 
 
 def _configure(module: FSDPModule, recurse: bool = False, **changes: Any) -> None:
     """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
-    states = _states(module, recurse)
-    _configure_groups(_own_groups(states), changes)
-    if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
-        _ask_shared(states, changes)
+    _configure_groups(_groups(module, recurse), changes)
 
 
 def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
@@ -944,9 +939,7 @@ def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
 
 
 def _groups_of_one_mesh(module: FSDPModule, method: str) -> list[FSDPParamGroup]:
-    """The module's own, but for that of small parameters (``replicate_below``), which no rank has a shard of."""
-    has_small = _state(module).arguments.replicate_below
-    groups = [each for each in _groups(module, recurse=False) if not has_small or each.mesh.shard_group is not None]
+    groups = _groups(module, recurse=False)
     if len({group.mesh.key for group in groups}) > 1:
         raise FSDPValueError(
             f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
@@ -966,10 +959,6 @@ def _names_in_order(root: nn.Module, order: Sequence[nn.Module]) -> tuple[str, .
     return tuple(names[module] for module in order)
 
 
-def _own_groups(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
-    return [group for state in states for group in state.unit if group.sharers[0] is state]
-
-
 def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, Any]) -> None:
     """Change settings of all ``groups``, or of none if one refuses."""
     # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
@@ -984,14 +973,6 @@ def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, An
         for group, each in zip(groups, settings, strict=True):
             group.settings = each
             group.reducer.take_settings(each)
-
-
-def _ask_shared(states: Sequence[FSDPState], changes: Mapping[str, Any]) -> None:
-    """Note what was set on ``states`` whose small parameters lie in a group with others', which one above owns."""
-    for state in states:
-        for group in state.unit if state.arguments.replicate_below else ():
-            if group.sharers[0] is not state and group.mesh.shard_group is None:
-                group.ask(state, changes, is_taken=group.sharers[0] in states)
 
 
 def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:

@@ -252,7 +252,7 @@ def _forget_missing(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> 
     """What was to be prefetched, and is not there any more, is forgotten when a root forms.
 
     A copy has none of what did not become part of it, and a module that is unwrapped has no groups. One that was
-    sharded anew, or whose small parameters others have taken, has other ones.
+    sharded anew has other ones.
     """
     for state in states:
         for name in ("forward_prefetch", "backward_prefetch"):

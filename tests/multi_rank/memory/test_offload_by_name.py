@@ -25,7 +25,6 @@ import fsdp2
 import fsdp2.compat
 from fsdp2 import (
     CPUOffloadPolicy,
-    FSDPNotImplementedError,
     FSDPTypeError,
     FSDPValueError,
     MixedPrecisionPolicy,
@@ -253,13 +252,11 @@ def test_what_is_no_policy_is_refused(policy: Any, error: type[Exception], messa
     fully_shard(block)  # nothing was sharded
 
 
-def test_names_that_contradict_each_other_and_buckets_are_refused(simulate: FakeWorlds) -> None:
+def test_names_that_contradict_each_other_are_refused(simulate: FakeWorlds) -> None:
     simulate(2)
     model = Net()
     with pytest.raises(FSDPValueError, match="which are one parameter; say it once"):
         fully_shard(model, offload_policy={"head.weight": ON_HOST, "tail.weight": OffloadPolicy()})
-    with pytest.raises(FSDPNotImplementedError, match="replicate_below does not work together with an offload_policy"):
-        fully_shard(model, offload_policy={"head.weight": ON_HOST}, replicate_below=100)
     fully_shard(model.blocks[0])
     with pytest.raises(FSDPValueError, match=r"'blocks.0.big.weight'.*that no other call has sharded"):
         fully_shard(model, offload_policy={"blocks.0.big.weight": ON_HOST})

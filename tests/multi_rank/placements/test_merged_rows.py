@@ -127,7 +127,6 @@ def test_other_settings(world_size: int) -> None:
         train(sharded(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory)))
     for strategy in ("zero1", "zero2", "zero3"):
         train(sharded(strategy=strategy))
-    train(sharded(replicate_below=100))
 
 
 @multi_rank(2, full=[4])  # 2 cases more, 1 s
