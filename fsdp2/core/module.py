@@ -144,7 +144,7 @@ EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] 
 """Around what converts or moves the parameters of a state, to explain why it fails."""
 
 REDUCED: Port[Callable[[Any, type, Callable[[int], Any], int], Any]] = Port(missing("copies"))
-"""What a sharded module of that original class, with that class's ``__reduce_ex__``, is pickled as."""
+"""How a sharded module of that original class, with that class's ``__reduce_ex__``, is copied."""
 
 COMPLETED: Port[Callable[[], None]] = Port(missing("copies"))
 """A copy has got its attributes."""
@@ -871,37 +871,21 @@ class FSDPModule:
     # -- copies
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and pickled by its original class: parameters, gradients, hooks, attributes and settings.
+        """Deep-copied by its original class: parameters, gradients, hooks, attributes and settings. Not pickled.
 
-        No communication. Between iterations only; unsharded parameters are resharded first. Every rank unpickles its
-        own. (A ``__deepcopy__`` would be found by wrappers that look up what they lack in this module, as their own.)
+        No communication. Between iterations only; unsharded parameters are resharded first. (A ``__deepcopy__`` would
+        be found by wrappers that look up what they lack in this module, as their own.)
 
         Raises:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
-            FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
+            FSDPNotImplementedError: the original class copies itself in a way of its own.
         """
         return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
-        """The end of copying and unpickling."""
+        """The end of copying."""
         super().__setstate__(attributes)  # type: ignore[misc]
         COMPLETED.filling()
-
-
-def new_sharded(original: type, *arguments: Any) -> NoReturn:
-    """What pickles of sharded modules begin with that another version has written.
-
-    Raises:
-        FSDPRuntimeError: always.
-    """
-    raise FSDPRuntimeError(
-        f"this sharded {original.__name__} was pickled by an earlier fsdp2, or a later one, whose parts are others. "
-        "Unpickle it with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that "
-        "here."
-    )
-
-
-made_again = new_sharded
 
 
 def _state(module: FSDPModule) -> FSDPState:

@@ -631,7 +631,7 @@ def described(settings: GroupSettings | RootSettings, *, without: tuple[str, ...
 
 def _is_default(settings: Any, field: dataclasses.Field[Any]) -> bool:
     value = getattr(settings, field.name)
-    return value is field.default or (isinstance(value, str) and value == field.default)  # strings may be unpickled
+    return value is field.default or (isinstance(value, str) and value == field.default)  # equal ones need not be one
 
 
 def _shown(value: Any) -> str:

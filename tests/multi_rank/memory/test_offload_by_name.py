@@ -7,7 +7,6 @@ and waits for on a device is tested on the recording device (`tests/fake_pg/test
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -205,11 +204,10 @@ def test_auto_shard_takes_names_of_the_model(simulate: FakeWorlds) -> None:
         fsdp2.auto_shard(Net(), blocks=Block, min_bytes=0, offload_policy={"blocks.2.big.weight": ON_HOST})
 
 
-def test_copies_pickles_and_unwrap(simulate: FakeWorlds) -> None:
+def test_copies_and_unwrap(simulate: FakeWorlds) -> None:
     simulate(2)
     model = fsdp2.auto_shard(Net(), blocks=Block, min_bytes=0, offload_policy={"blocks.0.big.weight": ON_HOST})
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert rests_on_host(other) == {"blocks.0.big.weight"}
+    assert rests_on_host(copy.deepcopy(model)) == {"blocks.0.big.weight"}
     plain = fsdp2.unwrap(model)
     assert all(type(each) is nn.Parameter for each in plain.parameters())
 
