@@ -1,4 +1,4 @@
-"""What is alive at the peak of a forward and of a backward, beside torch's. Storages are measured, on the fake group."""
+"""What is alive at the peak of a forward and of a backward, beside torch's: storages, measured on the fake group."""
 
 from __future__ import annotations
 
