@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 MOVED = {
-    "fsdp2.modules.module": {"new_sharded": "fsdp2.core.module"},
     "fsdp2.params.param": {"refuse_share_memory": "fsdp2.core.param"},
     "fsdp2.plan.ragged": {"RaggedDTensor": "fsdp2.ragged.dtensor", "RaggedShard": "fsdp2.ragged.placement"},
 }

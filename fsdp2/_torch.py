@@ -587,7 +587,7 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def revive_mesh(mesh: DeviceMesh, live: DeviceMesh) -> None:
-    """Make ``mesh``, unpickled without process groups and maybe in another process, the same as ``live``."""
+    """Make ``mesh``, an equal one whose process groups may be gone, the same as ``live``."""
     mesh.__dict__.update(live.__dict__)
 
 

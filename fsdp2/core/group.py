@@ -18,7 +18,7 @@ from fsdp2.core.buffers import ALLOCATOR, Offloading
 from fsdp2.core.gather import Gather, GroupStorage, Transfer
 from fsdp2.core.gradients import GradientBuffer
 from fsdp2.core.mesh import DataParallelMesh, is_part_of
-from fsdp2.core.options import DECIDES_GRADIENTS, DEFAULT, GroupSettings, are_the_same
+from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
 from fsdp2.core.places import UNNAMED, label
 from fsdp2.core.plan import GroupPlan, ParamPlan
@@ -85,7 +85,6 @@ class FSDPParamGroup:
         loan: what is registered in the place of the sharded parameters for a time; they are then neither gathered nor
             looked for. None: nothing is.
         settings_outside: what is set again after a block that has set others for a while, for copies; None: no such.
-        asked: what was set on modules that share it, and that do not own it: by the module's state, names and values.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class FSDPParamGroup:
         self.graph_inputs: Any = None
         self.loan: Loan | None = None
         self.settings_outside: GroupSettings | None = None
-        self.asked: dict[Any, dict[str, Any]] = {}
         self._write_counter = write_counter
         self._phase = ParamPhase.SHARDED
         self._unsharding: Unsharding | None = None
@@ -835,11 +833,8 @@ class FSDPParamGroup:
         Raises:
             FSDPRuntimeError: a backward left gradients that no hook noticed, or ``.data`` was set on a parameter; with
                 its name and the remedy.
-            FSDPValueError: what was set on a module is not so of its small parameters, which lie here.
         """
         reducer = self.reducer
-        if self.asked:
-            self._refuse_what_was_asked()
         self.refuse_set_data()
         if self.comm is not None and self.comm.device.has_streams:
             self._awaited = self.written()
@@ -852,29 +847,6 @@ class FSDPParamGroup:
                 "parameters were unsharded. Return tensors, or tuples, lists, dicts or dataclasses of them; call "
                 "reshard() before setting .grad."
             )
-
-    def ask(self, state: Any, changes: Mapping[str, Any], *, is_taken: bool) -> None:
-        """Note what was set on the module of ``state``, which shares the group, and whether that was set here as well.
-
-        Not refused at once: it may be set on the module that owns the group next.
-        """
-        of_state = {name: value for name, value in self.asked.pop(state, {}).items() if name not in changes}
-        if not is_taken:
-            of_state |= {name: value for name, value in changes.items() if name in DECIDES_GRADIENTS}
-        if of_state:
-            self.asked[state] = of_state
-
-    def _refuse_what_was_asked(self) -> None:
-        for state, changes in self.asked.items():
-            for name, value in changes.items():
-                if not are_the_same(getattr(self.settings, name), value, waits=False):
-                    raise FSDPValueError(
-                        f"{DECIDES_GRADIENTS[name]} was called on '{state.name}', whose small parameters are "
-                        f"replicated in one group with those of other modules (replicate_below), as '{self.name}', "
-                        f"which owns it, has it set otherwise: parameter '{self.params[0].path}' is one of the group. "
-                        f"Set the same on '{self.name}', or leave replicate_below out where fully_shard is called on "
-                        f"'{state.name}'."
-                    )
 
     # -- after an exception
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -172,16 +171,8 @@ def is_part_of(mesh: DeviceMesh, whole: DeviceMesh) -> bool:
         return set(mesh.mesh.flatten().tolist()).issubset(whole.mesh.flatten().tolist())
 
 
-ON_MESH: list[Callable[[DeviceMesh], None]] = []
-"""A port: called with every mesh that is to be sharded over."""
-
 SHARDED: WeakSet[DeviceMesh] = WeakSet()
 """The meshes that something is sharded over."""
-
-
-def _note(mesh: DeviceMesh) -> None:
-    for action in ON_MESH:
-        action(mesh)
 
 
 _OF_MODELS = frozenset({"tp", "tensor", "tensor_parallel", "pp", "pipeline", "pipeline_parallel"})
@@ -199,7 +190,6 @@ def mesh_info(mesh: Any, dims: Any = None) -> DataParallelMeshInfo:
     """
     if not isinstance(mesh, DeviceMesh):
         raise FSDPTypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}; see init_device_mesh().")
-    _note(mesh)
     if dims is not None:
         dims = _validated_dims(mesh, dims)
     if mesh.get_coordinate() is None:
@@ -239,7 +229,6 @@ def replicating_info(info: DataParallelMeshInfo) -> DDPMeshInfo:
     if mesh.ndim > 1:
         assert mesh.mesh_dim_names is not None, "a mesh of two dims has names"
         mesh = _torch.flatten_mesh(mesh, "_".join(mesh.mesh_dim_names))
-        _note(mesh)
     return DDPMeshInfo(mesh, replicate_mesh_dim=0, dp_mesh_dims=info.dp_mesh_dims, spmd_mesh=info.spmd_mesh)
 
 

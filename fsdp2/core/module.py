@@ -21,7 +21,6 @@ from fsdp2.core.agreement import refuse_finalization
 from fsdp2.core.group import FSDPParamGroup
 from fsdp2.core.hooks import STATE
 from fsdp2.core.options import (
-    DECIDES_GRADIENTS,
     DEFAULT,
     FREE,
     AllGather,
@@ -145,7 +144,7 @@ EXPLAINED_CONVERSION: Port[Callable[[FSDPState], AbstractContextManager[None]]] 
 """Around what converts or moves the parameters of a state, to explain why it fails."""
 
 REDUCED: Port[Callable[[Any, type, Callable[[int], Any], int], Any]] = Port(missing("copies"))
-"""What a sharded module of that original class, with that class's ``__reduce_ex__``, is pickled as."""
+"""How a sharded module of that original class, with that class's ``__reduce_ex__``, is copied."""
 
 COMPLETED: Port[Callable[[], None]] = Port(missing("copies"))
 """A copy has got its attributes."""
@@ -550,7 +549,6 @@ class FSDPModule:
         """
         groups = _groups_of_one_mesh(self, "set_all_reduce_hook")
         _configure_groups(groups, {"all_reduce_hook": hook, "all_reduce_hook_stream": stream})
-        _configure(self, all_reduce_hook=hook)  # that of small parameters has replicas, and no stream for it
 
     @checked(state=ANYTHING)
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -873,37 +871,21 @@ class FSDPModule:
     # -- copies
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copied and pickled by its original class: parameters, gradients, hooks, attributes and settings.
+        """Deep-copied by its original class: parameters, gradients, hooks, attributes and settings. Not pickled.
 
-        No communication. Between iterations only; unsharded parameters are resharded first. Every rank unpickles its
-        own. (A ``__deepcopy__`` would be found by wrappers that look up what they lack in this module, as their own.)
+        No communication. Between iterations only; unsharded parameters are resharded first. (A ``__deepcopy__`` would
+        be found by wrappers that look up what they lack in this module, as their own.)
 
         Raises:
             FSDPRuntimeError: inside a forward or backward, or while gradients wait for their reduction.
-            FSDPNotImplementedError: the original class copies or pickles itself in a way of its own.
+            FSDPNotImplementedError: the original class copies itself in a way of its own.
         """
         return REDUCED.filling(self, _original_class(type(self)), super().__reduce_ex__, int(protocol))
 
     def __setstate__(self, attributes: Any) -> None:
-        """The end of copying and unpickling."""
+        """The end of copying."""
         super().__setstate__(attributes)  # type: ignore[misc]
         COMPLETED.filling()
-
-
-def new_sharded(original: type, *arguments: Any) -> NoReturn:
-    """What pickles of sharded modules begin with that another version has written.
-
-    Raises:
-        FSDPRuntimeError: always.
-    """
-    raise FSDPRuntimeError(
-        f"this sharded {original.__name__} was pickled by an earlier fsdp2, or a later one, whose parts are others. "
-        "Unpickle it with the fsdp2 that wrote it, save its state_dict() (or a distributed checkpoint), and load that "
-        "here."
-    )
-
-
-made_again = new_sharded
 
 
 def _state(module: FSDPModule) -> FSDPState:
@@ -918,15 +900,12 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
 
 def _groups(module: FSDPModule, recurse: bool) -> list[FSDPParamGroup]:
     """The groups that the modules' own `fully_shard` calls made: settings of a tied weight are its owner's."""
-    return _own_groups(_states(module, recurse))
+    return [group for state in _states(module, recurse) for group in state.unit if group.sharers[0] is state]
 
 
 def _configure(module: FSDPModule, recurse: bool = False, **changes: Any) -> None:
     """Change settings of the modules' own groups: of all of them, or of none if one refuses."""
-    states = _states(module, recurse)
-    _configure_groups(_own_groups(states), changes)
-    if not changes.keys().isdisjoint(DECIDES_GRADIENTS):
-        _ask_shared(states, changes)
+    _configure_groups(_groups(module, recurse), changes)
 
 
 def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
@@ -944,9 +923,7 @@ def _configure_as_root(module: FSDPModule, method: str, **changes: Any) -> None:
 
 
 def _groups_of_one_mesh(module: FSDPModule, method: str) -> list[FSDPParamGroup]:
-    """The module's own, but for that of small parameters (``replicate_below``), which no rank has a shard of."""
-    has_small = _state(module).arguments.replicate_below
-    groups = [each for each in _groups(module, recurse=False) if not has_small or each.mesh.shard_group is not None]
+    groups = _groups(module, recurse=False)
     if len({group.mesh.key for group in groups}) > 1:
         raise FSDPValueError(
             f"{method} is not possible on a module whose parameters are on several meshes (by shard_placement_fn): "
@@ -966,10 +943,6 @@ def _names_in_order(root: nn.Module, order: Sequence[nn.Module]) -> tuple[str, .
     return tuple(names[module] for module in order)
 
 
-def _own_groups(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
-    return [group for state in states for group in state.unit if group.sharers[0] is state]
-
-
 def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, Any]) -> None:
     """Change settings of all ``groups``, or of none if one refuses."""
     # The default is among them, so that what is wrong by itself is refused on a module without parameters too.
@@ -984,14 +957,6 @@ def _configure_groups(groups: Sequence[FSDPParamGroup], changes: Mapping[str, An
         for group, each in zip(groups, settings, strict=True):
             group.settings = each
             group.reducer.take_settings(each)
-
-
-def _ask_shared(states: Sequence[FSDPState], changes: Mapping[str, Any]) -> None:
-    """Note what was set on ``states`` whose small parameters lie in a group with others', which one above owns."""
-    for state in states:
-        for group in state.unit if state.arguments.replicate_below else ():
-            if group.sharers[0] is not state and group.mesh.shard_group is None:
-                group.ask(state, changes, is_taken=group.sharers[0] in states)
 
 
 def _units_of(modules: Any, method: str) -> tuple[Unit, ...] | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.options import CPUOffloadPolicy, OffloadPolicy, offload
-from fsdp2.errors import FSDPNotImplementedError, FSDPTypeError, FSDPValueError
+from fsdp2.errors import FSDPTypeError, FSDPValueError
 
 OffloadFunction = Callable[[str, nn.Parameter], OffloadPolicy | None]
 OffloadChoice = OffloadPolicy | Mapping[str, OffloadPolicy] | OffloadFunction
@@ -62,19 +62,6 @@ def offload_policies(
                 f"are those below the module, of parameters that no other call has sharded.{hint}"
             )
     return [_of_names(choice, names) for names, _ in params]
-
-
-def refuse_choice(replicates_small: bool, choice: OffloadChoice) -> None:
-    """Refuse policies by name where small parameters of several calls share a bucket, which rests in one place.
-
-    Raises:
-        FSDPNotImplementedError: naming both arguments.
-    """
-    if replicates_small and not isinstance(choice, OffloadPolicy):
-        raise FSDPNotImplementedError(
-            "replicate_below does not work together with an offload_policy by names of parameters; pass one policy, or "
-            "leave replicate_below out."
-        )
 
 
 def _of_names(choice: Mapping[str, OffloadPolicy], names: Sequence[str]) -> OffloadPolicy:

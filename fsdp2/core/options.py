@@ -535,12 +535,6 @@ class GroupSettings:
             other.denominator is None,
         )
 
-    def says_like(self, other: GroupSettings) -> bool:
-        """Whether all is set to the same. Waits for denominators on a device."""
-        return all(
-            are_the_same(getattr(self, field.name), getattr(other, field.name)) for field in dataclasses.fields(self)
-        )
-
     def changes_layout(self, other: GroupSettings) -> bool:
         """Whether reductions are laid out otherwise than with ``other``."""
         return (
@@ -554,15 +548,6 @@ class GroupSettings:
 
 DEFAULT = GroupSettings()
 """Groups that are set alike share one value, so that changing many of them makes one new one."""
-
-DECIDES_GRADIENTS = {
-    "divide_factor": "set_gradient_divide_factor() or set_gradient_reduction()",
-    "denominator": "set_gradient_reduction()",
-    "zeros_for_unused": "set_reduce_scatter_unused_params()",
-    "all_reduce_hook": "set_all_reduce_hook()",
-    "full_precision": "set_full_precision()",
-}
-"""What changes which gradients a group gets, and the methods that set it; the rest, how they get there."""
 
 FREE = frozenset({"requires_gradient_sync", "requires_all_reduce", "max_pending"})
 """What is only looked at when a backward begins or ends: changed from microbatch to microbatch, at no cost."""
@@ -623,18 +608,6 @@ class RootSettings:
         return None
 
 
-def are_the_same(value: Any, other: Any, *, waits: bool = True) -> bool:
-    """Whether two values of a setting mean the same. Not ``waits``: tensors on a device are taken to."""
-    if value is other:
-        return True
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        is_known = waits or value.device.type == other.device.type == "cpu"
-        return not is_known or bool(torch.equal(value, other.to(value.device)))
-    if isinstance(value, CommHook) and isinstance(other, CommHook):
-        return value.state is other.state and value.hook == other.hook
-    return type(value) is type(other) and bool(value == other)
-
-
 def denominator_of(value: Any) -> float | torch.Tensor:
     """A number, or a 0-D tensor with a value of its own; that is looked at only if it is on the host.
 
@@ -658,7 +631,7 @@ def described(settings: GroupSettings | RootSettings, *, without: tuple[str, ...
 
 def _is_default(settings: Any, field: dataclasses.Field[Any]) -> bool:
     value = getattr(settings, field.name)
-    return value is field.default or (isinstance(value, str) and value == field.default)  # strings may be unpickled
+    return value is field.default or (isinstance(value, str) and value == field.default)  # equal ones need not be one
 
 
 def _shown(value: Any) -> str:

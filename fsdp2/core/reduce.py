@@ -20,7 +20,7 @@ from fsdp2 import _torch
 from fsdp2.core.buffers import ALLOCATOR, Arena, Offloading
 from fsdp2.core.gather import Transfer
 from fsdp2.core.gradients import GradientBucket, GradientBuffer, PackedGradients
-from fsdp2.core.layout import DIRECT_THRESHOLD_BYTES, GradientLayout, direct_threshold_bytes
+from fsdp2.core.layout import GradientLayout, direct_threshold_bytes
 from fsdp2.core.mesh import DataParallelMesh, own_reduce_scatter_group
 from fsdp2.core.options import DEFAULT, GroupSettings
 from fsdp2.core.param import FSDPParam
@@ -81,8 +81,6 @@ class GradientReducer:
         buckets: how gradients are laid out, one for each dtype they are reduced in.
         frozen: the parameters that are in none.
         is_reducing: a reduction was issued and has not been delivered.
-        large: the trainable parameters of some size, if their gradients are at least half of the bytes.
-        is_ordered: what is communicated over its ranks must not depend on when gradients arrive.
         owing: (of the class) those that may hold gradients which are not in any ``.grad`` yet, after a backward.
     """
 
@@ -100,8 +98,6 @@ class GradientReducer:
         self._cleared: frozenset[FSDPParam] = frozenset()  # since then
         self.scatter_group: dist.ProcessGroup | None = None
         self.buckets: tuple[GradientBucket, ...] = ()
-        self.large: tuple[FSDPParam, ...] = ()
-        self.is_ordered = True
         self._mesh = mesh
         self._home = offloading
         self.is_reducing = False
@@ -138,14 +134,11 @@ class GradientReducer:
                 bucket.take_reduce_scattered(before[bucket.dtype])
         self.buckets = buckets
         self.frozen = tuple(param for param in params if param not in trainable)
-        self.large = _large_ones(trainable)
         hook, custom = self.settings.comm_hook, self.settings.custom_reduce_scatter
         if hook is None:
             self._transport = transport_of(self.group, self._mesh.device, custom)
-            self.is_ordered = transport_of(self.group, self._mesh.device).is_ordered
         else:
             self._transport = HOOKED.filling(hook, self.group, self._mesh.device)
-            self.is_ordered = self._transport.is_ordered
         self._to_widen = tuple(
             param for param in trainable if param.accumulation_dtype not in (None, param.param_dtype)
         )
@@ -631,15 +624,6 @@ def _by_reduce_dtype(trainable: Sequence[FSDPParam]) -> dict[torch.dtype, list[F
     for param, dtype in zip(trainable, reduce_dtypes(trainable), strict=True):
         by_dtype.setdefault(dtype, []).append(param)
     return by_dtype
-
-
-def _large_ones(params: Sequence[FSDPParam]) -> tuple[FSDPParam, ...]:
-    """Those of at least `DIRECT_THRESHOLD_BYTES`, if they are half of the bytes of all."""
-    sizes = [param.local_numel * param.param_dtype.itemsize for param in params]
-    large = [size for size in sizes if size >= DIRECT_THRESHOLD_BYTES]
-    if 2 * sum(large) < sum(sizes):
-        return ()
-    return tuple(param for param, size in zip(params, sizes, strict=True) if size >= DIRECT_THRESHOLD_BYTES)
 
 
 def reduce_dtypes(params: Sequence[FSDPParam]) -> list[torch.dtype]:

@@ -36,27 +36,6 @@ Unit = tuple[FSDPParamGroup, ...]
 """The groups of one `fully_shard` call, one per mesh: they are needed together. Empty without parameters."""
 
 
-class Postponed(Protocol):
-    """What is to be gathered ahead as soon as there is room.
-
-    Attributes:
-        during: the unit whose backward runs.
-        upcoming: what is to be gathered.
-    """
-
-    during: Unit
-    upcoming: Sequence[Unit]
-
-    def watch(self) -> None:
-        """Begin to wait for room."""
-
-    def cancel(self) -> None:
-        """Wait for it no more."""
-
-
-POSTPONED: Port[Callable[[Unit, Sequence[Unit], Callable[[], None]], Postponed] | None] = Port(None)
-"""Makes one, of a unit, of what comes after it, and of what is called when there is room. None: nothing waits."""
-
 ON_ROOT: list[Callable[[Sequence[Any], Sequence[FSDPParamGroup]], None]] = []
 """A port: called when a root forms, with its states and their groups."""
 
@@ -192,7 +171,6 @@ class Iteration:
         order: the order that the root's forward follows.
         reduced: gradients were reduced, which takes all ranks.
         ahead: groups that were gathered ahead and have not been used yet.
-        postponed: what is to be gathered ahead as soon as there is room.
         following: a unit, and what is to be gathered ahead when its backward has ended.
         recomputed: the unit that a recompute in backward has left unsharded for its own backward, see `keep`.
         gathered: the root's forward has gathered something.
@@ -210,7 +188,6 @@ class Iteration:
         "in_forward",
         "is_second",
         "order",
-        "postponed",
         "reaches_watched",
         "recomputed",
         "reduced",
@@ -229,7 +206,6 @@ class Iteration:
         self.unfinalized = False
         self.failed = False
         self.ahead: set[FSDPParamGroup] = set()
-        self.postponed: Postponed | None = None
         self.following: tuple[Unit, Sequence[Unit]] | None = None
         self.recomputed: Unit | None = None
 
@@ -285,7 +261,6 @@ class FSDPRoot:
         self._resting: tuple[FSDPParamGroup, ...] = ()
         self._watched: dict[torch.Tensor, RemovableHandle] = {}
         self._lent: set[FSDPParamGroup] = set()  # see `lend`
-        self._enclosing: set[Unit] = set()  # whose backward comes to the next unit before its own gradients
         self.iteration = Iteration()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._evaluation_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -373,7 +348,6 @@ class FSDPRoot:
         if self.comm.device.has_streams:
             self.comm.begin_forward()
         self.comm.gathers_follow_compute()
-        self.gather_postponed()
 
     def gather_for_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Gather ``unit``, and ahead of its compute the units that come ``then``, or are expected to. Collective."""
@@ -487,9 +461,6 @@ class FSDPRoot:
         if self.comm.device.has_streams:
             self.comm.free_packed()
         iteration = self.iteration
-        if iteration.postponed is not None:
-            self._enclosing.add(iteration.postponed.during)
-            self.gather_postponed()
         if iteration.recomputed is unit:
             iteration.recomputed = None
         needed = unit
@@ -501,18 +472,7 @@ class FSDPRoot:
         if then is None and self.settings.backward_prefetch != "before":
             iteration.following = (unit, expected) if self.settings.backward_prefetch == "after" else None
             return
-        is_large = False
-        for group in unit:
-            is_large = is_large or group.reducer.large != ()
-        if is_large and then is None and self._postpones(unit):
-            if any([group.reducer.is_ordered for group in unit]):
-                self._gather_ahead(expected, for_backward=True)
-                expected = ()
-            assert POSTPONED.filling is not None, "it postpones"
-            iteration.postponed = POSTPONED.filling(unit, expected, self._gather_halfway)
-            iteration.postponed.watch()
-        else:
-            self._gather_ahead(expected if then is None else then, for_backward=True)
+        self._gather_ahead(expected if then is None else then, for_backward=True)
 
     def gather_following(self, unit: Unit) -> None:
         """The backward of ``unit`` has ended: gather what comes next, if that was to wait for it. Collective."""
@@ -520,27 +480,8 @@ class FSDPRoot:
         if following is not None and following[0] is unit:
             self._gather_ahead(following[1], for_backward=True)
 
-    def _postpones(self, unit: Unit) -> bool:
-        """Whether what follows ``unit``, of large gradients, is gathered later. [Note: half a backward each]"""
-        comm = self.comm
-        if POSTPONED.filling is None or comm.device.has_streams or comm.max_pending_reduces > 1 or not comm.is_reducing:
-            return False
-        return self.settings.prefetch_bytes is None and unit not in self._enclosing
-
-    def _gather_halfway(self) -> None:
-        on_real_parameters(self.gather_postponed)
-
-    def gather_postponed(self) -> None:
-        """Wait for the reduction in flight, and gather what was postponed until then, if anything was. Collective."""
-        postponed, self.iteration.postponed = self.iteration.postponed, None
-        if postponed is not None:
-            postponed.cancel()
-            self.comm.finish_reduces()
-            self._gather_ahead(postponed.upcoming, for_backward=True)
-
     def gather_for_recompute(self, unit: Unit) -> None:
         """Gather ``unit`` for a recompute in backward, which is no part of the learned orders. Collective."""
-        self.gather_postponed()
         if self.iteration.recomputed is unit:
             self.iteration.recomputed = None
         else:
@@ -549,7 +490,6 @@ class FSDPRoot:
 
     def gather_for_second_backward(self, unit: Unit) -> None:
         """Gather ``unit`` for the differentiation of a recorded backward, if it is not there any more. Collective."""
-        self.gather_postponed()
         self._gather(unit, for_backward=True)
 
     def keep_for_backward(self, unit: Unit | None) -> None:
@@ -568,8 +508,6 @@ class FSDPRoot:
 
     def reduce_or_keep(self, unit: Unit) -> None:
         """Issue the reductions of a unit's gradients, or leave them unsharded, as the user has set. Collective."""
-        if self.iteration.postponed is not None:
-            self.gather_postponed()
         for group in unit:
             if group.reducer.frozen:
                 group.reducer.refuse_unexpected()
@@ -591,8 +529,6 @@ class FSDPRoot:
                 self.reduce_or_keep((group,))
 
     def _end_backward(self) -> None:
-        if self.iteration.postponed is not None:
-            self.gather_postponed()
         if self.walk is not None:
             self.walk.end_backward()
         self.holds_graph, self.iteration.is_second = self.iteration.creates_graph, False
@@ -783,8 +719,6 @@ class FSDPRoot:
         self.comm.let_host_write_shards()
         self.hidden = ()
         self._hold_graph(False)
-        if self.iteration.postponed is not None:
-            self.iteration.postponed.cancel()
         for group in self.shared:
             group.users.clear()
             group.took_part = False

@@ -21,7 +21,7 @@ from fsdp2.core.hooks import STATE
 from fsdp2.core.kept import registered_outside
 from fsdp2.core.mesh import DataParallelMesh, DataParallelMeshInfo, default_mesh, mesh_info
 from fsdp2.core.module import ON_SHARDING, SET_STRATEGY, FSDPModule, mix_in
-from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of, refuse_choice
+from fsdp2.core.offload_choice import OffloadChoice, offload_choice, offload_policies, offloading_of
 from fsdp2.core.options import (
     OTHER_WORDS,
     DataParallelMeshDims,
@@ -48,7 +48,6 @@ from fsdp2.core.sharding import (
     Sharding,
     ShardPlacementFn,
     check_policy_callable,
-    names_other_ranks,
     requested_placement,
     sharding_of,
 )
@@ -68,38 +67,6 @@ INFO_FOR: Port[Callable[[Any, Any, Any, Callable[[], DataParallelMeshInfo]], Dat
 )
 """How a strategy uses the mesh, beside ``reshard_after_forward`` and ``shard_placement_fn``."""
 
-
-class SmallParameters:
-    """What ``replicate_below`` does: here nothing, if it is 0."""
-
-    def mesh_of(self, replicate_below: Any, info: DataParallelMeshInfo) -> DataParallelMesh | None:
-        """Where small parameters are replicated: all ranks of ``info``; None if there are to be none. Collective."""
-        return missing("replicate_small")() if replicate_below else None  # type: ignore[no-any-return]
-
-    def is_small(self, parameter: nn.Parameter, replicate_below: int) -> bool:
-        """Whether ``parameter`` is one of them."""
-        return False
-
-    def below(
-        self, modules: Sequence[nn.Module], arguments: ShardArguments, own: DataParallelMesh | None, name: str
-    ) -> list[FSDPParamGroup]:
-        """The groups of small parameters of calls below ``modules`` that one with ``arguments`` takes into its own.
-
-        ``own``: where it has small parameters itself. Raises what hinders it, before anything is changed.
-        """
-        return []
-
-    def absorb(
-        self, modules: Sequence[nn.Module], unit: Unit, taken: list[FSDPParamGroup], name: str
-    ) -> tuple[Unit, Any]:
-        """``unit`` with what was ``taken`` below ``modules``, and what `share` is to be told."""
-        return unit, None
-
-    def share(self, absorbed: Any) -> None:
-        """Let the calls below use what theirs has become part of."""
-
-
-SMALL: Port[SmallParameters] = Port(SmallParameters())
 
 Use = tuple[nn.Module, str, str]
 """A module, the name of one of its own parameters, and that parameter's fully qualified name."""
@@ -165,7 +132,6 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
-    replicate_below: int = ...,
 ) -> Module: ...
 @overload
 def fully_shard(
@@ -179,7 +145,6 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     strategy: Strategy | None = ...,
-    replicate_below: int = ...,
 ) -> list[Module]: ...
 @checked(
     lambda word: OTHER_WORDS.filling.instead_of(word),
@@ -190,7 +155,6 @@ def fully_shard(
     offload_policy=ANYTHING,
     dp_mesh_dims=ANYTHING,
     strategy=ANYTHING,
-    replicate_below=ANYTHING,
 )
 def fully_shard(
     module: Any,
@@ -203,7 +167,6 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: Strategy | None = None,
-    replicate_below: int = 0,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and gather them just in time.
 
@@ -261,10 +224,6 @@ def fully_shard(
             ``set_requires_gradient_sync(False)``. ``"replicate"``: nothing is sharded, over either dim of ``mesh``;
             gradients are all-reduced. None: as ``reshard_after_forward`` says. Groups of one model may differ; see
             `FSDPModule.set_strategy`.
-        replicate_below: parameters of fewer bytes (whole, in their original dtype) are not sharded but replicated over
-            all ranks of ``mesh``, whatever dim ``shard_placement_fn`` names. (One for which it names a mesh of other
-            ranks is sharded there.) Those of all calls below one another that pass it form one group: one all-reduce at
-            the end of the backward. It belongs to the uppermost of these modules, whose settings it has.
 
     Returns:
         ``module`` itself (or the list), its class now also derived from `FSDPModule`. A second call with equal
@@ -293,12 +252,8 @@ def fully_shard(
     resharding, neighbours = _validated_resharding(reshard_after_forward, data_parallel)
     ignored = ignored_below(modules, ignored_params)
     below = ignored and ignored.intersection(parameter for each in modules for parameter in each.parameters())
-    small: DataParallelMesh | None = None
-    if type(replicate_below) is not int or replicate_below:
-        small = SMALL.filling.mesh_of(replicate_below, info)
-        refuse_choice(small is not None, offloading)
     arguments = ShardArguments(
-        data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy, replicate_below
+        data_parallel, (resharding, neighbours), shard_placement_fn, asked, offloading, below, strategy
     )
     if _is_repetition(modules, arguments):
         return module
@@ -322,16 +277,12 @@ def fully_shard(
     with torch.inference_mode(False):  # parameters made under inference mode could never be trained
         if tied:
             TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
-        shardings = _shardings(found, arguments, name, small)
-        taken = [] if small is None else SMALL.filling.below(modules, arguments, _own(small, shardings), name)
+        shardings = _shardings(found, arguments, name)
         unit = _shard(found, shardings, managed, arguments, policy, places, name, kept)
-        unit, absorbed = SMALL.filling.absorb(modules, unit, taken, name) if taken else (unit, None)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *[each.owner.group for each in tied])))
     state = FSDPState(modules, unit, policy, arguments, ignored)
-    if taken:
-        SMALL.filling.share(absorbed)
     if strategy is not None:
         SET_STRATEGY.filling(strategy, [state])
     for each_module in modules:
@@ -401,20 +352,6 @@ def _requested_sharding(
     if (type(data) is not torch.Tensor or data.__dict__) and GATHERS_ITSELF.filling(data):
         CHECK_EXTENSION.filling(data, sharding.partition, sharding.mesh.shard_size, where)
     return sharding
-
-
-def _sharding_of_small(
-    parameter: nn.Parameter, fqn: str, name: str, arguments: ShardArguments, small: DataParallelMesh
-) -> Sharding:
-    """Replicated over ``small``; but on other ranks, as sharded there as the ``shard_placement_fn`` says.
-
-    It may name them for a parameter that has another value on each part of the ranks, such as an expert's bias.
-    """
-    function = arguments.shard_placement_fn
-    answer = None if function is None else function(parameter)
-    if names_other_ranks(answer, fqn, arguments.mesh):
-        return _requested_sharding(parameter, fqn, name, lambda _: answer, arguments.mesh)
-    return _requested_sharding(parameter, fqn, name, None, small)
 
 
 def _check_neighbours(sharding: Any, size: int, fqn: str, name: str) -> None:
@@ -554,28 +491,17 @@ def _shown(argument: Any) -> str:
     return str(argument)
 
 
-def _shardings(
-    found: dict[nn.Parameter, list[Use]], arguments: ShardArguments, name: str, small: DataParallelMesh | None
-) -> list[Sharding]:
-    """How each parameter is to be sharded; ``small``: the mesh of small ones. Changes nothing."""
-    mesh = arguments.mesh
+def _shardings(found: dict[nn.Parameter, list[Use]], arguments: ShardArguments, name: str) -> list[Sharding]:
+    """How each parameter is to be sharded. Changes nothing."""
     neighbours = arguments.reshard_after_forward[1]
     shardings = [
-        _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, mesh)
-        if small is None or not SMALL.filling.is_small(parameter, arguments.replicate_below)
-        else _sharding_of_small(parameter, uses[0][2], name, arguments, small)
+        _requested_sharding(parameter, uses[0][2], name, arguments.shard_placement_fn, arguments.mesh)
         for parameter, uses in found.items()
     ]
     if neighbours is not None:
         for sharding, uses in zip(shardings, found.values(), strict=True):
-            if sharding.mesh is not small:
-                _check_neighbours(sharding, neighbours, uses[0][2], name)
+            _check_neighbours(sharding, neighbours, uses[0][2], name)
     return shardings
-
-
-def _own(small: DataParallelMesh, shardings: Sequence[Sharding]) -> DataParallelMesh | None:
-    """``small``, if there are parameters on its ranks."""
-    return small if any(sharding.mesh.key == small.key for sharding in shardings) else None
 
 
 def _shard(

@@ -521,19 +521,6 @@ def requested_placement(
     return dim, mesh
 
 
-def names_other_ranks(answer: Any, fqn: str, default: DataParallelMesh) -> bool:
-    """Whether a ``shard_placement_fn`` has answered with a mesh that has other ranks than ``default``.
-
-    Raises:
-        FSDPValueError: that is not a mesh to shard over.
-    """
-    if answer is None or not hasattr(answer, "mesh_info"):
-        return False
-    mesh, known = _mesh_of(answer.mesh_info, fqn, default).device_mesh, default.device_mesh
-    with _torch.unobserved():  # the ranks are real numbers, also while tensors are fake
-        return mesh is not known and set(mesh.mesh.flatten().tolist()) != set(known.mesh.flatten().tolist())
-
-
 def _known(answer: Any) -> Any:
     """``answer``, or what one of `OTHER_PLACEMENTS` makes of it."""
     if answer is None or isinstance(answer, (Shard, RowPlacement)):

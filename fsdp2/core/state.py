@@ -110,7 +110,6 @@ class ShardArguments:
         offload_policy: the same.
         ignored_params: those below the module.
         strategy: as it was passed.
-        replicate_below: as it was passed.
         grouping: of a model that `auto_shard` was called on: how it chose groups, its arguments by name. No argument of
             `fully_shard`.
     """
@@ -122,7 +121,6 @@ class ShardArguments:
     offload_policy: OffloadChoice
     ignored_params: frozenset[nn.Parameter]
     strategy: Strategy | None = None
-    replicate_below: int = 0
     grouping: tuple[tuple[str, str | int], ...] = ()
 
     def difference(self, other: ShardArguments) -> str | None:
@@ -132,8 +130,6 @@ class ShardArguments:
         """
         if self.strategy != other.strategy:
             return "strategy"
-        if self.replicate_below != other.replicate_below:
-            return "replicate_below"
         mine, theirs = self.mesh, other.mesh
         if mine.dims != theirs.dims or mine.spmd_mesh != theirs.spmd_mesh:
             passed = [each.device_mesh if each.spmd_mesh is None else each.spmd_mesh for each in (mine, theirs)]

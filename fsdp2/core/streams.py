@@ -495,11 +495,6 @@ class FSDPCommContext:
                 for pending in (*self._all_reducing, *self._pending):  # may end on a stream of the user's
                     self._wait_for_reduce(pending)
 
-    @property
-    def is_reducing(self) -> bool:
-        """Whether a reduction was issued and has not been waited for."""
-        return bool(self._pending)
-
     def give_up(self, pending: PendingReduce, hook_stream: Any) -> None:
         """An exception came while ``pending`` was being launched. Compute frees what streams may still be reading.
 

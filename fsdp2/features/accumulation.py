@@ -28,10 +28,9 @@ def accumulate(module: nn.Module, *, last: bool, kept: Kept = "unsharded") -> Ab
         optimizer.step()
 
     All sharded modules at and below ``module`` take part, those too whose parameters only the last microbatch uses, or
-    only an earlier one. What belongs to modules elsewhere does not: weights tied to theirs, and small parameters in one
-    group with theirs (``replicate_below``), are reduced by each microbatch, to the same sum. The settings of before are
-    back after the block, also after an exception. Blocks nest: a microbatch is the last if it is for all of them, or
-    `set_requires_gradient_sync` had no reductions before.
+    only an earlier one. What belongs to modules elsewhere does not: weights tied to theirs are reduced by each
+    microbatch, to the same sum. The settings of before are back after the block, also after an exception. Blocks nest:
+    a microbatch is the last if it is for all of them, or `set_requires_gradient_sync` had no reductions before.
 
     All ranks must enter the same blocks. No communication by itself.
 

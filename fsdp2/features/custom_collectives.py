@@ -92,7 +92,7 @@ class ReduceScatterInMemory(ReduceScatter):
         return _torch.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
-OURS = (AllGatherInMemory, ReduceScatterInMemory)
+_OURS = (AllGatherInMemory, ReduceScatterInMemory)
 
 
 def _refuse_custom(groups: Iterable[FSDPParamGroup], method: str) -> None:
@@ -103,7 +103,7 @@ def _refuse_custom(groups: Iterable[FSDPParamGroup], method: str) -> None:
     """
     for group in groups:
         for comm in (group.settings.custom_all_gather, group.settings.custom_reduce_scatter):
-            if comm is not None and not isinstance(comm, OURS):
+            if comm is not None and not isinstance(comm, _OURS):
                 raise FSDPRuntimeError(
                     f"{method} and a custom collective exclude each other: {type(comm).__name__} allocates its "
                     "buffers itself."

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.options import MixedPrecisionPolicy
 from fsdp2.core.param import FSDPParam, fsdp_param_of, replacement_of
-from fsdp2.core.shard import SMALL, TIES, Tied, Ties, Use
+from fsdp2.core.shard import TIES, Tied, Ties, Use
 from fsdp2.core.sharding import partition_key_of, requested_placement
 from fsdp2.core.state import ShardArguments
 from fsdp2.errors import FSDPValueError
@@ -82,15 +82,12 @@ class TiedWeights(Ties):
             owner, fqn = each.owner, each.uses[0][2]
             wanted, mesh = requested_placement(arguments.shard_placement_fn, each.original, fqn, arguments.mesh)
             first = owner.group.sharers[0].arguments
-            is_small, was_small = (_is_small(each.original, of) for of in (arguments, first))
-            before = first.mesh.key if is_small and was_small else owner.sharding.mesh.key
-            communicates_otherwise = mesh.key != before
+            communicates_otherwise = mesh.key != owner.sharding.mesh.key
             partitions = (partition_key_of(wanted), owner.sharding.partition.partition_key)
             differs = {
-                "replicate_below": is_small != was_small,
                 "strategy": communicates_otherwise and arguments.strategy != first.strategy,
                 "mesh": communicates_otherwise,
-                "shard_placement_fn": not is_small and partitions[0] != partitions[1],
+                "shard_placement_fn": partitions[0] != partitions[1],
                 "mp_policy": _dtypes(policy) != _dtypes(owner.policy),
                 "offload_policy": place != owner.group.storage.offloading,
             }
@@ -100,11 +97,6 @@ class TiedWeights(Ties):
                         f"parameter '{fqn}' of {name} is tied to '{owner.path}' of {owner.group_name}, which "
                         f"fully_shard has sharded with another '{argument}'; pass the same in both calls."
                     )
-
-
-def _is_small(parameter: nn.Parameter, arguments: ShardArguments) -> bool:
-    below = arguments.replicate_below
-    return bool(below) and SMALL.filling.is_small(parameter, below)
 
 
 TIES.fill(TiedWeights())

@@ -467,7 +467,7 @@ _REFUSED = (
 _SET_INSTEAD = {
     "_root_post_backward_final_callback": (
         "it is not called at the end of backward here. Let what it reduces be sharded or replicated by fully_shard "
-        "(replicate_below, strategy='replicate'), or leave it out with ignored_params and reduce it after backward()"
+        "(strategy='replicate'), or leave it out with ignored_params and reduce it after backward()"
     ),
     "_mp_policy": "pass mp_policy to fully_shard, which may be a function of the parameter's name",
 }

@@ -87,7 +87,6 @@ RULES: dict[str, Rule] = {
     "ignored_params": _patterns("patterns of names of parameters or modules"),
     "no_unshard_in_backward": _patterns("patterns of names of modules"),
     "reshard_after_forward": Rule("a bool, a number of ranks >= 1, or None", _is_resharding),
-    "replicate_below": _BYTES,
     "max_bytes": _BYTES,
     "min_bytes": _BYTES,
     "prefetch_budget": Rule("a number of bytes, an int >= 0, or None", lambda value: value is None or _is_bytes(value)),
@@ -123,7 +122,6 @@ class ShardingConfig:
         dp_mesh_dims: as in `fully_shard`.
         strategy: the same.
         reshard_after_forward: the same.
-        replicate_below: the same; bytes.
         mp_policy: the same; without ``param_dtype_override_fn``.
         mp_policy_of: policies of parameters, by pattern, in the place of ``mp_policy``. How inputs, outputs and buffers
             of a group are cast is for the policy of its module to say.
@@ -164,7 +162,6 @@ class ShardingConfig:
     dp_mesh_dims: DataParallelMeshDims | None = None
     strategy: Strategy | None = None
     reshard_after_forward: bool | int | None = None
-    replicate_below: int = 0
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009, frozen
     mp_policy_of: Mapping[str, MixedPrecisionPolicy] = field(default_factory=dict)
     offload_policy: OffloadPolicy | None = OffloadPolicy()  # noqa: RUF009, frozen

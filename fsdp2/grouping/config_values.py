@@ -204,7 +204,6 @@ _READERS: dict[str, Callable[[Place, Any], Any]] = {
     "mp_policy_of": _policies,
     "offload_policy": _offload,
     "shard_placement": _placements,
-    "replicate_below": _size,
     "max_bytes": _size,
     "min_bytes": _size,
     "prefetch_budget": _size,

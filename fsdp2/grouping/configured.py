@@ -190,7 +190,6 @@ def arguments_of(config: ShardingConfig, model: nn.Module) -> dict[str, Any]:
     made: dict[str, Any] = {
         "strategy": config.strategy,
         "reshard_after_forward": config.reshard_after_forward,
-        "replicate_below": config.replicate_below,
         "offload_policy": config.offload_policy,
         "dp_mesh_dims": config.dp_mesh_dims,
         "mp_policy": config.mp_policy,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -201,8 +200,7 @@ def test_a_step_between_forward_and_backward_is_refused(compile: Any, again: boo
 @multi_rank(2)
 @pytest.mark.full  # 6 s each
 @pytest.mark.parametrize("compile", [by_method, by_blocks])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_of_a_compiled_model(compile: Any, way: str) -> None:
+def test_copies_of_a_compiled_model(compile: Any) -> None:
     """A copy trains on its own; the original does not notice."""
     with compiling() as graphs:
         models, called = compiled_and_eager(build_small, compile, graphs.backend())
@@ -210,12 +208,7 @@ def test_copies_of_a_compiled_model(compile: Any, way: str) -> None:
         for each in called:
             step_once(each, 0, rank)
             each.zero_grad()
-        copies = []
-        for model in models:
-            if way == "deepcopy":
-                copies.append(copy.deepcopy(model))
-            else:
-                copies.append(pickle.loads(pickle.dumps(model)))
+        copies = [copy.deepcopy(model) for model in models]
         for each, twin in ((models, 3), (copies, 4), (models, 5)):
             losses = [step_once(model, twin, rank)[0] for model in each]
             assert_equal(f"loss {twin}", *losses)

@@ -218,14 +218,6 @@ def test_strategies_that_change() -> None:
         assert_trains_alike(graphs, build_small, lambda model: shard(model, strategy="zero1"), step)
 
 
-@multi_rank(2, full=[4])
-@pytest.mark.full  # 8 s each
-@WAYS
-def test_small_parameters_replicated(compile: Any) -> None:
-    with compiling() as graphs:
-        assert_trains_alike(graphs, build, lambda model: shard(model, replicate_below=64), steps_of(1), compile=compile)
-
-
 @multi_rank(2)
 @pytest.mark.full  # 5 s each
 @pytest.mark.parametrize("dynamic", [True, None])

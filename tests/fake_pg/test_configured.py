@@ -62,7 +62,7 @@ def sharded(**settings: Any) -> Model:
 
 
 def test_groups_strategy_and_mesh() -> None:
-    model = sharded(strategy="zero2", mesh_shape=(2, -1), replicate_below=0)
+    model = sharded(strategy="zero2", mesh_shape=(2, -1))
     names = [name for name, each in model.named_modules() if isinstance(each, FSDPModule)]
     assert names == ["", "layers.0", "layers.1"]
     mesh = state(model).mesh
@@ -128,8 +128,6 @@ def test_offloading_and_strategies() -> None:
     assert state(model, "layers.0").reshard_after_backward is None
     for strategy in ("replicate", "zero3"):
         assert state(sharded(strategy=strategy)).arguments.strategy == strategy
-    small = sharded(replicate_below=100)
-    assert small.layers[0].norm.weight.placements[0].is_replicate()
     kept = sharded(reshard_after_forward=2)
     assert state(kept, "layers.0").arguments.reshard_after_forward == (True, 2)
 

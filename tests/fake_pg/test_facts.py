@@ -83,7 +83,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "HSDP, strategies": lambda: sharded(LM(), mesh=two_axes(), strategy="zero2"),
     "zero1": lambda: sharded(LM(), strategy="zero1"),
     "replicated": lambda: sharded(LM(), mesh=two_axes(), strategy="replicate"),
-    "small replicated": lambda: sharded(LM(width=256), replicate_below=4096),
     "tensor parallelism": with_tensor_parallelism,
     "mixed precision": lambda: sharded(LM(width=512), mp_policy=MIXED),
     "fp16": lambda: sharded(LM(width=512), mp_policy=MixedPrecisionPolicy(torch.float16, torch.float16)),

@@ -410,7 +410,6 @@ def test_every_reason_that_is_given_is_one(scenario: str) -> None:
 
 
 NO_RACE = {
-    ("root", "gather_postponed", "finish_reduces"),  # never where there are streams; see test_backward_memory
     ("reduce", "reduce", "retire_reduces"),  # the same: there it is make_room
     ("root", "recover_if_failed", "drop_reduces"),  # so that nothing is delivered later; see test_what_meets
     ("group", "_prepare_anew", "finish_reduces"),  # so that buckets keep what waits in them; see test_recovery

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -179,10 +178,8 @@ def test_names_attributes_and_indices_are_the_modules(world_size: int) -> None:
 
 
 @multi_rank(2)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_train(way: str, world_size: int) -> None:
-    made = by_hand()
-    model = copy.deepcopy(made) if way == "deepcopy" else pickle.loads(pickle.dumps(made))
+def test_copies_train(world_size: int) -> None:
+    model = copy.deepcopy(by_hand())
     assert model.check_is_root() and len(FullyShardedDataParallel.fsdp_modules(model, root_only=True)) == 1
     assert_trains_like(Reference(UNEVEN_MLP, world_size=world_size), model, adamw(list(model.parameters())), steps=2)
 

@@ -107,7 +107,6 @@ LAYOUTS: dict[str, Callable[[Net], None]] = {
     "tp": _tensor_parallel,
     "replicate": lambda model: _with(model, strategy="replicate"),
     "zero1": lambda model: _with(model, strategy="zero1"),
-    "small": lambda model: _with(model, replicate_below=40),
     "columns": lambda model: _with(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.dim() == 2 else None),
     "blocks": lambda model: _with(model, shard_placement_fn=lambda p: RowBlocks(2) if p.dim() == 2 else None),
     "merged": lambda model: _with(

@@ -185,7 +185,7 @@ def test_estimate(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     arguments = ("estimate", f"{models}:build", "--batch", "64x64", "--mesh", "8", "--hardware", "h100-8x", "--json")
     found = json.loads(said(capsys, *arguments, "--blocks", "Block"))
     assert found["parameters"] == (3 * BLOCK_BYTES + REST_BYTES) // 4 and found["fits"] is True
-    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, replicate_below=1024).to_file(tmp_path / "a.json")
+    config = fsdp2.ShardingConfig(blocks=("Block",), min_bytes=0, strategy="zero2").to_file(tmp_path / "a.json")
     assert json.loads(said(capsys, *arguments, "--config", str(config)))["fits"] is True
 
 

@@ -59,7 +59,6 @@ def names(*values: str) -> Draw:
 FLAG = some(True, False)
 DRAWN: dict[str, Draw] = {
     "strategy": some("zero1", "zero2", "zero3", None),
-    "replicate_below": some(0, 1, 2**33),
     "mp_policy": policy,
     "mp_policy_of": table(policy),
     "offload_policy": some(

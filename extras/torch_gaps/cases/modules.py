@@ -1,10 +1,8 @@
-"""Sharded modules as objects: copied, pickled, sharded again, made plain again."""
+"""Sharded modules as objects: copied, sharded again, made plain again."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 
 import torch
 from torch import nn
@@ -38,21 +36,6 @@ def deep_copy(trial: Trial) -> None:
     expect_trains_alike(trial, copy.deepcopy(model), copy.deepcopy(plain))
     expect_same_parameters(model, plain)
     expect_trains_alike(trial, model, plain)
-
-
-@case(AREA, "`pickle` of a sharded model, loaded and trained", asked="SimpleTuner#2839")
-def pickled(trial: Trial) -> None:
-    model, plain = _models(trial)
-    expect_trains_alike(trial, pickle.loads(pickle.dumps(model)), plain)
-
-
-@case(AREA, "`torch.save` of a sharded model, loaded and trained")
-def saved(trial: Trial) -> None:
-    model, plain = _models(trial)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    expect_trains_alike(trial, torch.load(file, weights_only=False), plain)
 
 
 @case(AREA, "`fully_shard` again, with equal arguments", asked="trl#6527 accelerate#3231")

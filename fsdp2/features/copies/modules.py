@@ -1,27 +1,22 @@
-"""How one sharded module is copied and pickled: by its original class, with its state at rest. See `states`."""
+"""How one sharded module is deep-copied: by its original class, with its state at rest. See `states`."""
 
 from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.core.functions import gather_around
 from fsdp2.core.hooks import STATE
-from fsdp2.core.module import COMPLETED, ON_SHARDING, REDUCED, mix_in, new_sharded
-from fsdp2.core.options import GroupSettings, RootSettings
-from fsdp2.core.plan import fingerprint
-from fsdp2.core.sharding import Partition
-from fsdp2.core.state import FSDPState, ShardArguments, state_of
+from fsdp2.core.module import COMPLETED, ON_SHARDING, REDUCED, mix_in
+from fsdp2.core.state import FSDPState, state_of
 from fsdp2.errors import FSDPNotImplementedError
-from fsdp2.features.copies.meshes import MeshRecord
 from fsdp2.features.copies.predecessors import link_copies
-from fsdp2.features.copies.states import PICKLED, GroupFacts, complete_copies, rest_for_copy
+from fsdp2.features.copies.states import complete_copies, rest_for_copy
 
 
 def _state(module: Any) -> FSDPState:
@@ -31,7 +26,7 @@ def _state(module: Any) -> FSDPState:
 
 
 class _Attributes(dict[str, Any]):
-    """The attributes of a module that is copied or pickled."""
+    """The attributes of a module that is copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         for group in self[STATE].unit:
@@ -42,13 +37,31 @@ class _Attributes(dict[str, Any]):
         link_copies(memo)
         return copied
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """As a plain dict."""
-        return dict, (), None, None, iter(self.items())
+
+class _MadeAgain:
+    """Makes an instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it.
+
+    `copy.deepcopy` calls it. Pickles begin with it, and end there: a process group cannot be pickled.
+    """
+
+    def __init__(self, original: type) -> None:
+        self._original = original
+
+    def __call__(self, cls: type, *arguments: Any) -> nn.Module:
+        module: nn.Module = self._original.__new__(self._original, *arguments)
+        mix_in(module)
+        return module
+
+    def __reduce__(self) -> NoReturn:
+        raise FSDPNotImplementedError(
+            f"a sharded {self._original.__name__} cannot be pickled, nor saved by torch.save(model): save its "
+            "state_dict(), or use fsdp2.checkpoint.save() (or torch.distributed.checkpoint), and load that into a "
+            "model that fully_shard was called on."
+        )
 
 
 def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol: int) -> tuple[Any, ...]:
-    """What ``module`` is pickled as, whose class was ``original``; ``reduce`` is that class's own way.
+    """What ``module`` is copied by, whose class was ``original``; ``reduce`` is that class's own way.
 
     Raises:
         FSDPNotImplementedError: that class does not leave it to Python how an instance is made.
@@ -57,35 +70,11 @@ def reduced(module: Any, original: type, reduce: Callable[[int], Any], protocol:
     how = reduce(max(2, protocol))
     if isinstance(how, str) or how[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
         raise FSDPNotImplementedError(
-            f"{original.__name__} says itself how it is pickled, and knows nothing of sharding; save its state_dict() "
-            "instead."
+            f"{original.__name__} says itself how it is copied, and knows nothing of sharding; copy the module before "
+            "fully_shard, or load its state_dict() into a second one."
         )
     attributes = _Attributes(how[2]) if type(how[2]) is dict else how[2]
-    return made_again, (original, _format(), *how[1][1:]), attributes, *how[3:]
-
-
-BY_PLACE = (Partition, ShardArguments, GroupSettings, RootSettings, MeshRecord, GroupFacts)
-"""Whose values pickles keep by their place, without names: other fields would be taken for them."""
-
-
-@functools.cache
-def _format() -> str:
-    """Stands for what pickles keep of a module's sharding, and how."""
-    fields = [(kind.__name__, list(kind.__annotations__)) for kind in BY_PLACE]
-    return str(fingerprint(str([*fields, *PICKLED])))
-
-
-def made_again(original: type, written: str = "", *arguments: Any) -> nn.Module:
-    """An instance of ``original``, of no attributes yet, with the class that `fully_shard` would give it.
-
-    Raises:
-        FSDPRuntimeError: what it is unpickled from has another format than is ``written`` here.
-    """
-    if written != _format():
-        new_sharded(original)
-    module: nn.Module = original.__new__(original, *arguments)
-    mix_in(module)
-    return module
+    return _MadeAgain(original), how[1], attributes, *how[3:]
 
 
 def completed() -> None:

@@ -1,4 +1,4 @@
-"""Copies and pickles of sharded modules: what of a state travels with its modules, and how it is made there again.
+"""Deep copies of sharded modules: what of a state travels with its modules, and how it is made there again.
 
 `nn.Module` copies its attributes one by one, in an order of its own, so a state arrives in pieces: as a `Record`, whose
 modules and parameters Python copies, and whose `Facts` say the rest. When all of its modules are there the state is
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -30,22 +29,17 @@ from fsdp2.core.options import GroupSettings
 from fsdp2.core.param import FSDPParam, WriteCounter
 from fsdp2.core.root import ON_ROOT, Unit
 from fsdp2.core.state import FSDPState, state_of
-from fsdp2.errors import FSDPNotImplementedError, FSDPRuntimeError
-from fsdp2.features.custom_collectives import OURS
+from fsdp2.errors import FSDPRuntimeError
 from fsdp2.features.reshard_to_fewer import PostForwardShards
 
 _COPIED = ("class_name", "reshard_after_forward", "reshard_after_backward", "in_full_precision", "is_captured")
-_TRAVELS_OF_PARAM = ("fqn", "sharding", "policy", "shape", "grad_dtype", "arrived_dtype")
-PICKLED = (*_COPIED, *_TRAVELS_OF_PARAM)
-"""The names of what travels by name."""
-_NEW: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
 class GroupFacts(NamedTuple):
     """What a group is made from, beside the parameters that modules hold, and what was set on it.
 
     Attributes:
-        params: the original's; of these, `_TRAVELS_OF_PARAM` are read, which are what is pickled.
+        params: the original's.
         neighbours: to how many ranks it reshards after forward, if not to all.
     """
 
@@ -92,7 +86,7 @@ def _made_param(
             f"parameter '{fixed.fqn}' of {group_name} was copied before the module that it is sharded "
             "with, while it was unsharded; copy that module first, or call reshard() on it before."
         )
-    if found.device_mesh is not spec.mesh:  # pickled along, without its process groups; shared with other tensors
+    if found.device_mesh is not spec.mesh:  # an equal one of before, out of one of DTensor's caches
         _torch.revive_mesh(found.device_mesh, spec.mesh)
     explicit, dtype = fixed.grad_dtype
     if explicit:  # which no copy of a tensor keeps
@@ -111,49 +105,16 @@ class Facts:
         made_from: arguments of `FSDPState`.
         attributes: of it, as they were.
         groups: of its unit.
-        place: whose shards these are: the rank, and of how many.
     """
 
     def __init__(self, made_from: tuple[Any, ...], attributes: dict[str, Any], groups: tuple[GroupFacts, ...]) -> None:
         self.made_from = made_from
         self.attributes = attributes
         self.groups = groups
-        self.place = (dist.get_rank(), dist.get_world_size())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Facts:
         """Itself: nothing in here changes."""
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all of it.
-
-        Raises:
-            FSDPNotImplementedError: of communication memory, which belongs to this process.
-        """
-        for group in self.groups:
-            if isinstance(group.settings.custom_all_gather, OURS) or isinstance(
-                group.settings.custom_reduce_scatter, OURS
-            ):
-                raise FSDPNotImplementedError(
-                    "a module with set_allocate_memory_from_process_group_for_comm or set_symm_mem_for_comm cannot be "
-                    "pickled, as its buffers belong to a process group: set these after unpickling."
-                )
-        return vars(self)
-
-    def __setstate__(self, facts: dict[str, Any]) -> None:
-        """Unpickled.
-
-        Raises:
-            FSDPRuntimeError: by another rank, or by one of more or fewer.
-        """
-        vars(self).update(facts)
-        now = (dist.get_rank(), dist.get_world_size())
-        if self.place != now:
-            raise FSDPRuntimeError(
-                f"this sharded module was pickled by rank {self.place[0]} of {self.place[1]} and is unpickled by rank "
-                f"{now[0]} of {now[1]}: every rank has shards of its own, pickles and unpickles them. To change the "
-                "number of ranks use distributed checkpoints of its state_dict()."
-            )
 
 
 class Record:
@@ -252,7 +213,7 @@ def _forget_missing(states: Iterable[Any], groups: Iterable[FSDPParamGroup]) -> 
     """What was to be prefetched, and is not there any more, is forgotten when a root forms.
 
     A copy has none of what did not become part of it, and a module that is unwrapped has no groups. One that was
-    sharded anew, or whose small parameters others have taken, has other ones.
+    sharded anew has other ones.
     """
     for state in states:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -277,7 +238,7 @@ def _has_group(state: FSDPState, group: FSDPParamGroup) -> bool:
 
 
 def rest_for_copy(state: FSDPState) -> None:
-    """Let ``state`` come to rest before its modules are copied or pickled.
+    """Let ``state`` come to rest before its modules are copied.
 
     Raises:
         FSDPRuntimeError: inside a forward or backward, or gradients that wait for a reduction would be lost.
@@ -287,18 +248,18 @@ def rest_for_copy(state: FSDPState) -> None:
         root.recover_if_failed()
         if root.is_running():
             raise FSDPRuntimeError(
-                f"'{state.name}' cannot be copied or pickled inside a forward or backward of {root.name}, or "
-                "before finalize_backward(); do it between iterations."
+                f"'{state.name}' cannot be copied inside a forward or backward of {root.name}, or before "
+                "finalize_backward(); do it between iterations."
             )
         root.finish()
     state.quiesce()
     state.adopt_replaced()
     for group in state.unit:
-        group.refuse_loan("copies and pickles")
+        group.refuse_loan("copies")
         if group.reducer.owes_gradients():
             raise FSDPRuntimeError(
-                f"'{group.name}' cannot be copied or pickled while gradients wait for their reduction, as they would "
-                "be lost: do it after a backward that reduces, or call reset_iter_state()."
+                f"'{group.name}' cannot be copied while gradients wait for their reduction, as they would be lost: "
+                "do it after a backward that reduces, or call reset_iter_state()."
             )
 
 
@@ -308,11 +269,7 @@ def _reduced_state(state: FSDPState) -> Any:
 
 
 def _reduced_group(group: FSDPParamGroup) -> Any:
-    return _NEW, (FSDPParamGroup,)
-
-
-def _reduced_param(param: FSDPParam) -> Any:
-    return _NEW, (FSDPParam,), (None, {name: getattr(param, name) for name in _TRAVELS_OF_PARAM})
+    return copyreg.__newobj__, (FSDPParamGroup,)  # type: ignore[attr-defined]
 
 
 def _reduced_hook(hook: StateDictHook) -> Any:
@@ -322,6 +279,5 @@ def _reduced_hook(hook: StateDictHook) -> Any:
 
 copyreg.pickle(FSDPState, _reduced_state)
 copyreg.pickle(FSDPParamGroup, _reduced_group)
-copyreg.pickle(FSDPParam, _reduced_param)
 copyreg.pickle(StateDictHook, _reduced_hook)
 ON_ROOT.append(_forget_missing)

@@ -293,7 +293,7 @@ def _padding(facts: ModelFacts) -> Iterator[Advice]:
         change = (
             f"fully_shard(module, shard_placement_fn=lambda p: Shard({dims[0]}) if p.shape == {worst.shape} else None)"
             if dims
-            else f"fully_shard(module, replicate_below={worst.nbytes + 1})  # or pad the parameter itself"
+            else f"# pad a dim of '{worst.name}' to a multiple of {group.shard_size}"
         )
         yield Advice(
             "padding",
@@ -346,7 +346,7 @@ def _small_parameters(facts: ModelFacts) -> Iterator[Advice]:
         names,
         f"{len(packed)} parameters, {100 * nbytes // total} % of the bytes, are too small to travel by themselves: "
         "they are packed, and copied once more when they arrive and before they are reduced.",
-        "fully_shard(module, replicate_below=2**16)  # for norms and biases; or fuse matrices (q, k and v) into one",
+        "# fuse matrices (q, k and v) into one",
     )
 
 

@@ -196,7 +196,7 @@ class GroupFacts:
         name: of the module that `fully_shard` was called on, below the model; "" of the model itself.
         modules: all modules of the call, if it was called on a list; else that one.
         class_name: of the first of them.
-        shares_with: other sharded modules that use its parameters (tied weights, small ones that are replicated).
+        shares_with: other sharded modules that use its parameters (tied weights).
         is_root: its module is outermost, so that its parameters stay unsharded from forward to backward by default.
         params: in the order of the group.
         mesh: the axes of the data-parallel mesh.

@@ -89,7 +89,6 @@ LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "zero3": dict,
     "replicate": lambda: {"strategy": "replicate"},
     "hybrid": _hybrid,
-    "small replicated": lambda: {"replicate_below": 100},
     "mixed": lambda: {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
     "offload": lambda: {"offload_policy": CPUOffloadPolicy()},
     "owned": lambda: {"shard_placement_fn": _owned},

@@ -258,7 +258,10 @@ def test_plans_that_differ_on_one_rank_are_shown_on_all(world_size: int) -> None
 @multi_rank(2, timeout=40)
 def test_ranks_of_which_one_has_a_mesh_more_are_told(world_size: int) -> None:
     """The others do not take part in what that mesh would compare."""
-    model = sharded(stack(), replicate_below=200 if dist.get_rank() == 0 else 0)
+    model = stack()
+    for block in model:
+        fsdp2.fully_shard(block, strategy="replicate" if block is model[0] and dist.get_rank() == 0 else None)
+    fsdp2.fully_shard(model)
     with pytest.raises(fsdp2.FSDPRuntimeError, match=r"the ranks have different plans"):
         model(inputs())
     dist.barrier()
@@ -356,19 +359,6 @@ def test_what_is_unwrapped_is_not_prefetched(again: bool, world_size: int) -> No
     assert model[0]._get_fsdp_state().forward_prefetch == (expected,)
 
 
-@multi_rank(2)
-def test_prefetching_of_small_parameters_follows_their_bucket(world_size: int) -> None:
-    model = stack()
-    for block in model:
-        fsdp2.fully_shard(block, replicate_below=200)
-    model[0].set_modules_to_forward_prefetch([model[1]])
-    fsdp2.fully_shard(model, replicate_below=200)
-    plain = stack()
-    for each in (model, plain):
-        each(inputs()).square().sum().backward()
-    torch.testing.assert_close(model[0][0].bias.grad.full_tensor(), plain[0][0].bias.grad)
-
-
 # ---- calls inside of calls -----------------------------------------------------------------------------
 
 
@@ -446,30 +436,6 @@ def test_a_state_dict_is_loaded_inside_of_full_parameters_under_tensor_paralleli
 
 
 # ---- ties, and copies inside of blocks -----------------------------------------------------------------
-
-
-@multi_rank(2)
-def test_small_weights_may_be_tied_across_calls(world_size: int) -> None:
-    models = [stack(layers=2), stack(layers=2)]
-    for model in models:
-        model[1][0].bias = model[0][0].bias
-    plain, model = models
-    for block in model:
-        fsdp2.fully_shard(block, replicate_below=200)
-    fsdp2.fully_shard(model, replicate_below=200)
-    for each in models:
-        each(inputs()).square().sum().backward()
-    assert model[0][0].bias is model[1][0].bias
-    torch.testing.assert_close(model[0][0].bias.grad.full_tensor(), plain[0][0].bias.grad)
-
-
-@multi_rank(2)
-def test_a_tie_of_which_one_call_replicates_is_refused(world_size: int) -> None:
-    model = stack(layers=2)
-    model[1][0].bias = model[0][0].bias
-    fsdp2.fully_shard(model[0], replicate_below=200)
-    with pytest.raises(fsdp2.FSDPValueError, match="another 'replicate_below'"):
-        fsdp2.fully_shard(model[1])
 
 
 @multi_rank(2)

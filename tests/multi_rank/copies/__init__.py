@@ -1,1 +1,1 @@
-"""Deep copies and pickles of sharded modules."""
+"""Deep copies of sharded modules."""

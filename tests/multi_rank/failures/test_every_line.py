@@ -33,7 +33,7 @@ FILES = {
     for name in (
         *(f"core/{name}.py" for name in ("buffers", "gather", "gradients", "group", "hooks", "reduce", "root")),
         *(f"core/{name}.py" for name in ("schedule", "state", "streams", "transport")),
-        *(f"features/{name}.py" for name in ("gloo_p2p", "half_backward", "packing")),
+        *(f"features/{name}.py" for name in ("gloo_p2p", "packing")),
     )
 }
 Line = tuple[str, int, int]

@@ -369,7 +369,6 @@ RESIDENCES: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "resharded": {"reshard_after_forward": True},
     **{each: {"strategy": each} for each in ("zero1", "zero2", "zero3", "replicate")},
-    "small": {"replicate_below": 100},
     "owned": {"shard_placement_fn": lambda parameter: Owned(parameter.dim() - 1)},
 }
 

@@ -127,7 +127,6 @@ def test_other_settings(world_size: int) -> None:
         train(sharded(offload_policy=CPUOffloadPolicy(pin_memory=pin_memory)))
     for strategy in ("zero1", "zero2", "zero3"):
         train(sharded(strategy=strategy))
-    train(sharded(replicate_below=100))
 
 
 @multi_rank(2, full=[4])  # 2 cases more, 1 s
@@ -290,9 +289,9 @@ def test_a_mesh_of_its_own() -> None:
 
 
 @multi_rank(2, full=[4])  # 1 s
-def test_copies_and_pickles_train_on(world_size: int) -> None:
+def test_copies_train_on(world_size: int) -> None:
     model = sharded()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).double().float()):
+    for other in (copy.deepcopy(model), copy.deepcopy(model).double().float()):
         assert_lies_in_rows(other, world_size, dist.get_rank())
         train(other, steps=1)
     train(model, steps=1)

@@ -24,7 +24,6 @@ from tests.harness.training import assert_trains_like
 STRATEGIES: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "replicate": {"strategy": "replicate"},
-    "small ones": {"replicate_below": 1 << 10},
 }
 
 

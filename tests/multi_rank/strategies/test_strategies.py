@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -301,13 +300,12 @@ def test_state_dicts(strategy: str, world_size: int) -> None:
 
 
 @multi_rank(2, full=[4])  # those of this file on 4 ranks: about 25 s on two cores
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_copies_keep_it(strategy: str, way: str, world_size: int) -> None:
+def test_copies_keep_it(strategy: str, world_size: int) -> None:
     model = shard(UNEVEN_MLP, strategy)
     if strategy in SHARDING:
         model.set_strategy("zero1")
-    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    copied = copy.deepcopy(model)
     del model
     assert shard(UNEVEN_MLP, strategy, copied) is copied
     train(reference_for(UNEVEN_MLP, world_size, "no_sync"), copied, how="no_sync", tolerance=tolerance_for(world_size))
@@ -317,11 +315,10 @@ def test_copies_keep_it(strategy: str, way: str, world_size: int) -> None:
 
 
 @multi_rank(4)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
-def test_copies_of_replicas_over_two_dims(way: str) -> None:
+def test_copies_of_replicas_over_two_dims() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard(UNEVEN_MLP, "replicate", mesh=mesh)
-    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    copied = copy.deepcopy(model)
     train(reference_for(UNEVEN_MLP, 4, "one"), copied, how="one", tolerance=SUM_ORDER)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -99,21 +97,6 @@ def test_memory_is_torchs_where_a_process_group_in_python_has_none(world_size: i
 
 
 # ---- ranks that are threads ------------------------------------------------------------------------
-
-
-@multi_rank(Threads(2), Threads(4))
-def test_pickles_find_the_meshes_of_their_own_rank(world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-    model = fully_shard(MLP.build(), mesh=mesh)
-    dist.barrier()  # all ranks have meshes that are equal but for the rank
-    file = io.BytesIO()
-    pickle.dump(model, file)
-    dist.barrier()
-    file.seek(0)
-    again = pickle.load(file)
-    assert next(again.parameters()).device_mesh.get_local_rank() == dist.get_rank()
-    reference = Reference(MLP, world_size=world_size)
-    assert_trains_like(reference, again, adamw(list(again.parameters())), steps=1, tolerance=tolerance_for(world_size))
 
 
 @multi_rank(Threads(2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_a_sharded_module_is_registered_as_torchs_is_until_unwrapped(simulate: F
     fully_shard(model[0])
     assert applied(model[0]) == ["fully_shard"] and applied(model) == applied(model[1]) == []
     fully_shard(model)
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for each in (model, copy.deepcopy(model)):
         assert applied(each) == applied(each[0]) == ["fully_shard"] and applied(each[1]) == []
     unwrap(model)
     assert applied(model) == applied(model[0]) == []

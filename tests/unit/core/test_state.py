@@ -174,7 +174,6 @@ def arguments(**changes: Any) -> ShardArguments:
         ("offload_policy", CPUOffloadPolicy()),
         ("ignored_params", frozenset([nn.Parameter(torch.zeros(1))])),
         ("strategy", "zero2"),
-        ("replicate_below", 64),
     ],
 )
 def test_the_first_argument_that_differs_is_named(name: str, value: Any) -> None:
