@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import fsdp2.compiled.frames
 import fsdp2.features
 import fsdp2.optim.guard
+import fsdp2.optim.torch_clipping
 import fsdp2.optim.zeroing
 import fsdp2.ragged.merged_rows
 import fsdp2.tools.log  # noqa: F401  these fill ports of the core

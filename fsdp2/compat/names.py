@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import fsdp2
-import fsdp2.optim.torch_clipping
 from fsdp2.compat import bridges
 
 PUBLIC = "torch.distributed.fsdp"

@@ -19,7 +19,7 @@ from fsdp2.core.gather import Gather, GroupStorage, Transfer
 from fsdp2.core.gradients import GradientBuffer
 from fsdp2.core.mesh import DataParallelMesh, is_part_of
 from fsdp2.core.options import DEFAULT, GroupSettings
-from fsdp2.core.param import FSDPParam, Registrations, WriteCounter, mark_replaced
+from fsdp2.core.param import FSDPParam, Registration, Registrations, WriteCounter, mark_replaced
 from fsdp2.core.places import UNNAMED, label
 from fsdp2.core.plan import GroupPlan, ParamPlan
 from fsdp2.core.reduce import GradientReducer
@@ -148,6 +148,12 @@ class FSDPParamGroup:
         param.tie(uses)
         self._registrations = Registrations(self.params)
         self.configure(dataclasses.replace(self.settings, unshards_in_backward=True))
+
+    def register_in(self, param: FSDPParam, place: Registration) -> None:
+        """Register ``param`` in one more place, which holds its original."""
+        self.reshard()
+        param.register_in([place])
+        self._registrations = Registrations(self.params)
 
     @property
     def sharded(self) -> tuple[nn.Parameter, ...]:

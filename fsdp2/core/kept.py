@@ -6,14 +6,16 @@ Unless they are registered, or refused, a forward would compute with values of b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.core.param import Registration
+from fsdp2.core.param import FSDPParam, Registration, fsdp_param_of, replacement_of
 from fsdp2.errors import FSDPValueError
 
 _LONGEST = 1_000
@@ -45,48 +47,110 @@ class _Place:
         return self._parameter
 
 
-def registered_outside(
-    modules: Iterable[nn.Module], names: Mapping[nn.Parameter, str]
-) -> dict[nn.Parameter, list[Registration]]:
-    """Where ``modules`` keep parameters of these ``names`` in a plain attribute, or in a list or dict that is one.
+class Outside(NamedTuple):
+    """Where modules keep parameters beside registering them.
+
+    Attributes:
+        places: of those that are being sharded.
+        of_sharded: of those that another call has sharded.
+    """
+
+    places: dict[nn.Parameter, list[Registration]]
+    of_sharded: list[tuple[FSDPParam, Registration]]
+
+
+def registered_outside(modules: Iterable[nn.Module], names: Mapping[nn.Parameter, str]) -> Outside:
+    """Where ``modules`` keep parameters of these ``names``, or originals of sharded ones, in attributes that hold them.
+
+    A plain list, dict (or `OrderedDict`, `defaultdict`) or deque in an attribute, or in another of these, is such a
+    place. What cannot be one (a tuple, a set, a class of the program's) stays as it is, and a warning says so.
 
     Raises:
         FSDPValueError: one keeps a view of a parameter; or two parameters lie in the same memory.
     """
-    _refuse_shared_memory(names)
-    found: dict[nn.Parameter, list[Registration]] = {}
+    lying = _refuse_shared_memory(names)
+    found = Outside({}, [])
     for module in modules:
-        own = (module._parameters, module._buffers, module._modules)
-        holder: Any
-        kept: Iterable[tuple[Any, Any]]
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                holder, kept = vars(module), [(name, value)]
-            elif type(value) is list and len(value) <= _LONGEST:
-                holder, kept = value, enumerate(value)
-            elif type(value) is dict and len(value) <= _LONGEST and not any(value is each for each in own):
-                holder, kept = value, value.items()
-            else:
+            if name in _OF_MODULES or not isinstance(value, _HOLDING):
                 continue
-            for key, each in kept:
-                if not isinstance(each, torch.Tensor):
-                    continue
-                if isinstance(each._base, nn.Parameter) and each._base in names:
+            whose, where = type(module).__name__, f"in its attribute '{name}',"
+            for holder, key, tensor in _tensors_kept(vars(module), name, value, set()):
+                is_own = isinstance(tensor, nn.Parameter) and tensor in names
+                viewed = None if is_own else _viewed(tensor, names, lying)
+                if viewed is not None:
                     raise FSDPValueError(
-                        f"{type(module).__name__} keeps a view of parameter '{names[each._base]}' in its attribute "
-                        f"'{name}', which would have the values of before for ever: make the view in forward."
+                        f"{whose} keeps a view of parameter '{viewed}' {where} which would have the values of before "
+                        "for ever: make the view in forward."
                     )
-                if isinstance(each, nn.Parameter) and each in names:
-                    found.setdefault(each, []).append((_Place(holder, key, each), name))
+                successor = None if is_own else replacement_of(tensor)
+                param = None if successor is None else fsdp_param_of(successor)
+                if not is_own and param is None:
+                    continue
+                if holder is None:
+                    path = names[tensor] if is_own else param.path  # type: ignore[index,union-attr]
+                    warnings.warn(
+                        f"{whose} keeps parameter '{path}' {where} inside of a {key}, where it stays what it was "
+                        "before fully_shard: it has the values of before, and gets no gradient. Keep it in a list or a "
+                        "dict, which are seen to, or take it from its module in forward.",
+                        stacklevel=4,
+                    )
+                    break
+                place = (_Place(holder, key, tensor), name)
+                if is_own:
+                    found.places.setdefault(tensor, []).append(place)
+                else:
+                    found.of_sharded.append((param, place))  # type: ignore[arg-type]
     return found
 
 
-def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse two parameters that are trained and lie in the same memory, which shards would not."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+_MUTABLE = (list, dict, OrderedDict, defaultdict, deque)
+_HOLDING = (torch.Tensor, list, tuple, dict, set, frozenset, deque)
+
+
+def _tensors_kept(holder: Any, key: Any, value: Any, seen: set[int]) -> Iterator[tuple[Any, Any, Any]]:
+    """The tensors in ``holder[key]``, each with the container and the key to write it by; or None and what holds it."""
+    if isinstance(value, torch.Tensor):
+        yield holder, key, value
+        return
+    if not isinstance(value, _HOLDING) or id(value) in seen or len(value) > _LONGEST:
+        return
+    seen.add(id(value))
+    kind = next(each for each in _HOLDING if isinstance(value, each))
+    parts = list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))  # whatever a class does
+    for at, part in parts:
+        if type(value) in _MUTABLE and holder is not None:
+            yield from _tensors_kept(value, at, part, seen)
+        else:
+            yield from _tensors_kept(None, type(value).__name__, part, seen)
+        if isinstance(at, torch.Tensor):
+            yield None, "dict, as a key", at
+
+
+def _viewed(tensor: torch.Tensor, names: Mapping[nn.Parameter, str], lying: Mapping[int, str]) -> str | None:
+    """The parameter that ``tensor`` is a view of, or a detached alias."""
+    base = tensor._base
+    if isinstance(base, nn.Parameter) and base in names:
+        return names[base]
+    return None if isinstance(tensor, nn.Parameter) else lying.get(_torch.storage_of(tensor))
+
+
+def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> dict[int, str]:
+    """Refuse two parameters that are trained and lie in the same memory, which shards would not.
+
+    Returns:
+        Which parameter has a storage for itself, by the identity of the storage.
+    """
+    alone: dict[int, str] = {}
     lying: dict[tuple[int, int], str] = {}
     for parameter, name in names.items():
         storage = _torch.storage_of(parameter)
-        if not storage or not parameter.numel() or not parameter.requires_grad:
+        if not storage or not parameter.numel():
+            continue
+        if _torch.plain_of(parameter).untyped_storage().nbytes() == _torch.plain_of(parameter).nbytes:
+            alone[storage] = name
+        if not parameter.requires_grad:
             continue
         other = lying.setdefault((storage, int(_torch.plain_of(parameter).storage_offset())), name)
         if other != name:
@@ -94,3 +158,4 @@ def _refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
                 f"parameters '{other}' and '{name}' are two, and share their memory, which their shards will not: tie "
                 "them by registering one of them in both places (module.weight = other.weight) before fully_shard."
             )
+    return alone

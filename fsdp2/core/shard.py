@@ -266,7 +266,8 @@ def fully_shard(
     is_fresh = not ignored and not any([parameter.__dict__ for parameter in found])
     tied = [] if is_fresh else TIES.filling.take(found, ignored, managed, modules[0])
     name = type(modules[0]).__name__
-    kept = registered_outside(managed, {parameter: uses[0][2] for parameter, uses in found.items()})
+    everywhere = dict.fromkeys(each for sharded in modules for each in sharded.modules())
+    kept = registered_outside(everywhere, {parameter: uses[0][2] for parameter, uses in found.items()})
     named = [(uses[0][2], parameter) for parameter, uses in (*found.items(), *[(t.original, t.uses) for t in tied])]
     policy = module_policy(arguments.mp_policy, named, name)
     every = [*found.items(), *[(each.original, each.uses) for each in tied]]
@@ -278,10 +279,12 @@ def fully_shard(
         if tied:
             TIES.filling.check(tied, arguments, policy.of_parameters[len(found) :], places[len(found) :], name)
         shardings = _shardings(found, arguments, name)
-        unit = _shard(found, shardings, managed, arguments, policy, places, name, kept)
+        unit = _shard(found, shardings, managed, arguments, policy, places, name, kept.places)
         for each in tied:
             each.owner.group.tie(each.owner, [use[:2] for use in each.uses])
         unit = tuple(dict.fromkeys((*unit, *[each.owner.group for each in tied])))
+    for param, place in kept.of_sharded:
+        param.group.register_in(param, place)
     state = FSDPState(modules, unit, policy, arguments, ignored)
     if strategy is not None:
         SET_STRATEGY.filling(strategy, [state])

@@ -34,7 +34,19 @@ _CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
 
 _MIXED = "got mixed torch.Tensor and DTensor"
-_ALIASING = "Input-to-input aliasing detected"
+_OF_MEMORY = {
+    "Input-to-input aliasing detected": (
+        "torch.cond, while_loop or scan was given tensors that share a storage, as unsharded parameters do with all of "
+        "their group. Take clones of them before the call, which are differentiated alike, weight = "
+        "self.weight.clone(); to call a submodule with its clones, torch.func.functional_call(module, clones, inputs)."
+    ),
+    "Trying to resize storage that is not resizable": (
+        "the memory of unsharded parameters cannot be freed any more, for a forward has handed it out: "
+        "weight.detach().numpy() does that, and share_memory_(). Take a copy, weight.detach().clone().numpy(), and "
+        "shard the model anew."
+    ),
+}
+"""What torch says, and what to say of it if it leaves a call of a sharded module."""
 _RAGGED = "dealt out otherwise than torch.chunk does"
 
 Running = Sequence[tuple[Any, FrameType]]
@@ -81,12 +93,14 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
 def explanation_of(error: BaseException) -> FSDPError | None:
     """What to raise instead of ``error``, where it says that a sharded parameter met plain tensors; else None.
 
-    Or that parameters of one group met in an operator that takes no two tensors of one storage.
+    Or that of a module's unsharded parameters was asked what their memory cannot do.
     """
-    if _ALIASING in str(error):
-        return _aliasing(error)
-    is_ragged = isinstance(error, FSDPError) and _RAGGED in str(error)
-    if not is_ragged and (type(error) is not RuntimeError or _MIXED not in str(error)):
+    said = " ".join(each for each in error.args if isinstance(each, str))  # others may hold tensors without memory
+    for words, explanation in _OF_MEMORY.items():
+        if words in said:
+            return _explained_in_call(error, explanation)
+    is_ragged = isinstance(error, FSDPError) and _RAGGED in said
+    if not is_ragged and (type(error) is not RuntimeError or _MIXED not in said):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
     outside = frames[-1].f_back if frames else None
@@ -102,15 +116,10 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     )
 
 
-def _aliasing(error: BaseException) -> FSDPError | None:
+def _explained_in_call(error: BaseException, explanation: str) -> FSDPError | None:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames)):
-        return None
-    return FSDPRuntimeError(
-        "torch.cond, while_loop or scan was given tensors that share a storage, as unsharded parameters do with all of "
-        "their group. Take clones of them before the call, which are differentiated alike, weight = "
-        "self.weight.clone(); to call a submodule with its clones, torch.func.functional_call(module, clones, inputs)."
-    )
+    is_in_call = any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames))
+    return FSDPRuntimeError(explanation) if is_in_call else None
 
 
 def _cause(param: FSDPParam, calls: Running) -> str:

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp2 import FSDPModule, FSDPRuntimeError, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, FSDPRuntimeError, fully_shard
 from tests.harness import multi_rank
 from tests.harness.compare import gather
-from tests.multi_rank.training.test_freezing_between import default, offloaded, replicated
 
 PROGRAMS = 60
 REFUSALS = (FSDPRuntimeError, "modified by an inplace operation", "already been freed", "does not require grad")
@@ -40,6 +40,18 @@ def keep(model: nn.Sequential) -> nn.Module:
     for index in (0, 2):
         fully_shard(model[index], reshard_after_forward=False)
     return fully_shard(model, reshard_after_forward=False)
+
+
+def default(model: nn.Sequential) -> nn.Module:
+    return fully_shard(model)
+
+
+def replicated(model: nn.Sequential) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def offloaded(model: nn.Sequential) -> nn.Module:
+    return fully_shard(model, offload_policy=CPUOffloadPolicy())
 
 
 class Program:
