@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2.core.gather
-from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy
+import fsdp2.optim.offload
+from fsdp2 import FSDPRuntimeError, MixedPrecisionPolicy, offload_optimizer_state
 from fsdp2.core.buffers import Offloading
 from fsdp2.core.gather import Gather
 from fsdp2.core.gradients import GradientBucket, PackedGradients
 from fsdp2.core.group import FSDPParamGroup, Unsharding
-from fsdp2.core.streams import Wait
+from fsdp2.core.streams import HostDevice, Wait
 from tests.harness import fake_world
 from tests.harness.happens_before import (
     HOST,
@@ -233,6 +234,39 @@ def test_an_optimizer_whose_state_comes_and_leaves_steps_as_any() -> None:
             training = offloaded_state(recorder, offloads=offloads)
         found.append([each.to_local() for each in training.model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+class Streams(HostDevice):
+    """Says that it has some."""
+
+    has_streams = True
+
+
+def test_state_that_came_ahead_and_is_not_asked_for_goes_back_without_a_copy() -> None:
+    """Of groups that a step leaves out, or does not come to as it raises: the tensors on the host are the same ones."""
+    parameters = [nn.Parameter(torch.randn(4)) for _ in range(3)]
+    optimizer = torch.optim.Adam([{"params": [each]} for each in parameters], foreach=True)
+    offload_optimizer_state(optimizer)
+    for each in parameters:
+        each.grad = torch.ones(4)
+    with mock.patch.object(fsdp2.optim.offload, "device_for", lambda device: Streams()):
+        optimizer.step()
+        before = [optimizer.state[each]["exp_avg"] for each in parameters]
+        values = [each.clone() for each in before]
+        with (
+            mock.patch.object(fsdp2.optim.offload, "_on_host", wraps=fsdp2.optim.offload._on_host) as copied,
+            mock.patch.object(optimizer, "_init_group", lambda group, *_: optimizer.state[group["params"][0]].missing),
+            pytest.raises(AttributeError, match="missing"),
+        ):
+            optimizer.step()
+        optimizer.state_dict()
+        after = [optimizer.state[each]["exp_avg"] for each in parameters]
+        assert all(one is other for one, other in zip(before, after, strict=True)) and all(
+            map(torch.equal, after, values)
+        )
+        assert copied.call_count == 0, "nothing but the first was asked for, and that is taken back by state_dict"
+        optimizer.step()
+    assert all(not each.equal(value) for each, value in zip(before, values, strict=True))
 
 
 PIECE = 1 << 10
