@@ -117,8 +117,8 @@ def _tensors_kept(holder: Any, key: Any, value: Any, seen: set[int]) -> Iterator
     if not isinstance(value, _HOLDING) or id(value) in seen or len(value) > _LONGEST:
         return
     seen.add(id(value))
-    kind = next(each for each in _HOLDING if isinstance(value, each))
-    parts = list(dict.items(value)) if kind is dict else list(enumerate(kind.__iter__(value)))  # whatever a class does
+    kind: Any = next(each for each in _HOLDING if isinstance(value, each))  # a class of the program's reads otherwise
+    parts = list(kind.items(value)) if hasattr(kind, "items") else list(enumerate(kind.__iter__(value)))
     for at, part in parts:
         if type(value) in _MUTABLE and holder is not None:
             yield from _tensors_kept(value, at, part, seen)

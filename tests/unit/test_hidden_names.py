@@ -33,6 +33,7 @@ NOT_TORCHS = {
         "_fsdp2_registry",
         "_fsdp_delivered",
         "_fsdp_flattened",
+        "_fsdp_class",
         "_fsdp_former",
         "_fsdp_lent",
         "_fsdp_param",
