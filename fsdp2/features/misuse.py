@@ -34,19 +34,8 @@ _CALLS = frozenset({"_call_impl", "_fsdp_captured_call", "wrapped"})
 """The methods of sharded modules that gather."""
 
 _MIXED = "got mixed torch.Tensor and DTensor"
-_OF_MEMORY = {
-    "Input-to-input aliasing detected": (
-        "torch.cond, while_loop or scan was given tensors that share a storage, as unsharded parameters do with all of "
-        "their group. Take clones of them before the call, which are differentiated alike, weight = "
-        "self.weight.clone(); to call a submodule with its clones, torch.func.functional_call(module, clones, inputs)."
-    ),
-    "Trying to resize storage that is not resizable": (
-        "the memory of unsharded parameters cannot be freed any more, for a forward has handed it out: "
-        "weight.detach().numpy() does that, and share_memory_(). Take a copy, weight.detach().clone().numpy(), and "
-        "shard the model anew."
-    ),
-}
-"""What torch says, and what to say of it if it leaves a call of a sharded module."""
+_ALIASING = "Input-to-input aliasing detected"
+_NOT_RESIZABLE = "Trying to resize storage that is not resizable"
 _RAGGED = "dealt out otherwise than torch.chunk does"
 
 Running = Sequence[tuple[Any, FrameType]]
@@ -96,9 +85,10 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     Or that of a module's unsharded parameters was asked what their memory cannot do.
     """
     said = " ".join(each for each in error.args if isinstance(each, str))  # others may hold tensors without memory
-    for words, explanation in _OF_MEMORY.items():
-        if words in said:
-            return _explained_in_call(error, explanation)
+    if _ALIASING in said or _NOT_RESIZABLE in said:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_in_call = any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames))
+        return _of_memory(said) if is_in_call else None
     is_ragged = isinstance(error, FSDPError) and _RAGGED in said
     if not is_ragged and (type(error) is not RuntimeError or _MIXED not in said):
         return None
@@ -116,10 +106,19 @@ def explanation_of(error: BaseException) -> FSDPError | None:
     )
 
 
-def _explained_in_call(error: BaseException, explanation: str) -> FSDPError | None:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    is_in_call = any(isinstance(self, FSDPModule) for self, _ in _methods_of(frames))
-    return FSDPRuntimeError(explanation) if is_in_call else None
+def _of_memory(said: str) -> FSDPError:
+    if _ALIASING in said:
+        return FSDPRuntimeError(
+            "torch.cond, while_loop or scan was given tensors that share a storage, as unsharded parameters do with "
+            "all of their group. Take clones of them before the call, which are differentiated alike, weight = "
+            "self.weight.clone(); to call a submodule with its clones, torch.func.functional_call(module, clones, "
+            "inputs)."
+        )
+    return FSDPRuntimeError(
+        "the memory of unsharded parameters cannot be freed any more, for a forward has handed it out: "
+        "weight.detach().numpy() does that, and share_memory_(). Take a copy, weight.detach().clone().numpy(), and "
+        "shard the model anew."
+    )
 
 
 def _cause(param: FSDPParam, calls: Running) -> str:
