@@ -18,7 +18,7 @@ GREEN, RED, INCOMPLETE = range(3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs what the command line says. The exit status: 1 if a job failed; else 2 if one had no time, or none could run."""
+    """Runs what the command line says. Exits with 1 if a job failed; else with 2 if one had no time, or none passed."""
     began = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m extras.gpu_check", description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")

@@ -66,7 +66,7 @@ class Case:
         replicas: Of HSDP.
         world_size: Of rank 0 among copies; of other worlds the least.
         skips: Whether a layer has no gradient in every second step.
-        factor: A gradient divide factor. (Not among copies, which do not multiply.)
+        factor: A gradient divide factor. (Of NCCL's only: gloo cannot multiply, and copies do not.)
     """
 
     computes: tuple[torch.dtype, torch.dtype] | None = None
@@ -89,9 +89,7 @@ class Case:
 
     def fits(self, world_size: int) -> bool:
         """Whether so many ranks can be shared out."""
-        return (
-            world_size >= (self.world_size or 1) and world_size % (2 * self.replicas if self.replicas > 1 else 1) == 0
-        )
+        return world_size >= (self.world_size or 1) and world_size % self.replicas == 0
 
 
 MIXED = (BF16, FP32)
@@ -113,8 +111,8 @@ CASES: dict[str, Case] = {
     "a layer without gradient": Case(skips=True),
     "bf16 originals": Case(dtype=BF16),
 }
-EXCHANGED = {**CASES, "divided by 3": Case(factor=3.0), "bf16/fp32 divided by 3": Case(MIXED, factor=3.0)}
-OF_FOUR = ("fp32", PLAIN, "hsdp bf16/fp32", "reshard to 2", "divided by 3")
+OF_NCCL = {"divided by 3": Case(factor=3.0), "bf16/fp32 divided by 3": Case(MIXED, factor=3.0)}
+OF_FOUR = ("fp32", PLAIN, "hsdp bf16/fp32", "reshard to 2")
 """Those of more than two ranks on one GPU: the others would show nothing more."""
 
 Sizes = tuple[int, int]
@@ -244,16 +242,21 @@ def without_waits(train: Train) -> dict[str, Any]:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[dict[str, Any]]:
-    """Say what is put in; an exception is a complaint."""
+def _told(what: str, *, is_silent: bool = False, ends: bool = False) -> Iterator[dict[str, Any]]:
+    """Say what is put in (a rank that ``is_silent``: nothing); say an exception, which ``ends`` the process or not."""
     found: dict[str, Any] = {}
     began = time.perf_counter()
+    failed = False
     try:
         yield found
     except Exception as error:
         traceback.print_exc()
         found[COMPLAINTS] = [f"{type(error).__name__}: {error}"[:800]]
-    say(what, {**found, "seconds": round(time.perf_counter() - began, 2)})
+        failed = True
+    if failed or not is_silent:
+        say(what, {**found, "seconds": round(time.perf_counter() - began, 2)})
+    if failed and ends:
+        os._exit(1)  # the other ranks may be in a collective for ever
 
 
 def copies(device: str) -> None:
@@ -288,6 +291,8 @@ def exchange(rank: int, backend: str, world_size: int, device: str, store: str, 
     torch.set_num_threads(1)
     local_rank = rank if backend == "nccl" else 0
     os.environ["LOCAL_RANK"] = str(local_rank)
+    if world_size == 1:
+        os.environ["FSDP2_COMM"] = "native"  # else a rank copies, and there is nothing to compare
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     backend = backend if device == "cuda" else "gloo"
@@ -299,7 +304,7 @@ def exchange(rank: int, backend: str, world_size: int, device: str, store: str, 
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return float(found)
 
-    for name, case in EXCHANGED.items():
+    for name, case in {**CASES, **(OF_NCCL if backend == "nccl" else {})}.items():
         if not case.fits(world_size) or (backend == "gloo" and world_size > 2 and name not in OF_FOUR):
             continue
 
@@ -307,11 +312,11 @@ def exchange(rank: int, backend: str, world_size: int, device: str, store: str, 
             with planted(fault) if library == "fsdp2" else nullcontext():
                 return trained(library, case, device, sizes, rank, world_size)
 
-        began = time.perf_counter()
-        found = compared(case, train, lambda seed: seed * world_size + rank, device, largest)
-        if rank == 0:
-            what = f"{world_size} x {backend}: {name}, {sizes[0]} x {sizes[1]}"
-            say(what, {**found, "seconds": round(time.perf_counter() - began, 2)})
+        of_rank = f" (rank {rank})" if rank else ""
+        with _told(
+            f"{world_size} x {backend}: {name}, {sizes[0]} x {sizes[1]}{of_rank}", is_silent=rank > 0, ends=True
+        ) as found:
+            found |= compared(case, train, lambda seed: seed * world_size + rank, device, largest)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # a thread of gloo's that still lets go of a tensor aborts the end of the interpreter

@@ -58,14 +58,16 @@ class Running:
         """In a session of its own, so that all that it starts can be killed."""
         now = time.monotonic()
         log = folder / f"{job.name}.txt"
-        threads = {"OMP_NUM_THREADS": "1" if place.is_rehearsal else "4"}
+        environment = {"OMP_NUM_THREADS": "4", **job.environment}
+        if place.is_rehearsal:
+            environment["OMP_NUM_THREADS"] = "1"
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 job.arguments(place),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **ENVIRONMENT, **threads, **job.environment},
+                env={**os.environ, **ENVIRONMENT, **environment},
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -108,7 +110,7 @@ def run_all(
                     if (verdict := each.verdict()) is not None:
                         running.remove(each)
                         ended(each.job, verdict)
-                while waiting and _may_start(waiting[0], running, lanes(place, machine)):
+                while waiting and _may_start(waiting[0], running, place, lanes(place, machine)):
                     job = waiting.pop(0)
                     if time.monotonic() + LEAST_SECONDS > deadline:
                         ended(job, skipped("no time was left", is_for_time=True))
@@ -120,8 +122,7 @@ def run_all(
                 each.kill()
 
 
-def _may_start(job: Job, running: Sequence[Running], most: int) -> bool:
-    """A job that is alone waits for all others, and all others for it."""
-    if job.kind != RIGHT:
-        return not running
-    return len(running) < most and all(each.job.kind == RIGHT for each in running)
+def _may_start(job: Job, running: Sequence[Running], place: Place, most: int) -> bool:
+    """One that measures waits for all others, and all others for it; in a rehearsal nothing is measured."""
+    is_alone = not place.is_rehearsal and any(each.kind != RIGHT for each in (job, *(each.job for each in running)))
+    return len(running) < (1 if is_alone else most)

@@ -92,9 +92,10 @@ class Job:
         return [*found, *(self.on_cpu if place.is_rehearsal else ())]
 
 
-def _beside_torch(name: str, asks: str, *command: str, limit_s: int, kind: str = RIGHT) -> Job:
+def _beside_torch(name: str, asks: str, *command: str, limit_s: int, kind: str = RIGHT, not_on_cpu: str = "") -> Job:
     means = "Wrong numbers, or a missing wait. The case that is named shows it again: compare `core/reduce.py`."
-    return Job(name, asks, means, ("extras.gpu_check.beside_torch", *command), limit_s, kind=kind)
+    module = "extras.gpu_check.beside_torch"
+    return Job(name, asks, means, (module, *command), limit_s, kind=kind, not_on_cpu=not_on_cpu)
 
 
 def _batch(name: str, asks: str, means: str, *command: str, limit_s: int, kind: str = RIGHT, **more: str) -> Job:
@@ -137,6 +138,7 @@ def _llama(
 
 CUDA, COMPILE = "tests/gpu/test_cuda.py", "tests/gpu/test_compile_cuda.py"
 COMPILES = "kernels of the CPU take minutes to compile, and are tests' (`tests/multi_rank`, `benchmarks.compile`)"
+AS_GLOO = "gloo-2 is the same there"
 ALL = "unsharded,torch,fsdp2,fsdp2-native,torch-again"
 OF_8B = "--shape 8B --seq 8192 --ac --steps 4"
 EXPANDABLE = "expandable_segments:True"
@@ -157,7 +159,13 @@ JOBS = (
     ),
     _beside_torch("gloo-2", "Do 2 ranks on one GPU train as torch's?", "gloo", "--ranks", "2", limit_s=120),
     _beside_torch(
-        "nccl-1", "Does a rank that has NCCL's collectives with itself?", "nccl", "--ranks", "1", limit_s=120
+        "nccl-1",
+        "Does a rank that has NCCL's collectives with itself?",
+        "nccl",
+        "--ranks",
+        "1",
+        limit_s=120,
+        not_on_cpu=AS_GLOO,
     ),
     _batch(
         "training",
@@ -201,7 +209,16 @@ JOBS = (
         needs_tests=False,
         not_on_cpu="it looks for a GPU; `tests/unit/test_doctor.py` rehearses it",
     ),
-    _beside_torch("nccl", "Do all GPUs train as torch's?", "nccl", "--ranks", "{gpus}", limit_s=120, kind=BETWEEN),
+    _beside_torch(
+        "nccl",
+        "Do all GPUs train as torch's?",
+        "nccl",
+        "--ranks",
+        "{gpus}",
+        limit_s=120,
+        kind=BETWEEN,
+        not_on_cpu=AS_GLOO,
+    ),
     _batch(
         "between",
         "Kinds of groups, failed batches, checkpoints, other memory and a graph, with real collectives between GPUs?",

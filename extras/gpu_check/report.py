@@ -16,7 +16,7 @@ from extras.gpu_check.says import COMPLAINTS, SKIPPED, WHAT, said_in
 JSON, MARKDOWN = "report.json", "report.md"
 MOST_LINES, MOST_BYTES = 200, 1_000_000
 LONGEST_COMPLAINT, LONGEST_FIGURES, LONGEST_OUTPUT = 1500, 300, 4000
-LINES_OF_OUTPUT = 25
+LINES_OF_OUTPUT = 15
 PASSED, FAILED, SKIPPED_JOB = "passed", "failed", "skipped"
 
 
@@ -174,6 +174,8 @@ FIGURES = {
 }  # fmt: skip
 """Of the Llama step, in the report's table."""
 
+NO_FIGURES = (WHAT, COMPLAINTS, "names", "losses", "seconds", "torch", "name")
+
 
 def _summary(said: Sequence[Mapping[str, Any]]) -> list[str]:
     """Llama steps as a table; cases beside torch in one line; a line for each other part with figures."""
@@ -196,7 +198,7 @@ def _summary(said: Sequence[Mapping[str, Any]]) -> list[str]:
     for each in said:
         if each in steps or each in cases:
             continue
-        figures = {key: value for key, value in each.items() if key not in (WHAT, COMPLAINTS, "names", "losses")}
+        figures = {key: value for key, value in each.items() if key not in NO_FIGURES}
         if figures:
             lines.append(f"- {_one_line(each[WHAT], 150)}: `{_one_line(json.dumps(figures), LONGEST_FIGURES)}`")
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ WHAT, COMPLAINTS, SKIPPED = "what", "complaints", "skipped"
 
 def say(what: str, found: Found) -> None:
     """One line, about ``what``."""
-    print(json.dumps({WHAT: what, COMPLAINTS: [], **found}), flush=True)
+    sys.stdout.write(json.dumps({WHAT: what, COMPLAINTS: [], **found}) + "\n")  # at once: ranks share the output
+    sys.stdout.flush()
 
 
 def said_in(output: str) -> list[dict[str, Any]]:
@@ -25,5 +27,5 @@ def said_in(output: str) -> list[dict[str, Any]]:
             try:
                 found.append(json.loads(line))
             except json.JSONDecodeError:
-                continue  # two processes wrote at once
+                continue  # cut off, or two processes wrote at once
     return found

@@ -31,9 +31,10 @@ class Says:
         if report.failed:
             crash: Any = getattr(report.longrepr, "reprcrash", None)
             why = str(crash.message if crash is not None else report.longreprtext)
+            print()  # after the dots
             say(report.nodeid, {COMPLAINTS: [why[:LONGEST]]})
         if report.skipped and isinstance(report.longrepr, tuple):
-            self.reason = report.longrepr[2]
+            self.reason = report.longrepr[2].removeprefix("Skipped: ")
         if report.failed or report.skipped or report.when == "call":
             self.counts[report.outcome] += 1
 
@@ -44,6 +45,7 @@ class Says:
             found[COMPLAINTS] = ["no test was collected"]
         elif set(self.counts) == {"skipped"}:
             found[SKIPPED] = f"{ALL_SKIPPED}: {self.reason}"
+        print()
         say("tests", found)
 
 
