@@ -240,6 +240,7 @@ def measured(name: str, given: Any, rank: int, store: str) -> dict[str, Any]:
             hosts.append(time.perf_counter() - start)
             synchronize()
             walls.append(time.perf_counter() - start)
+        gc.enable()
         found = {
             "losses": [float(each) for each in losses],
             "ready_s": round(ready, 1),
@@ -351,7 +352,8 @@ def _print_table(given: Any, found: Mapping[str, Mapping[str, Any]]) -> None:
             print(figure, {name: f"{value:.4g} ({value / base:.3f})" for name, value in row.items()})
 
 
-def _given(arguments: Sequence[str] | None) -> Any:
+def parsed(arguments: Sequence[str] | None) -> Any:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.llama_step", description=__doc__.splitlines()[0])
     parser.add_argument("--impl", type=lambda text: text.split(","), default=["torch", "fsdp2", "torch-again"])
     parser.add_argument("--shape", choices=list(SHAPES), default="1B")
@@ -382,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: there is no such device; or an implementation failed, or is complained of.
     """
-    given = _given(arguments)
+    given = parsed(arguments)
     world = f"{given.gpus} GPUs" if given.gpus > 1 else f"rank 0 of {given.world}"
     title = f"{given.shape}, {world}, {given.batch} x {given.seq} tokens"
     title += "".join(f", {flag}" for flag in ("ac", "compile", "offload") if getattr(given, flag))

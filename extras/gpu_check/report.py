@@ -15,7 +15,7 @@ from extras.gpu_check.says import COMPLAINTS, SKIPPED, WHAT, said_in
 
 JSON, MARKDOWN = "report.json", "report.md"
 MOST_LINES, MOST_BYTES = 200, 1_000_000
-LONGEST_COMPLAINT, LONGEST_FIGURES, LONGEST_OUTPUT = 1500, 300, 4000
+LONGEST_COMPLAINT, LONGEST_FIGURES, LONGEST_OUTPUT, MOST_COMPLAINTS = 1500, 300, 4000, 20
 LINES_OF_OUTPUT = 15
 PASSED, FAILED, SKIPPED_JOB = "passed", "failed", "skipped"
 
@@ -68,7 +68,9 @@ def judge(job: Job, status: int | None, cut: Cut, seconds: float, output: str) -
         reasons += [f"exit status {status}"] * bool(status)
         reasons += ["it said nothing"] * (job.says and not said and not status)
     if reasons:
-        return Verdict(FAILED, reasons, said, seconds, end)
+        kept = [reason[:LONGEST_COMPLAINT] for reason in reasons[:MOST_COMPLAINTS]]
+        kept += [f"and {len(reasons) - len(kept)} more"] * (len(reasons) > len(kept))
+        return Verdict(FAILED, kept, said, seconds, end)
     without = [each[SKIPPED] for each in said if SKIPPED in each]
     if said and len(without) == len(said):
         return Verdict(SKIPPED_JOB, list(dict.fromkeys(without)), said, seconds)
@@ -103,9 +105,7 @@ class Report:
         for left_out in ("", "output", "said"):
             for each in found.values():
                 each.pop(left_out, None)
-            text = json.dumps(
-                {"machine": self._machine.to_json(), "device": self._place.device, "jobs": found}, indent=1
-            )
+            text = json.dumps({"machine": self._machine.to_json(), "device": self._place.device, "jobs": found})
             if len(text.encode()) < MOST_BYTES:
                 break
         return text
@@ -148,8 +148,7 @@ class Report:
             if verdict is None or verdict.status != FAILED:
                 continue
             lines += ["", f"## {job.name}: failed", "", f"It means: {job.means}", ""]
-            lines += [f"- {_one_line(reason, LONGEST_COMPLAINT)}" for reason in verdict.reasons[:8]]
-            lines += [f"- and {len(verdict.reasons) - 8} more"] * (len(verdict.reasons) > 8)
+            lines += [f"- {_one_line(reason, LONGEST_COMPLAINT)}" for reason in verdict.reasons]
             if not any(each.get(COMPLAINTS) for each in verdict.said):
                 lines += ["", "```", *verdict.output.replace("```", "'''").splitlines(), "```"]
         return lines
