@@ -297,6 +297,7 @@ def _in_process(name: str, given: Any, rank: int, store: str, results: Any) -> N
 
 def measured_apart(name: str, given: Any) -> dict[str, Any]:
     """What rank 0 measured, in processes of its own; "error" if any rank failed or the time was over."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the server must not touch CUDA, as it forks users
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdp2", "torch.distributed.fsdp", "benchmarks.implementations"])
     results = context.Queue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for job in jobs:
             print(f"{job.name} ({job.kind}, at most {job.limit_s} s): {job.asks}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(RED))  # what runs is killed on the way out
     machine = Machine.current()
     place = Place(given.device, REHEARSED_RANKS if given.device == "cpu" else machine.gpus)
     report = Report(given.out, machine, place, jobs)

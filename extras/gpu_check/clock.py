@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "RES_OPTIONS": "timeout:1 attempts:1",  # stores look up the names of hosts, which waits where no server answers
     "NCCL_DEBUG": "WARN",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # servers that fork must not touch CUDA to learn whether it is there
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/inductor",
 }
 

@@ -157,6 +157,13 @@ JOBS = (
         *(CUDA, "tests/gpu/test_timeline_cuda.py", "-k", "not (alone and depends)"),
         limit_s=200,
     ),
+    _tests(
+        "compiled",
+        "Do compiled models train as the reference?",
+        "A name in the test says whether communication was in the graphs: `fsdp2/compiled/`.",
+        *(COMPILE, "-k", "alone and (transformer or blocks or optimizer)"),
+        limit_s=150,
+    ),
     _beside_torch("gloo-2", "Do 2 ranks on one GPU train as torch's?", "gloo", "--ranks", "2", limit_s=120),
     _beside_torch(
         "nccl-1",
@@ -192,13 +199,6 @@ JOBS = (
         limit_s=60,
     ),
     _beside_torch("gloo-4", "Do 4 ranks on one GPU train as torch's?", "gloo", "--ranks", "4", limit_s=90),
-    _tests(
-        "compiled",
-        "Do compiled models train as the reference?",
-        "A name in the test says whether communication was in the graphs: `fsdp2/compiled/`.",
-        *(COMPILE, "-k", "alone and (transformer or blocks or optimizer)"),
-        limit_s=120,
-    ),
     Job(
         "doctor",
         "Does `fsdp2 doctor --gpu`, the part of this in the wheel, find a problem?",

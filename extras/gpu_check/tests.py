@@ -31,7 +31,7 @@ class Says:
         if report.failed:
             crash: Any = getattr(report.longrepr, "reprcrash", None)
             why = str(crash.message if crash is not None else report.longreprtext)
-            print()  # after the dots
+            print()  # after its name
             say(report.nodeid, {COMPLAINTS: [why[:LONGEST]]})
         if report.skipped and isinstance(report.longrepr, tuple):
             self.reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("-k", dest="those", default="", help="as pytest's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: they skip themselves")
     given = parser.parse_args()
-    arguments = [*given.paths, "-k", given.those, "-p", "no:cacheprovider", "--tb=short", "--maxfail=12", "-q"]
+    arguments = [*given.paths, "-k", given.those, "-p", "no:cacheprovider", "--tb=short", "--maxfail=12", "-vv"]
     sys.exit(pytest.main(arguments, plugins=[Says()]))
 
 

@@ -18,7 +18,7 @@ from extras.gpu_check.setting import Setting
 from fsdp2.optim.torch_clipping import substitutes
 
 LIBRARIES: dict[str, Any] = {"plain": None, "torch": theirs, "fsdp2": fsdp2}
-WARM, STEPS = 5, 40
+WARM, STEPS = 5, 20
 BLOCKS, WIDTH = 32, 16
 """Of 12 parameters each."""
 
