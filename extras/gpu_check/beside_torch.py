@@ -4,9 +4,9 @@
     gloo --ranks 2            real exchanges, all ranks on one GPU
     nccl --ranks 1            NCCL's collectives of a rank with itself; or between as many GPUs
 
-Every case trains one model by both, and compares losses, gradients and parameters. On CUDA (but not over gloo, for which
-the host waits) the training is repeated with delays, and with garbage in memory, at every collective: that must change no
-bit; among copies also with each wait left out, of which those in `SHOW` must.
+Every case trains one model by both, and compares losses, gradients and parameters. On CUDA (not over gloo, whose
+exchanges the host waits for) the training is repeated with delays and garbage in memory at every collective, which must
+change no bit; among copies also with each wait left out, of which those in `SHOW` must.
 """
 
 from __future__ import annotations
